@@ -56,6 +56,22 @@ def error_where_the_disk_is_full(config: dict[str, object], folder: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+def errors_of_one_rank(folder: str) -> list[str]:
+    """Return what is raised where rank 1 cannot keep its client_state, and rank 0 cannot write."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    odd = {"object": object()} if dist.get_rank() == 1 else {}
+    (Path(folder) / "file").touch()
+    told = []
+    with pytest.raises((TypeError, StowError)) as caught:
+        engine.save_checkpoint(f"{folder}/checkpoint", client_state=odd)
+    told.append(f"{type(caught.value).__name__}: {caught.value}")
+    with pytest.raises((OSError, StowError)) as failed:
+        engine.save_16bit_model(f"{folder}/file")
+    told.append(f"{type(failed.value).__name__}: {failed.value}")
+    return told
+
+
 def outputs_from_files(
     folder: str, tier: str, width: int, blocks: int, x: torch.Tensor
 ) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.export import (
     save_safetensors,
@@ -27,7 +27,7 @@ from tensorstow.fsdp.export import (
     write_configuration,
 )
 from tensorstow.fsdp.full_tensors import whole_weights
-from tensorstow.fsdp.sharding import host_group
+from tensorstow.fsdp.sharding import on_every_rank
 
 Checkpoint = str | os.PathLike[str]
 _WEIGHTS, _STATES, _GROUPS = "pytorch_model", "pytorch_optim", "pytorch_optim_group.bin"
@@ -57,7 +57,7 @@ def save_model(
 
     Raises:
         OptionError: Arguments that cannot be honoured together.
-        StowError: Rank 0 could not write; it is raised on every rank.
+        StowError: Rank 0 could not write, which raises what it met.
     """
     module = _module_of(model)
     path = Path(checkpoint)
@@ -140,7 +140,7 @@ def save_optimizer(
 
     Raises:
         OptionError: The file is called as safetensors are.
-        StowError: Rank 0 could not write; it is raised on every rank.
+        StowError: Rank 0 could not write, which raises what it met.
     """
     path = Path(checkpoint)
     if path.suffix == _OF_SAFETENSORS:
@@ -198,7 +198,7 @@ def save_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: 
         checkpoint: The file.
 
     Raises:
-        StowError: Rank 0 could not write; it is raised on every rank.
+        StowError: Rank 0 could not write, which raises what it met.
     """
     path = Path(checkpoint)
     _on_rank_0(path, lambda: _write(path, scheduler.state_dict()))
@@ -271,21 +271,8 @@ def _writes() -> bool:
 
 def _on_rank_0(path: Path, write: Callable[[], object]) -> None:
     """Write on rank 0, and raise on every rank what failed there."""
-    failed: list[str | None] = [None]
-    failure: Exception | None = None
-    if _writes():
-        try:
-            write()
-        except (OSError, RuntimeError) as error:  # torch's writer raises the latter
-            failure, failed = error, [repr(error)]
-    group = host_group()
-    if group is not None:
-        dist.broadcast_object_list(failed, 0, group=group)
-    if failed[0] is not None:
-        message = (
-            f"Rank 0 could not write {path}: {failed[0]}. What was there before is still there."
-        )
-        raise StowError(message) from failure
+    what = f"write {path} (what was there before is still there)"
+    on_every_rank(lambda: write() if _writes() else None, what)
 
 
 def _write(path: Path, what: object) -> None:

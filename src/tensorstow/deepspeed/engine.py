@@ -39,7 +39,7 @@ from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
-from tensorstow.fsdp.sharding import current_device
+from tensorstow.fsdp.sharding import current_device, on_every_rank
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -431,20 +431,23 @@ class DeepSpeedEngine(ConfiguredModule):
         Raises:
             TypeError: A value in ``client_state`` of another type.
             OptionError: There is no directory, or ranks gave different tags.
+            StowError: Another rank could not write. That one raises what it met.
         """
         if not save_dir:
             message = f"save_checkpoint({save_dir!r}) was called: name a directory."
             raise OptionError(message)
-        client_state = client_state or {}
-        plain = flatten(client_state, "client_state")
-        kept = {name: getattr(self, name) for name in _COUNTS}
-        kept["client_state"] = plain
-        kept["scale"] = None if self._scale is None else self._scale.state_dict()
-        kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         tag = str(f"global_step{self.global_steps}" if tag is None else tag)
         validate_same_tag(tag)
         folder = Path(save_dir) / tag
-        folder.mkdir(parents=True, exist_ok=True)
+
+        def prepare() -> object:
+            folder.mkdir(parents=True, exist_ok=True)
+            return flatten(client_state or {}, "client_state")
+
+        kept = {name: getattr(self, name) for name in _COUNTS}
+        kept["client_state"] = on_every_rank(prepare, f"begin a checkpoint in {folder}")
+        kept["scale"] = None if self._scale is None else self._scale.state_dict()
+        kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         contents = Contents(self.module, self.optimizer, frozen=not exclude_frozen_parameters)
         save(folder, contents, kept, latest=save_latest)
         return True
@@ -534,11 +537,19 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Returns:
             True.
+
+        Raises:
+            StowError: Rank 0 could not write, which raises what it met.
         """
         whole = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if whole is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(whole, Path(save_dir) / save_filename)
+        file = Path(save_dir) / save_filename
+
+        def write() -> None:
+            if whole is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(whole, file)
+
+        on_every_rank(write, f"write {file}")
         return True
 
     def _zero3_consolidated_16bit_state_dict(

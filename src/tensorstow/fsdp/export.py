@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
-from tensorstow.fsdp.sharding import host_group
+from tensorstow.fsdp.sharding import host_group, on_every_rank
 from tensorstow.io.mapped import replacing
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
@@ -67,7 +68,7 @@ def save_safetensors(
 
     Raises:
         OptionError: ``max_shard_bytes`` is no positive number.
-        StowError: A rank failed to write; it is raised on every rank.
+        StowError: Another rank failed to write. That one raises what it met.
     """
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
@@ -80,11 +81,11 @@ def save_safetensors(
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
     rank = 0 if group is None else dist.get_rank(group)
     folder = Path(path)
-    failure = _prepare(folder) if rank < writers else None
+    what = f"write the model to {folder}"
+    on_every_rank(partial(_make, folder, is_writer=rank < writers), what)
     for at in range(0, len(shards), writers):
-        failure = _write(shards[at : at + writers], rank, folder, failure)
-    _raise_on_every_rank(failure, folder, group)
-    _raise_on_every_rank(_finish(model, folder, shards) if rank == 0 else None, folder, group)
+        on_every_rank(partial(_write, shards[at : at + writers], rank, folder), what)
+    on_every_rank(partial(_finish, model, folder, shards if rank == 0 else ()), what)
 
 
 def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -97,23 +98,21 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
         path: The file. An older one is replaced when the new one is complete.
 
     Raises:
-        StowError: Rank 0 failed to write; it is raised on every rank.
+        StowError: Rank 0 failed to write, which raises what it met.
     """
     _run_state_dict_pre_hooks(model)
     group = host_group()
     rank = 0 if group is None else dist.get_rank(group)
     file = Path(path)
-    failure = _prepare(file.parent) if rank == 0 else None
+    what = f"write the model to {file}"
+    on_every_rank(partial(_make, file.parent, is_writer=rank == 0), what)
     whole = _shard_of(file.name, dict(module_tensors(model)))
-    _raise_on_every_rank(_write([whole], rank, file.parent, failure), file.parent, group)
+    on_every_rank(partial(_write, [whole], rank, file.parent), what)
 
 
-def _prepare(folder: Path) -> Exception | None:
-    try:
+def _make(folder: Path, *, is_writer: bool) -> None:
+    if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return error
-    return None
 
 
 def _run_state_dict_pre_hooks(model: nn.Module) -> None:
@@ -153,14 +152,12 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.cpu()
 
 
-def _write(
-    shards: Sequence[_Shard], rank: int, folder: Path, failure: Exception | None
-) -> Exception | None:
+def _write(shards: Sequence[_Shard], rank: int, folder: Path) -> None:
     """Write files in parallel, each by one rank.
 
-    Returns what failed, for the other ranks wait for every tensor's gather.
+    What fails here is raised behind the last gather, for the other ranks wait for all of them.
     """
-    own = shards[rank] if rank < len(shards) and failure is None else None
+    own = shards[rank] if rank < len(shards) else None
     turns = deque(_in_turns(shards))
     try:
         with ExitStack() as opened:
@@ -173,11 +170,10 @@ def _write(
                 tensor = _whole(shard.tensors[name])
                 if file is not None and shard is own:
                     file.write(tensor, own.table.entries[name].offset)
-    except (OSError, OptionError) as error:
-        failure = error
-    for shard, name in turns:
-        _whole(shard.tensors[name])
-    return failure
+    except Exception:
+        for shard, name in turns:
+            _whole(shard.tensors[name])
+        raise
 
 
 def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
@@ -186,29 +182,27 @@ def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
         yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
 
 
-def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> Exception | None:
+def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> None:
     """Write the index of several files, and remove surplus files of an earlier export.
 
-    And the configuration, where the model has one.
+    And the configuration, where the model has one. ``shards``: all; empty: another rank does it.
     """
+    if not shards:
+        return
     names = {shard.name for shard in shards}
     where = {name: shard.name for shard in shards for name in shard.tensors}
     total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
     index = {"metadata": {"total_size": total}, "weight_map": where}
     text = json.dumps(index, indent=2).encode()
-    try:
-        if len(shards) > 1:
-            with replacing(folder / _INDEX, len(text)) as file:
-                file.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-        else:
-            (folder / _INDEX).unlink(missing_ok=True)
-        for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
-            if old.name not in names:
-                old.unlink(missing_ok=True)
-        write_configuration(model, folder)
-    except OSError as error:
-        return error
-    return None
+    if len(shards) > 1:
+        with replacing(folder / _INDEX, len(text)) as file:
+            file.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
+    else:
+        (folder / _INDEX).unlink(missing_ok=True)
+    for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+    write_configuration(model, folder)
 
 
 def write_configuration(model: nn.Module, folder: Path) -> None:
@@ -227,22 +221,3 @@ def write_configuration(model: nn.Module, folder: Path) -> None:
     config.save_pretrained(folder)
     if given.can_generate() and given.generation_config is not None:
         given.generation_config.save_pretrained(folder)
-
-
-def _raise_on_every_rank(
-    failure: Exception | None, folder: Path, group: dist.ProcessGroup | None
-) -> None:
-    """Raise an error of one rank on every rank."""
-    failures: list[str | None] = [None]
-    if group is not None:
-        failures *= dist.get_world_size(group)
-        dist.all_gather_object(failures, None if failure is None else repr(failure), group)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(failures):
-        if text is not None:
-            message = (
-                f"Rank {rank} could not write the model to {folder}: {text}. That rank has the"
-                " traceback."
-            )
-            raise StowError(message)

@@ -1,6 +1,7 @@
 """Shards a model: the device mesh, each rank's rows, and the units given to FSDP2."""
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -79,6 +80,10 @@ def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+_HOST_GROUPS: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
+"""The groups that were made for host memory, by the default group; torch holds both."""
+
+
 def host_group() -> dist.ProcessGroup | None:
     """Return all ranks as a group that takes tensors in host memory; None where there is one rank.
 
@@ -89,7 +94,11 @@ def host_group() -> dist.ProcessGroup | None:
     whole = dist.group.WORLD
     if whole is not None and torch.device("cpu") in whole._device_types:  # noqa: SLF001
         return whole
-    own: dist.ProcessGroup = dist.new_group(backend="gloo")
+    known = _HOST_GROUPS.get(whole)
+    own: dist.ProcessGroup | None = None if known is None else known()
+    if own is None:
+        own = dist.new_group(backend="gloo")
+        _HOST_GROUPS[whole] = weakref.ref(own)
     return own
 
 
@@ -104,7 +113,7 @@ def on_every_rank(act: Callable[[], _Found], what: str) -> _Found:
         What ``act`` returns here, when all ranks have done it.
 
     Raises:
-        StowError: It failed on another rank. Here the error of ``act`` is raised as it is.
+        StowError: It failed on another rank. Here the error of ``act`` is raised, with a note.
     """
     failure: Exception | None = None
     try:
@@ -122,6 +131,7 @@ def on_every_rank(act: Callable[[], _Found], what: str) -> _Found:
             )
             raise StowError(message)
     if failure is not None:
+        failure.add_note(f"Rank {0 if group is None else dist.get_rank(group)} could not {what}.")
         raise failure
     return found
 

@@ -13,7 +13,7 @@ from compare import all_equal
 from ranks.boosted import goes_on
 from ranks.pool import Ranks
 from tensorstow import save_safetensors
-from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin
@@ -253,7 +253,7 @@ def test_what_cannot_be_honoured(tmp_path: Path, given: dict[str, Any], said: st
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     run = Run(0)
     (tmp_path / "file").write_text("before")
-    with pytest.raises(StowError, match="Rank 0 could not write"):
+    with pytest.raises(FileExistsError, match="Rank 0 could not write"):
         run.booster.save_model(run.model, tmp_path / "file/model.pt")
     assert (tmp_path / "file").read_text() == "before"
 
@@ -270,7 +270,7 @@ def test_a_write_that_fails_halfway_leaves_no_file_of_its_own(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(StowError, match="What was there before is still there"):
+    with pytest.raises(OSError, match=r"No space(.|\n)*what was there before is still there"):
         run.booster.save_model(run.model, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]

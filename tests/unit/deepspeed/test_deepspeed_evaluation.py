@@ -10,7 +10,12 @@ from torch import nn
 
 import tensorstow.deepspeed as deepspeed
 from compare import all_equal
-from ranks.evaluated import TOKENS, error_where_the_disk_is_full, logits_of_evaluation
+from ranks.evaluated import (
+    TOKENS,
+    error_where_the_disk_is_full,
+    errors_of_one_rank,
+    logits_of_evaluation,
+)
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow.base.errors import BudgetError, OptionError
@@ -49,6 +54,14 @@ def test_what_fails_on_one_rank_is_told_on_every_rank(
     assert here == "OSError: [Errno 28] No space left on device"
     assert re.match(rf"StowError: Rank 0 could not {what}: OSError\(28", there)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_what_one_rank_cannot_save_is_told_on_every_rank(ranks: "Ranks", tmp_path: Path) -> None:
+    (first, written), (second, there) = ranks(2).run(errors_of_one_rank, str(tmp_path))
+    assert second.startswith("TypeError: client_state")
+    assert first.startswith("StowError: Rank 1 could not begin a checkpoint")
+    assert written.startswith("FileExistsError")
+    assert there.startswith("StowError: Rank 0 could not write")
 
 
 def test_training_is_refused_by_name() -> None:

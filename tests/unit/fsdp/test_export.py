@@ -185,6 +185,31 @@ def test_every_rank_says_what_failed_on_another(ranks: Pool, tmp_path: Path) -> 
     assert "Rank 1 could not write the model" in first
 
 
+def refused_by_transformers(folder: str) -> str:
+    """Write a model whose configuration transformers refuses to save: no error of a file's."""
+    both = Twins(lambda: model_of(torch.float32), loss, Plan())
+
+    def refuse(*_: object) -> None:
+        message = "temperature is set and sampling is off"
+        raise ValueError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "write_configuration", refuse)
+        try:
+            save_safetensors(both.stowed, folder)
+        except (ValueError, StowError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            both.close()
+    return "written"
+
+
+def test_every_rank_says_what_was_no_error_of_a_file(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks(2).run(refused_by_transformers, str(tmp_path))
+    assert first == "ValueError: temperature is set and sampling is off"
+    assert "StowError: Rank 0 could not write the model" in second
+
+
 def test_a_senseless_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_shard_bytes=0"):
         save_safetensors(nn.Linear(1, 1), tmp_path, max_shard_bytes=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -127,6 +128,30 @@ def groups() -> tuple[int, bool, bool]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_host_memory_goes_through_the_group_that_is_there(ranks: Pool, world: int) -> None:
     assert ranks(world).run(groups) == [(world, world == 1, world > 1)] * world
+
+
+class OfDevice:
+    """A default group that takes tensors of an accelerator alone."""
+
+    _device_types = (torch.device("cuda"),)
+
+
+def test_host_memory_has_one_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, made = OfDevice(), []
+
+    def new_group(backend: str) -> OfDevice:
+        assert backend == "gloo"
+        made.append(OfDevice())
+        return made[-1]
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=whole))
+    monkeypatch.setattr(dist, "new_group", new_group)
+    assert host_group() is made[0]
+    assert host_group() is made[0]
+    made[0] = OfDevice()  # torch has let go of it, at the end of the process group
+    assert host_group() is made[1]
 
 
 def test_before_any_group_torchrun_says_how_many_ranks_there_are(
