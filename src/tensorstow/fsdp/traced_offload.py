@@ -55,7 +55,7 @@ class TracedOffload:
         for block in blocks:
             self._parameters |= {address_of(p.untyped_storage()) for p in block.parameters()}
             block.register_forward_pre_hook(self._enter)
-            block.register_forward_hook(self._leave)
+            block.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: object) -> None:
         hooks = saved_tensors_hooks(self._pack, self._unpack)

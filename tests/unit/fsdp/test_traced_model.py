@@ -13,6 +13,7 @@ from models import FeedForward
 from ranks.example_batch import chosen
 from ranks.pool import Ranks
 from tensorstow import AdamW, Budget, Plan, plan_of, stow
+from tensorstow.activations.offload import LEAST_BYTES
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.traced_activations import Activations, Peaks
 from tensorstow.fsdp.traced_model import ExampleBatch
@@ -109,6 +110,20 @@ def test_a_model_that_cannot_be_traced_is_placed_without(caplog: pytest.LogCaptu
     assert plan_of(model).activations == "keep"
     assert "batch= cannot be traced" in caplog.text
     assert "are not counted" in caplog.text
+
+
+class Fails(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x)
+        raise ZeroDivisionError
+
+
+def test_a_block_that_fails_leaves_autograd_as_it_was() -> None:
+    assert example(nn.Sequential(Fails(8), Fails(8)), torch.ones(2, 8)).trace("disk", CPU) is None
+    x = torch.arange(float(LEAST_BYTES)).requires_grad_()
+    torch.autograd.backward(x.sin().sum())
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
 
 
 def test_the_largest_batch_of_ranks_counts(ranks: Callable[[int], Ranks]) -> None:
