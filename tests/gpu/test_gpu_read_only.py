@@ -145,6 +145,24 @@ def test_a_unit_is_computed_with_behind_its_copy(
     assert torch.equal(model(x).cpu(), expected)
 
 
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_a_copy_that_did_not_begin_leaves_no_values(
+    device: torch.device, tmp_path: Path, kind: str
+) -> None:
+    x, expected = saved(tmp_path, device)
+    model, _ = stowed(tmp_path, plan=PLANS[kind])
+
+    def fail(*_: object) -> None:
+        message = "the link is lost"
+        raise RuntimeError(message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StreamLink, "h2d", fail)
+        with pytest.raises(RuntimeError, match="link is lost"):
+            model(x)
+    assert torch.equal(model(x).cpu(), expected)
+
+
 def test_a_buffer_is_filled_behind_its_last_use(device: torch.device, tmp_path: Path) -> None:
     x, expected = saved(tmp_path, device)
     model, _ = stowed(tmp_path, plan=Plan(prefetch=0))

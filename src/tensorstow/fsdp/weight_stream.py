@@ -429,7 +429,11 @@ class WeightStream:
             pairs = [(tensor.values(there), tensor.values(memory)) for tensor in unit.tensors]
         else:
             pairs = [(there.bytes, memory.tensor(0, unit.nbytes, torch.uint8))]
-        unit.copied = unit.last_copy = self.link.h2d(pairs, [there.last_use])
+        try:
+            unit.copied = unit.last_copy = self.link.h2d(pairs, [there.last_use])
+        except BaseException:
+            self.device.drop(unit)  # it would be taken for the unit's values
+            raise
         return there
 
     # --- buffers ---
