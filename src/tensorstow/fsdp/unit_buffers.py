@@ -108,9 +108,10 @@ class UnitBuffers(Generic[U, B]):
                 return buffer
         while self._free and self.held_bytes + nbytes > self.capacity:
             self.held_bytes -= self._free.pop(0)[0]
+        buffer = self._allocate(nbytes)
         self.held_bytes += nbytes
         self.high_water_bytes = max(self.high_water_bytes, self.held_bytes)
-        return self._allocate(nbytes)
+        return buffer
 
     def _no_room(self, unit: U) -> BudgetError:
         used = sum(u.nbytes for u in self._of if u.users)

@@ -107,3 +107,16 @@ def test_a_buffer_is_free_when_settling_it_has_failed() -> None:
     with pytest.raises(OSError, match="p0"):
         rig.buffers.take(b, None)
     assert rig.buffers.take(b, None) == 1
+
+
+def test_what_cannot_be_allocated_is_not_counted() -> None:
+    (a,) = pieces(10)
+    rig = Rig(10)
+
+    def fail(_: int) -> int:
+        raise MemoryError
+
+    rig.buffers._allocate = fail
+    with pytest.raises(MemoryError):
+        rig.buffers.take(a, None)
+    assert rig.buffers.held_bytes == rig.buffers.high_water_bytes == 0
