@@ -102,9 +102,9 @@ class AioHandle:
         """Start filling a tensor from a file.
 
         Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file.
-            file_offset: The byte that it begins at.
+            buffer: As of ``sync_pread``; it is used until ``wait``.
+            filename: As of ``sync_pread``.
+            file_offset: As of ``sync_pread``.
 
         Returns:
             0.
@@ -122,10 +122,9 @@ class AioHandle:
         """Start writing a tensor to a file; it must not change until ``wait``.
 
         Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file; it is made if it is not there, and keeps its other bytes. A number
-                is a descriptor.
-            file_offset: The byte that it begins at.
+            buffer: As of ``sync_pwrite``.
+            filename: As of ``sync_pwrite``; a number is a descriptor.
+            file_offset: As of ``sync_pwrite``.
             fd: In place of ``filename``, a descriptor that may be written to; it may be closed
                 before ``wait``.
 
@@ -153,11 +152,11 @@ class AioHandle:
         """Read as ``async_pread`` or ``sync_pread``.
 
         Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file.
+            buffer: As of ``sync_pread``.
+            filename: As of ``sync_pread``.
             validate: No effect: each result is checked.
             async_op: Whether it only starts.
-            file_offset: The byte that it begins at.
+            file_offset: As of ``sync_pread``.
 
         Returns:
             What that one returns.
@@ -177,11 +176,11 @@ class AioHandle:
         """Write as ``async_pwrite`` or ``sync_pwrite``.
 
         Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file; it is made if it is not there, and keeps its other bytes.
+            buffer: As of ``sync_pwrite``.
+            filename: As of ``sync_pwrite``.
             validate: No effect: each result is checked.
             async_op: Whether it only starts.
-            file_offset: The byte that it begins at.
+            file_offset: As of ``sync_pwrite``.
 
         Returns:
             What that one returns.
@@ -199,17 +198,19 @@ class AioHandle:
         Raises:
             TransferError: One has failed; all have ended.
         """
-        pending, self._pending = self._pending, []
+        count = len(self._pending)
         failed: list[OSError] = []
-        for future, file in pending:
+        while self._pending:
+            future, file = self._pending[0]
             try:
                 future.wait()
             except OSError as error:
                 failed.append(error)
             file.close()
+            del self._pending[0]  # an interrupt in the wait leaves it to the next one
         if failed:
             raise failed[0]
-        return len(pending)
+        return count
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor in host memory, which is pinned where there is an accelerator.

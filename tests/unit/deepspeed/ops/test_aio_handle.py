@@ -12,6 +12,7 @@ from tensorstow.deepspeed import ops
 from tensorstow.deepspeed.ops import op_builder
 from tensorstow.deepspeed.ops.aio_handle import AioHandle
 from tensorstow.deepspeed.ops.op_builder import AsyncIOBuilder
+from tensorstow.io.files import IoFuture
 
 
 @pytest.fixture
@@ -83,6 +84,20 @@ def test_a_transfer_that_fails_is_told(handle: AioHandle, tmp_path: Path) -> Non
             start(good, str(tmp_path / "none" / "file"))
     with pytest.raises(OptionError, match="must be contiguous"):
         handle.sync_pwrite(torch.ones(4, 4)[:, 0], str(tmp_path / "x"))
+
+
+def test_an_interrupted_wait_can_be_made_again(handle: AioHandle, tmp_path: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    values = torch.arange(1000)
+    handle.async_pwrite(values, str(tmp_path / "file"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(IoFuture, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+    assert handle.wait() == 1
+    assert (tmp_path / "file").read_bytes() == values.numpy().tobytes()
 
 
 def test_other_builders_are_refused_by_name() -> None:
