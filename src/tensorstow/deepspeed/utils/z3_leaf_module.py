@@ -68,13 +68,7 @@ def set_z3_leaf_modules(
     Raises:
         OptionError: The model has none.
     """
-    found = [m for m in model.modules() if _is_one_of(m, leaf_module_classes)]
-    if not found and raise_if_not_found:
-        message = (
-            f"set_z3_leaf_modules() was called with {list(leaf_module_classes)}, and the model has"
-            " no module of these classes. Give classes of its modules."
-        )
-        raise OptionError(message)
+    found = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
     _LEAVES.update(found)
     return found
 
@@ -133,17 +127,17 @@ def unset_z3_leaf_modules(
     """Take the modules of some classes from the leaves.
 
     Args:
-        model: The model.
+        model: As of ``set_z3_leaf_modules``.
         leaf_module_classes: As of ``set_z3_leaf_modules``.
-        raise_if_not_found: Whether it is an error that the model has none.
+        raise_if_not_found: As of ``set_z3_leaf_modules``.
 
     Returns:
-        The modules.
+        The modules that are no leaves any more.
 
     Raises:
         OptionError: The model has none.
     """
-    found = set_z3_leaf_modules(model, leaf_module_classes, raise_if_not_found)
+    found = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
     _LEAVES.difference_update(found)
     return found
 
@@ -168,6 +162,17 @@ def _set_by(
     found = list(dict.fromkeys(m for modules in by_text.values() for m in modules))
     (_LEAVES.update if is_leaf else _LEAVES.difference_update)(found)
     return found, missing
+
+
+def _of_classes(model: nn.Module, classes: LeafClasses, *, strict: bool) -> list[nn.Module]:
+    found = [m for m in model.modules() if _is_one_of(m, classes)]
+    if strict and not found:
+        message = (
+            f"Leaves of {list(classes)} were asked for, and the model has no module of these"
+            " classes. Give classes of its modules."
+        )
+        raise OptionError(message)
+    return found
 
 
 def _is_one_of(module: nn.Module, classes: LeafClasses) -> bool:
