@@ -63,21 +63,21 @@ class Command:
     summary: str
     module: str
     """What has ``run``, which is called with the parsed arguments."""
-    declare: Callable[[argparse.ArgumentParser], None]
+    declare_own: Callable[[argparse.ArgumentParser], None]
+    """Declares the options that this command alone has."""
+    json: str = "one JSON object"
+    """What ``--json`` prints."""
 
-
-def _add_json(parser: argparse.ArgumentParser, of: str = "one JSON object") -> None:
-    parser.add_argument("--json", action="store_true", help=f"print {of} instead")
-
-
-def _add_examples(parser: argparse.ArgumentParser, examples: str) -> None:
-    parser.epilog = examples
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    def declare(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options of the command, and its examples."""
+        parser.epilog = _EXAMPLES.get(self.name)
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        self.declare_own(parser)
+        parser.add_argument("--json", action="store_true", help=f"print {self.json} instead")
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow demo`."""
-    _add_examples(parser, _EXAMPLES["demo"])
     parser.add_argument(
         "--directory",
         metavar="DIR",
@@ -105,12 +105,10 @@ def _demo(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make the table of ColossalAI's Gemini example instead (3 steps, no files)",
     )
-    _add_json(parser)
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow doctor`."""
-    _add_examples(parser, _EXAMPLES["doctor"])
     parser.add_argument(
         "--directory",
         metavar="DIR",
@@ -124,12 +122,10 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="show how N ranks on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
     )
-    _add_json(parser)
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow calibrate`."""
-    _add_examples(parser, _EXAMPLES["calibrate"])
     parser.add_argument(
         "directories",
         metavar="DIR",
@@ -137,12 +133,10 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="a directory that states are to be in (default: the one that scratch files go to)",
     )
-    _add_json(parser, "the profile as JSON, which `plan --profile` reads,")
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow plan`."""
-    _add_examples(parser, _EXAMPLES["plan"])
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -195,12 +189,10 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
     )
-    _add_json(parser)
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow verify`."""
-    _add_examples(parser, _EXAMPLES["verify"])
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -218,13 +210,11 @@ def _verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help="where the model computes (default: the accelerator, else cpu)"
     )
-    _add_json(parser)
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow inspect`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    _add_json(parser, _JSON_BY_RANK)
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +225,6 @@ def _scrub(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="read this one only: a snapshot's name or a number (default: all that are kept)",
     )
-    _add_json(parser, _JSON_BY_RANK)
 
 
 def _recover(parser: argparse.ArgumentParser) -> None:
@@ -250,14 +239,12 @@ def _recover(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--yes", action="store_true", help="go on from what is whole; without this, only say what"
     )
-    _add_json(parser, _JSON_BY_RANK)
 
 
 def _clean(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow clean`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
     parser.add_argument("--yes", action="store_true", help="remove it; without this, only say what")
-    _add_json(parser, _JSON_BY_RANK)
 
 
 def _steps(text: str) -> int | None:
@@ -289,6 +276,7 @@ COMMANDS = (
         "measure this machine's memory, disks, kernels and link",
         "tensorstow.cli.calibrate",
         _calibrate,
+        "the profile as JSON, which `plan --profile` reads,",
     ),
     Command(
         "plan",
@@ -307,23 +295,27 @@ COMMANDS = (
         "print what a store has in it, also while its run is live",
         "tensorstow.cli.inspect",
         _inspect,
+        _JSON_BY_RANK,
     ),
     Command(
         "scrub",
         "read back all that a store keeps and say what is damaged",
         "tensorstow.cli.scrub",
         _scrub,
+        _JSON_BY_RANK,
     ),
     Command(
         "recover",
         "make a damaged manifest anew, of what in it is whole",
         "tensorstow.cli.recover",
         _recover,
+        _JSON_BY_RANK,
     ),
     Command(
         "clean",
         "remove a dead run's store, and nothing that is not its own",
         "tensorstow.cli.clean",
         _clean,
+        _JSON_BY_RANK,
     ),
 )
