@@ -44,11 +44,11 @@ class UnitSizes:
 
     def __post_init__(self) -> None:
         """Sum up what is trained."""
-        by_dtype: dict[torch.dtype, tuple[int, ...]] = {}
+        by_dtype: dict[torch.dtype, list[int]] = {}
         for dtype, elements in self.trained:
-            by_dtype[dtype] = (*by_dtype.get(dtype, ()), elements)
+            by_dtype.setdefault(dtype, []).append(elements)
         sums = {dtype: sum(each) for dtype, each in by_dtype.items()}
-        object.__setattr__(self, "by_dtype", by_dtype)
+        object.__setattr__(self, "by_dtype", {d: tuple(each) for d, each in by_dtype.items()})
         object.__setattr__(self, "trained_elements", sum(sums.values()))
         nbytes = sum(dtype.itemsize * n for dtype, n in sums.items())
         object.__setattr__(self, "gradient_bytes", nbytes)
