@@ -17,7 +17,6 @@ from tensorstow.base.errors import OptionError, StowError, UnlinkedError
 from tensorstow.checkpoint import agreement, optimizer_export, ticket
 from tensorstow.checkpoint.commit_to import commit_to
 from tensorstow.checkpoint.commits import storage_of
-from tensorstow.checkpoint.content import refuse_other_groups
 from tensorstow.checkpoint.full_state import complete_state_dict
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import resume
@@ -25,9 +24,11 @@ from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.optim import options
 from tensorstow.optim.group_keys import check_keys
+from tensorstow.optim.loading import StateLoad
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart, Recording, totals
 from tensorstow.optim.runtime import OptimizerRuntime
 from tensorstow.optim.step_runner import ParamFilter
+from tensorstow.optim.tickets import load_ticket, make_ticket
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -36,19 +37,11 @@ from tensorstow.states.traffic import TraceEvent, Traffic
 from tensorstow.step import validation
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import PublicCall
-from tensorstow.step.managed_param import in_order_of
 from tensorstow.step.norms import KeptNorms, squared_norms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import as_step, name_of, step_of
+from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
-from tensorstow.tensors.dtensor import (
-    gradient_of,
-    in_order,
-    order_of,
-    part_of,
-    shard_of,
-    sum_over_shards,
-)
+from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
 from tensorstow.tensors.placeholder import ConsumedGradient
 
 
@@ -239,40 +232,20 @@ class StowedAdam(Optimizer):
     @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if ticket.is_ticket(state_dict):
-            self._load_ticket(state_dict)
+            load_ticket(self._runtime, state_dict, self._resume)
             return
         self._runtime.steps.wait_idle()
         self._runtime.is_half_loaded = False
-        loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-
-        def keep_tensors_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
-            saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
-            owner = dict(zip((key for key, _ in saved), self._parameters(), strict=False))
-            amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
-            light = dict(full["state"])
-            for key, entry in full["state"].items():
-                if entry and key in owner and self._param_filter.manages(owner[key]):
-                    name = f"Parameter {key}"
-                    validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
-                    loaded[owner[key]] = entry
-                    light[key] = {"step": as_step(entry["step"])}
-            groups = options.with_own_flags(full["param_groups"], self.param_groups)
-            return {**full, "state": light, "param_groups": groups}
-
-        def put_tensors_in_place(_: Optimizer) -> None:
-            self._load_states(loaded)
-            self._runtime.is_half_loaded, self._call_lock.allows_reads = False, True
-
+        load = StateLoad(self._runtime, self._param_filter)
         # Ours is the last before and the first after, so users' hooks see whole state dicts.
-        before = self.register_load_state_dict_pre_hook(keep_tensors_back)
-        after = self.register_load_state_dict_post_hook(put_tensors_in_place, prepend=True)
+        before = self.register_load_state_dict_pre_hook(load.keep_tensors_back)
+        after = self.register_load_state_dict_post_hook(load.put_tensors_in_place, prepend=True)
         try:
             self._call_lock.allows_reads = True  # for users' hooks
             super().load_state_dict(state_dict)
         except BaseException as error:
-            if (
-                self._runtime.is_half_loaded
-            ):  # an interrupt: step counts of one run, moments of another
+            # An interrupt: step counts of one run, moments of another.
+            if self._runtime.is_half_loaded:
                 self._states().pipeline.poison(error)
             raise
         finally:
@@ -803,83 +776,6 @@ class StowedAdam(Optimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         self._runtime.steps.update(divisor, found_inf, scale)
 
-    # --- tickets ([Note: Tickets] in checkpoint.ticket) ---
-
-    def _ticket(self) -> dict[str, Any]:
-        """Return a ticket of the current state; make the snapshot that it names."""
-        commits, store = self._runtime.commits, storage_of(self._params()).store
-        if self._call_lock.allows_reads:
-            message = (
-                "state_dict() was called by a function that the optimizer called, and a ticket"
-                ' needs a commit of its own. Leave it out of extra=, or use checkpoints="full".'
-            )
-            raise OptionError(message)
-        if self._is_fresh():
-            return ticket.ticket_of(0, None)
-        alone, names = self._runtime.ranks.alone, ticket.names_of_now(store, commits)
-        if alone:  # a snapshot of the user's may be dropped at any time
-            names = tuple(filter(ticket.is_own, names))
-        if not names:
-            if not alone:
-                message = (
-                    f"A ticket of step {commits.step} was requested, and no snapshot holds that"
-                    " step. Call snapshot(name) on every rank first."
-                )
-                raise OptionError(message)
-            names = (ticket.new_name(commits.step),)
-            self._snapshot(names[0], None)
-        return ticket.ticket_of(commits.step, names[-1])
-
-    def _load_ticket(self, state_dict: dict[str, Any]) -> None:
-        name, commits = ticket.snapshot_named_by(state_dict), self._runtime.commits
-        store = storage_of(self._params(), "load_state_dict() of a ticket").store
-        refuse_other_groups("The ticket", len(state_dict["param_groups"]), len(self.param_groups))
-        if name is None:
-            if not self._is_fresh():
-                message = (
-                    "A ticket of a run that had taken no step was given, and this optimizer has"
-                    f" taken {commits.step}. Make a new optimizer in an empty directory."
-                )
-                raise OptionError(message)
-        elif name not in ticket.names_of_now(store, commits):
-            if self._runtime.ranks.alone:
-                ticket.refuse_unknown(store, name)
-            self._resume(name)
-        # A schedule may have changed them behind the commit.
-        saved = options.with_own_flags(state_dict["param_groups"], self.param_groups)
-        for group, loaded in zip(self.param_groups, saved, strict=True):
-            group.update({k: v for k, v in loaded.items() if k != "params"})
-
-    def _is_fresh(self) -> bool:
-        """Return whether there is nothing to commit: no step, and no states that were loaded."""
-        return self._runtime.commits.step == 0 and not self.state
-
-    # --- states that come from outside ---
-
-    def _load_states(self, loaded: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        params = self._params()
-        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.param_groups for p in g["params"]}
-        if params.differ(amsgrad):
-            params.renew()  # the saved groups have another amsgrad: other states exist
-        self._runtime.steps.attach(
-            p for p in self._parameters() if validation.is_to_be_trained(p) or p in loaded
-        )
-        managed = [(params.get(parameter), entry) for parameter, entry in loaded.items()]
-        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in params.all()}
-        for param, entry in managed:
-            states[param.number] = {
-                k: in_order_of(param, part_of(v, param.owner, f"The saved {k!r}"))
-                for k, v in entry.items()
-                if k != "step"
-            }
-        params.store.put(states)
-        for param in params.all():
-            param.written = None  # compared with its master at the next update
-        for param, entry in managed:
-            param.begun = False
-            self.state[param.owner] = {"step": as_step(entry["step"]), **param.views}
-            step_of(param, self.state[param.owner], params.store)
-
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
@@ -892,6 +788,8 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
         message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
         raise TypeError(message)
     if optimizer._runtime.tickets:  # noqa: SLF001  # its own
-        return {**state_dict, "state": {}, ticket.KEY: optimizer._ticket()}  # noqa: SLF001
+        snapshot = partial(optimizer._snapshot, extra=None)  # noqa: SLF001
+        made = make_ticket(optimizer._runtime, snapshot)  # noqa: SLF001
+        return {**state_dict, "state": {}, ticket.KEY: made}
     complete_state_dict(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
     return state_dict

@@ -15,6 +15,7 @@ from interrupts import at_event, by_signal, handler
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
+from tensorstow.optim.loading import StateLoad
 from tensorstow.step.call_lock import CallLock
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
@@ -243,10 +244,10 @@ def test_an_interrupted_load_is_no_state(tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise KeyboardInterrupt
 
-    optimizer._load_states = fail  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.load_state_dict(saved)
-    del optimizer._load_states
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateLoad, "put_tensors_in_place", fail)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(saved)
     with pytest.raises(PoisonedError, match=r"KeyboardInterrupt.*resume\(\)"):
         optimizer.step()
     assert optimizer.resume() == 2

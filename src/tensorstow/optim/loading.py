@@ -1,0 +1,73 @@
+"""``load_state_dict`` of Adam: states go to their places past torch, which would cast them."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tensorstow.optim import options
+from tensorstow.optim.runtime import OptimizerRuntime
+from tensorstow.optim.step_runner import ParamFilter
+from tensorstow.step import validation
+from tensorstow.step.managed_param import in_order_of
+from tensorstow.step.step_plan import as_step, step_of
+from tensorstow.tensors.dtensor import part_of
+
+
+class StateLoad:
+    """One ``load_state_dict`` under way, and the states that torch is not given meanwhile."""
+
+    def __init__(self, runtime: OptimizerRuntime, param_filter: ParamFilter) -> None:
+        """Have kept nothing back yet, of the parameters that ``param_filter`` says are managed."""
+        self._runtime = runtime
+        self._filter = param_filter
+        self._kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+
+    def keep_tensors_back(self, _: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict that has step counts alone; the last hook before torch's part.
+
+        Raises OptionError for states that do not fit their parameters.
+        """
+        contents = self._runtime.steps.contents
+        saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
+        owner = dict(zip((key for key, _ in saved), contents.parameters(), strict=False))
+        amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
+        light = dict(full["state"])
+        for key, entry in full["state"].items():
+            if entry and key in owner and self._filter.manages(owner[key]):
+                name = f"Parameter {key}"
+                validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
+                self._kept[owner[key]] = entry
+                light[key] = {"step": as_step(entry["step"])}
+        groups = options.with_own_flags(full["param_groups"], contents.groups)
+        return {**full, "state": light, "param_groups": groups}
+
+    def put_tensors_in_place(self, optimizer: Optimizer) -> None:
+        """Put the states in place that torch was not given; the first hook behind its part."""
+        self._put(optimizer.state)
+        self._runtime.is_half_loaded = False
+        self._runtime.call_lock.allows_reads = True  # for users' hooks
+
+    def _put(self, entries: dict[torch.Tensor, Any]) -> None:
+        params, contents = self._runtime.params, self._runtime.steps.contents
+        amsgrad = {id(p): bool(g["amsgrad"]) for g in contents.groups for p in g["params"]}
+        if params.differ(amsgrad):
+            params.renew()  # the saved groups have another amsgrad: other states exist
+        self._runtime.steps.attach(
+            p for p in contents.parameters() if validation.is_to_be_trained(p) or p in self._kept
+        )
+        managed = [(params.get(parameter), entry) for parameter, entry in self._kept.items()]
+        states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in params.all()}
+        for param, entry in managed:
+            states[param.number] = {
+                k: in_order_of(param, part_of(v, param.owner, f"The saved {k!r}"))
+                for k, v in entry.items()
+                if k != "step"
+            }
+        params.store.put(states)
+        for param in params.all():
+            param.written = None  # compared with its master at the next update
+        for param, entry in managed:
+            param.begun = False
+            entries[param.owner] = {"step": as_step(entry["step"]), **param.views}
+            step_of(param, entries[param.owner], params.store)
