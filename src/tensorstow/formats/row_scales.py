@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 _MOST = 127
-_BLOCK = 1 << 20
-"""Elements whose fp32 values are in memory at once."""
+_BLOCK = 1 << 18
+"""Elements whose values are computed at once: 1 MiB in fp32, which a core's cache holds."""
 _LEAST = 2.0**-100
 """Rows without a greater magnitude than this are kept as zeros."""
 
@@ -32,6 +32,12 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(codes: Tensor, scale: Tensor, into: Tensor) -> None:
     """Compute the values of ``quantize_rows`` in fp32, and round them to the dtype of ``into``."""
     count = max(1, _BLOCK // max(1, codes.shape[1]))
-    for start in range(0, codes.shape[0], count):
-        rows = slice(start, start + count)
-        into[rows].copy_(codes[rows].float() * scale[rows].float().reshape(-1, 1))
+    block = torch.empty((count, codes.shape[1]))
+    factors = torch.split(scale.float().reshape(-1, 1), count)
+    for some, factor, target in zip(
+        torch.split(codes, count), factors, torch.split(into, count), strict=True
+    ):
+        values = target if target.dtype == torch.float32 else block[: len(some)]
+        values.copy_(some).mul_(factor)  # in place: a new tensor per block has new pages
+        if values is not target:
+            target.copy_(values)

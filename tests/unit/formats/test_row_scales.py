@@ -24,12 +24,13 @@ def test_a_value_is_half_a_scale_off_at_most(magnitude: float) -> None:
         assert off.max() > 0.4 * scale.max()  # it is no exact format
 
 
-def test_pieces_of_rows_are_the_rows() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_pieces_of_rows_are_the_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     codes = torch.randint(-127, 128, (5, 700_000), dtype=torch.int8)
-    scale, found = torch.rand(5, 1), torch.empty(5, 700_000, dtype=torch.bfloat16)
+    scale, found = torch.rand(5, 1), torch.empty(5, 700_000, dtype=dtype)
     dequantize_rows(codes, scale, found)
-    assert torch.equal(found, (codes.float() * scale).bfloat16())
+    assert torch.equal(found, (codes.float() * scale).to(dtype))
 
 
 def test_no_rows_and_no_columns() -> None:
