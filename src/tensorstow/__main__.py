@@ -1,8 +1,6 @@
 """``python -m tensorstow``: the command, where its script is not on the path."""
 
-import sys
-
-from tensorstow.cli.main import main
+from tensorstow.cli.main import run_and_exit
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit()

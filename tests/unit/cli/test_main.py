@@ -135,6 +135,36 @@ def test_a_process_ends_so_too_and_can_be_started_as_a_module() -> None:
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
+def test_what_is_to_run_at_the_end_of_the_process_runs() -> None:
+    code = """
+import argparse, atexit, sys, types
+from tensorstow.cli import main
+def told(given: argparse.Namespace) -> int:
+    atexit.register(print, "last", file=sys.stderr)
+    print("said", end="")
+    return 1
+class Undeleted:
+    def __del__(self) -> None:
+        print("taken apart")
+main.import_module = lambda name: types.SimpleNamespace(run=told)
+kept = Undeleted()
+sys.argv = ["tensorstow", "doctor"]
+main.run_and_exit()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "said", "last\n")
+
+
+def test_an_error_keeps_its_status_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ClosedPipe() as output, ClosedPipe() as errors:
+        monkeypatch.setattr(sys, "stdout", output)
+        monkeypatch.setattr(sys, "stderr", errors)
+        assert main(["demo", "--steps", "0", "--json"]) == 2
+        output.flush()
+        errors.flush()
+        monkeypatch.undo()
+
+
 def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["doctor", "--json"]) == 0
