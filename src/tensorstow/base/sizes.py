@@ -12,8 +12,10 @@ _FACTORS = (
     | {unit.lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)}
     | {unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL, start=1)}
 )
-_SIZE = re.compile(r"\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE | re.ASCII)
-_EXAMPLES = 'an int of bytes, or a number with a unit such as "512MiB", "1.5 GiB" or "64GB"'
+_SIZE = re.compile(
+    r"\s*(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE | re.ASCII
+)
+_EXAMPLES = 'a whole number of bytes, or a number with a unit such as "512MiB", "1.5 GiB" or "64GB"'
 
 
 def parse_size(value: str | int, name: str = "size") -> int:
@@ -61,6 +63,9 @@ def _parse_text(text: str, name: str) -> int:
         message = f"{name}={text!r} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
     number, unit = Decimal(match["number"]), match["unit"].lower()
+    if number < 0:
+        message = f"{name}={text!r} is negative. Give {_EXAMPLES}."
+        raise OptionError(message)
     if not unit and number == int(number):
         return int(number)
     if unit not in _FACTORS:

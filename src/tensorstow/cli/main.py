@@ -12,6 +12,7 @@ import argparse
 import atexit
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ USAGE_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+_NEGATIVE = re.compile(r"-\d")
 
 
 class Terminated(BaseException):
@@ -127,10 +129,22 @@ def _terminations_raised() -> Iterator[None]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    given, strange = make_parser().parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    given, strange = make_parser().parse_known_args(_with_negative_values(words))
     if strange:  # argparse would print the usage of the whole command
         given.parser.error(f"unrecognized arguments: {' '.join(strange)}")
     return given
+
+
+def _with_negative_values(words: Sequence[str]) -> list[str]:
+    """Return words with ``--host -5GiB`` as ``--host=-5GiB``: argparse takes it for an option."""
+    found: list[str] = []
+    for word in words:
+        if found and _NEGATIVE.match(word) and re.fullmatch(r"--[a-z][a-z-]*", found[-1]):
+            found[-1] += f"={word}"
+        else:
+            found.append(word)
+    return found
 
 
 def _print_error(given: argparse.Namespace, kind: str, message: str) -> None:

@@ -92,9 +92,10 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         OptionError: An argument makes no sense.
     """
     _check(given)
+    limits = _limits(given)
     model = build_model(given.model, _DTYPES.get(given.dtype))
-    here = given.device is None or parse_size(given.device, "--device") == 0
-    budget = Budget(None if here else given.device, given.host, given.disk)
+    here = not limits["device"]
+    budget = Budget(limits["device"] or None, limits["host"], limits["disk"])
     sizes = Sizes.of(units_of(model.module), given.world_size)
     traced = _traced(model, given)
     conditions = Conditions(here, commits=given.commits)
@@ -156,7 +157,7 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, request, machine),
         "seconds_unknown": unknown,
-        "disk": _wear(plan, request, given.tbw),
+        "disk": _wear(plan, request, limits["tbw"]),
         "code": code_of(recipe),
         "deepspeed": configuration,
         "deepspeed_lacks": deepspeed_lacks(recipe, configuration, given.world_size, here=here),
@@ -182,6 +183,20 @@ def _check(given: argparse.Namespace) -> None:
     if (given.batch is None) != (given.seq is None):
         message = "--batch and --seq go together: one micro-batch is traced."
         raise OptionError(message)
+
+
+def _limits(given: argparse.Namespace) -> dict[str, int | None]:
+    """Return the sizes that were given, in bytes, by the names of their options."""
+    limits: dict[str, int | None] = {}
+    for name in ("device", "host", "disk", "tbw"):
+        text = getattr(given, name)
+        limits[name] = None if text is None else parse_size(text, f"--{name}")
+    if limits["tbw"] == 0:
+        message = (
+            f"--tbw {given.tbw} was given: it is what a drive may be written in all, 600TB say."
+        )
+        raise OptionError(message)
+    return limits
 
 
 def _takes_tokens(model: NamedModel) -> bool:
@@ -341,10 +356,9 @@ def _break_even(
     return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
 
 
-def _wear(plan: Plan, request: PlanRequest, tbw: str | None) -> dict[str, Any]:
+def _wear(plan: Plan, request: PlanRequest, limit: int | None) -> dict[str, Any]:
     """Return what a step reads and writes of the disk, and how many steps a drive lasts."""
     work = work_of(plan, request.sizes, request.conditions)
-    limit = None if tbw is None else parse_size(tbw, "--tbw")
     worn = limit // work.written if limit is not None and work.written else None
     return {
         "read_bytes": work.read,

@@ -291,7 +291,14 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
         (["--accumulation-steps", "0"], "--accumulation-steps 0 was given: it is a number"),
         (["--batch", "2"], "go together"),
         (["--batch", "2", "--seq", "8"], "inputs are not known"),
-        (["--host", "12 parsecs"], "parsecs"),
+        (["--host", "12 parsecs"], "--host='12 parsecs' has the unit 'parsecs'"),
+        (["--device", "-5GiB"], "--device='-5GiB' is negative"),
+        (["--host", "-1"], "--host='-1' is negative"),
+        (["--disk=-1.5TiB"], "--disk='-1.5TiB' is negative"),
+        (["--disk", "much"], "--disk='much' is not a size. Give"),
+        (["--tbw", "-600TB"], "--tbw='-600TB' is negative"),
+        (["--tbw", "0"], "--tbw 0 was given: it is what a drive may be written"),
+        (["--host", "0"], "does not fit"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
