@@ -122,7 +122,11 @@ def plan_of(model: nn.Module) -> Plan:
     """
     found = found_in(_PLANS, model)
     if found is None:
-        message = "plan_of() was called for a model that stow() did not place."
+        there = " and ".join(sorted({str(p.device) for p in model.parameters()})) or "no device"
+        message = (
+            "plan_of() was called for a model that stow() did not place: it has no plan, and its"
+            f" parameters are where torch has them, on {there}."
+        )
         raise OptionError(message)
     return found
 

@@ -213,6 +213,8 @@ def test_ddp_is_told_its_arguments() -> None:
     assert ddp.gradient_as_bucket_view
     model, *_ = Booster(plugin=TorchDDPPlugin(static_graph=True)).boost(model_of())
     assert model.module.static_graph
+    with pytest.raises(OptionError, match=r"has no plan, .* where torch has them, on cpu"):
+        tensorstow.plan_of(model)
 
 
 @pytest.mark.parametrize(
