@@ -153,7 +153,8 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
             str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
             for tier, nbytes in bytes_of(plan, sizes, conditions).items()
         },
-        "tried": [_told(each, found) for each in found.tried],
+        "tried": [_told(each, found) for each in found.distinct()],
+        "left_out": len(found.tried) - len(found.distinct()),
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, request, machine),
         "seconds_unknown": unknown,

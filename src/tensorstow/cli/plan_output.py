@@ -27,11 +27,11 @@ def print_plan(facts: dict[str, Any]) -> None:
     print_facts(console, describe(facts), _LABEL_COLUMNS)
     console.print()
     print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
-    others = list(_worth_telling(facts["tried"]))
+    others = list(other_placements(facts))
     if others:
         console.print("\n[bold]other placements[/]")
-    for each in others:
-        print_line(console, f"  {placement_of(each)}: {each['reason']}")
+    for placement, reason in others:
+        print_line(console, f"  {placement}: {reason}")
     console.print("\n[bold]to run it[/]")
     for line in facts["code"]:
         print_line(console, f"  {line}")
@@ -43,25 +43,6 @@ def print_plan(facts: dict[str, Any]) -> None:
         print_line(console, f"  {line}")
     if facts["gemini"]:
         _print_lacks(console, facts["gemini_lacks"])
-
-
-def _worth_telling(tried: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield what was not chosen; where activations are not kept, the best of each tiers alone."""
-    best: dict[tuple[str, ...], dict[str, Any]] = {}
-    for each in tried:
-        plan = each["plan"]
-        key = (plan.get("activations", ""), plan["parameters"], plan["states"])
-        known = best.setdefault(key, each)
-        if each["reason"] == "chosen" or (
-            known["reason"] != "chosen"
-            and each["seconds"] is not None
-            and (known["seconds"] is None or each["seconds"] < known["seconds"])
-        ):
-            best[key] = each
-    for each in tried:
-        kept = "activations" not in each["plan"]
-        if each["reason"] != "chosen" and (kept or any(each is one for one in best.values())):
-            yield each
 
 
 def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
@@ -127,6 +108,19 @@ def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if disk["steps_until_worn"] is not None:
         limit = f"{disk['tbw_bytes'] / 1e12:,.0f} TB"
         yield "wear", f"a drive for {limit} lasts {disk['steps_until_worn']:,} steps"
+
+
+def other_placements(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the placements that were not chosen, and why; at last how many are not among them.
+
+    Args:
+        facts: What ``plan.examine`` returned.
+    """
+    for each in facts["tried"]:
+        if each["reason"] != "chosen":
+            yield placement_of(each), each["reason"]
+    if facts["left_out"]:
+        yield f"{facts['left_out']:,} more", "variants of these that gain less than 2%"
 
 
 def show_seconds(seconds: float) -> str:

@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.plan_output import describe, placement_of, show_seconds
+from tensorstow.cli.plan_output import describe, other_placements, show_seconds
 from tensorstow.report.page import document
 
 _STYLE = """
@@ -119,6 +119,5 @@ def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
 
 
 def _others(facts: dict[str, Any]) -> Iterator[str]:
-    for each in facts["tried"]:
-        if each["reason"] != "chosen":
-            yield f"<dt>{escape(placement_of(each))}</dt><dd>{escape(each['reason'])}</dd>"
+    for placement, reason in other_placements(facts):
+        yield f"<dt>{escape(placement)}</dt><dd>{escape(reason)}</dd>"

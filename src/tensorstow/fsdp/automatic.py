@@ -263,9 +263,12 @@ def _log(found: SearchResult, request: PlanRequest, *, told: str) -> None:
         lines.append(f"  activations on {where} are not counted without batch=: {room}")
     lines += [
         f"  not {_name(each.plan)}: {found.reason(each)}"
-        for each in found.tried
+        for each in found.distinct()
         if each is not found.chosen
     ]
+    left_out = len(found.tried) - len(found.distinct())
+    if left_out:
+        lines.append(f"  nor {left_out:,} variants of these that gain less than 2%")
     logger.info("\n".join(lines))
 
 

@@ -72,6 +72,20 @@ class SearchResult:
     chosen: Alternative
     tried: tuple[Alternative, ...]
 
+    def distinct(self) -> list[Alternative]:
+        """Return the chosen plan and the best of each other kind, in the order of ``tried``.
+
+        Plans of one kind have the same on the same tiers and update at the same time and place:
+        they differ in how many units, micro-batches or bytes.
+        """
+        best: dict[_Kind, Alternative] = {}
+        for each in self.tried:
+            known = best.setdefault(_kind_of(each), each)
+            if known is not self.chosen and (each is self.chosen or _cost(each) < _cost(known)):
+                best[_kind_of(each)] = each
+        kept = {id(each) for each in best.values()}
+        return [each for each in self.tried if id(each) in kept]
+
     def reason(self, other: Alternative) -> str:
         """Return why another plan was not chosen.
 
@@ -94,6 +108,25 @@ class SearchResult:
         if took < least:
             return f"{cost}; less than {_GAIN:.0%} faster than the simpler plan that was chosen"
         return cost
+
+
+_Kind = tuple[object, ...]
+
+
+def _kind_of(each: Alternative) -> _Kind:
+    """Return what tells a plan from those that differ in numbers alone."""
+    plan = each.plan
+    where = (plan.activations, plan.parameters, plan.states)
+    if plan.activations != "keep":
+        return where  # each of them is tried in every way again
+    between = frozenset(plan.units.values())
+    return (*where, between, plan.overlap, plan.update_on, each.conditions.state_format)
+
+
+def _cost(each: Alternative) -> tuple[bool, int, float]:
+    """Return what is least of the best plan: bytes that are short, else seconds."""
+    seconds = 0.0 if each.step is None else each.step.seconds
+    return bool(each.short), sum(each.short.values()), seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +172,10 @@ def search(request: PlanRequest) -> SearchResult:
         BudgetError: None fits; it says what is short, and the smallest change that fits.
         OptionError: The profile lacks a rate.
     """
-    tried = list(_try_all(request))
+    done: _Done = []
+    tried = list(_try_all(request, done))
     if not any(not each.short and each.plan.overlap != "backward" for each in tried):
-        tried += _try_what_is_left(request)
+        tried += _try_what_is_left(request, done)
     fitting = [each for each in tried if not each.short]
     if not fitting:
         raise BudgetError(_what_is_short(tried, request.budget))
@@ -238,7 +272,11 @@ def fits_with_activations_kept(request: PlanRequest) -> bool:
     )
 
 
-def _try_all(request: PlanRequest) -> Iterator[Alternative]:
+_Done = list[tuple[tuple[Plan, Conditions, bool], list[Alternative]]]
+"""What was tried before, which is told again and not tried again."""
+
+
+def _try_all(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
     """Yield every placement in every variant that is allowed; [Note: What is tried]."""
     fitting: list[Alternative] = []
     """Whole tiers that need no more micro-batches, and no more of their activations elsewhere."""
@@ -253,7 +291,7 @@ def _try_all(request: PlanRequest) -> Iterator[Alternative]:
         for plan in candidates(variant):
             if (plan.parameters, plan.states) in known:
                 continue
-            for found in _try_with_units(plan, variant):
+            for found in _try_once(plan, variant, done):
                 if not found.short and not found.plan.units:
                     fitting.append(found)
                 yield found
@@ -289,11 +327,22 @@ def _variants(request: PlanRequest) -> Iterator[PlanRequest]:
             yield replace(request, conditions=conditions, base=base, batch=batch)
 
 
-def _try_what_is_left(request: PlanRequest) -> Iterator[Alternative]:
+def _try_what_is_left(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
     """Yield what is worth it only where nothing else fits; [Note: What is tried]."""
     overlaps: tuple[Overlap | None, ...] = (None, "backward")
     for overlap in overlaps if request.overlap is None else (request.overlap,):
-        yield from _try_all(replace(request, overlap=overlap, widely=True))
+        yield from _try_all(replace(request, overlap=overlap, widely=True), done)
+
+
+def _try_once(plan: Plan, request: PlanRequest, done: _Done) -> list[Alternative]:
+    """Return a placement, and the best with units below; from ``done`` what is known of it."""
+    asked = (plan, request.conditions, _takes_disk(plan, request))
+    for each, known in done:
+        if each == asked:
+            return known
+    found = list(_try_with_units(plan, request))
+    done.append((asked, found))
+    return found
 
 
 def _try_with_units(plan: Plan, request: PlanRequest) -> Iterator[Alternative]:

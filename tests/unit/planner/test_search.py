@@ -66,6 +66,25 @@ def test_reasons_tell_small_gains_and_name_no_seconds_of_a_batch_that_nobody_nam
     assert told == "about 1.00 times the chosen plan's time, at 1,000 tokens a step"
 
 
+def test_plans_that_differ_in_numbers_alone_are_told_once() -> None:
+    request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, machine=CPU)
+    found = search(request)
+    told = found.distinct()
+    assert any(each is found.chosen for each in told)
+    assert [each for each in found.tried if each in told] == told
+    kinds = [_without_numbers(each.plan) for each in told]
+    assert all(kinds.count(each) == 1 for each in kinds)
+    left_out = [each for each in found.tried if each not in told]
+    assert len(left_out) == 3
+    for each in left_out:
+        best = told[kinds.index(_without_numbers(each.plan))]
+        assert best is found.chosen or best.step.seconds <= each.step.seconds  # type: ignore[union-attr]
+
+
+def _without_numbers(plan: Plan) -> Plan:
+    return plan.but(ram_budget=None, buffer_pool_bytes=None)
+
+
 def test_memory_that_is_left_holds_states() -> None:
     left = 4 * G
     host = 2 * UNITS * G + left
