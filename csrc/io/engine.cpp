@@ -77,7 +77,18 @@ bool Engine::take(Block* block, char* bounce) {
   const FileFacts& file = files_[static_cast<std::size_t>(t->file)];
   const std::int64_t begin = t->offset + t->cut;
   const std::int64_t skip = t->op == Op::read && t->length > 0 ? begin % file.align : 0;
-  const std::int64_t wanted = std::min(options_.block_bytes - skip, t->length - t->cut);
+  std::int64_t wanted = std::min(options_.block_bytes - skip, t->length - t->cut);
+  if (t->op == Op::read && aligned(t->data + t->cut - skip, file.align)) {
+    // Blocks of their own for the two ends, which need a copy: the middle needs none.
+    if (skip > 0) {
+      wanted = std::min(file.align - skip, wanted);
+    } else if (wanted > file.align) {
+      wanted -= wanted % file.align;
+    }
+  }
+  const std::int64_t length = round_up(skip + wanted, file.align);
+  const bool needs_bounce = length != wanted || !aligned(t->data + t->cut, file.align);
+  if (needs_bounce && bounce == nullptr) return false;
   *block = Block{};
   block->transfer = t;
   block->fd = file.fd;
@@ -86,10 +97,10 @@ bool Engine::take(Block* block, char* bounce) {
   block->drop_cache = file.drop_cache;
   block->skip = skip;
   block->wanted = wanted;
-  block->length = round_up(skip + wanted, file.align);
+  block->length = length;
   block->offset = begin - skip;
   block->data = t->data + t->cut;
-  if (block->length != wanted || !aligned(block->data, file.align)) {
+  if (needs_bounce) {
     block->user = block->data;
     block->data = bounce;
     ++counters_.bounced;

@@ -38,7 +38,8 @@ struct EngineCounters {
 // Offsets of writes must be so; a block whose memory or length is not goes through an aligned
 // buffer, and its tail is padded (a write pads the file with zeros up to the next multiple). A read
 // may begin anywhere: its first block begins at the multiple below, and ends where all others are
-// at multiples again. A buffered file has align 1.
+// at multiples again. Where its memory is at the same place of a unit as the file, one unit at each
+// end goes through the buffer, and what is between does not. A buffered file has align 1.
 struct FileFacts {
   int fd;
   std::int64_t align;
@@ -83,11 +84,12 @@ class Engine {
 
   virtual void wake() = 0;  // transfers were queued
 
-  // A block's life. Under mutex_: `take` cuts the next one off the queue (false: nothing queued);
-  // `bounce` is an aligned buffer of block_bytes + 4096 for it. `settle` reads one result of the
-  // kernel (bytes, or -errno): true when the block is over, false when the rest of it must be
-  // started again; a transfer that is over is put on `finished`. Not under mutex_: `fill` before a
-  // block's first start, `empty` before each settle, `notify` after the last.
+  // A block's life. Under mutex_: `take` cuts the next one off the queue; `bounce` is an aligned
+  // buffer of block_bytes + 4096 for it (false: nothing is queued, or the next block needs a buffer
+  // and `bounce` is null). `settle` reads one result of the kernel (bytes, or -errno): true when
+  // the block is over, false when the rest of it must be started again; a transfer that is over is
+  // put on `finished`. Not under mutex_: `fill` before a block's first start, `empty` before each
+  // settle, `notify` after the last.
   bool take(Block* block, char* bounce);
   static void fill(const Block& block);
   static void empty(const Block& block, std::int64_t result);

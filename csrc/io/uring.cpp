@@ -25,6 +25,9 @@ namespace stow {
 namespace {
 
 constexpr std::uint64_t kWakeTag = ~std::uint64_t{0};
+// Blocks in flight that go through buffers, as many as the other backend has: with as many as the
+// depth, reads of a file whose tensors lie anywhere would hold 32 MiB for good.
+constexpr int kBounced = 8;
 
 [[noreturn]] void refuse(int error, const char* what) {
   throw std::system_error(error, std::generic_category(), what);
@@ -140,11 +143,13 @@ class UringEngine final : public Engine {
   explicit UringEngine(const EngineOptions& options)
       : Engine(options),
         rings_(static_cast<unsigned>(options.depth) + 1),
-        bounce_(options.depth, options.block_bytes),
+        bounce_(std::min(options.depth, kBounced), options.block_bytes),
         blocks_(options.depth) {
     event_ = eventfd(0, EFD_CLOEXEC);
     if (event_ < 0) refuse(errno, "eventfd");
     for (int i = options.depth - 1; i >= 0; --i) free_.push_back(i);
+    for (int i = std::min(options.depth, kBounced) - 1; i >= 0; --i)
+      unused_.push_back(bounce_.at(i));
     again_.reserve(options.depth);
     answers_.reserve(options.depth + 1);
     try {
@@ -217,9 +222,10 @@ class UringEngine final : public Engine {
       const int slot = free_.back();
       {
         std::lock_guard lock(mutex_);
-        if (!take(&blocks_[slot], bounce_.at(slot))) return;
+        if (!take(&blocks_[slot], unused_.empty() ? nullptr : unused_.back())) return;
       }
       free_.pop_back();
+      if (blocks_[slot].user != nullptr) unused_.pop_back();
       fill(blocks_[slot]);
       start(slot);
     }
@@ -258,7 +264,9 @@ class UringEngine final : public Engine {
     {
       std::lock_guard lock(mutex_);
       for (const Answer& answer : answers_) {
+        const Block& block = blocks_[answer.slot];
         const bool over = settle(&blocks_[answer.slot], answer.result, &finished);
+        if (over && block.user != nullptr) unused_.push_back(block.data);
         (over ? free_ : again_).push_back(answer.slot);
       }
     }
@@ -269,8 +277,9 @@ class UringEngine final : public Engine {
   Rings rings_;
   BounceBuffers bounce_;
   std::vector<Block> blocks_;
-  std::vector<int> free_;   // slots of blocks_ not in flight
-  std::vector<int> again_;  // slots whose rest must be started again
+  std::vector<int> free_;      // slots of blocks_ not in flight
+  std::vector<char*> unused_;  // buffers of bounce_ that no block has
+  std::vector<int> again_;     // slots whose rest must be started again
   std::vector<Answer> answers_;
   int event_ = -1;
   std::uint64_t event_value_ = 0;

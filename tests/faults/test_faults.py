@@ -153,6 +153,23 @@ def test_counters_count_bytes_blocks_and_bounces(file: File) -> None:
         assert (found["bounced"], found["bytes_read"]) == (0, BLOCK + 1)
 
 
+def test_the_middle_of_a_read_that_begins_anywhere_needs_no_copy(file: File) -> None:
+    if not file.direct:
+        pytest.skip("the page cache copies all of it")
+    sent = some_bytes()
+    file.write(sent, 0).wait()
+    memory = torch.zeros(COUNT + 2 * ALIGN, dtype=torch.uint8)
+    begin, length = 100, COUNT - 300
+    back = memory[-memory.data_ptr() % ALIGN + begin :][:length]
+    before = file.engine.counters()["blocks"], file.engine.counters()["bounced"]
+    file.read(back, begin).wait()
+    assert torch.equal(back, sent[begin : begin + length])
+    found = file.engine.counters()
+    assert found["bounced"] - before[1] == 2
+    # The two ends are of a unit each: the first block is cut into it and the rest, and the last.
+    assert found["blocks"] - before[0] == COUNT // BLOCK + 2
+
+
 def test_many_in_flight_keep_apart(file: File) -> None:
     pieces = [some_bytes(seed)[:ALIGN] for seed in range(COUNT // ALIGN)]
     file.engine.inject_fault("write", after=3, times=9, delay_us=500)

@@ -8,8 +8,8 @@ from pathlib import Path
 from tree import TESTS
 
 MIB = 1 << 20
-SLACK = 64 * MIB
-"""Blocks of the I/O engine (32 of a MiB), threads, code that is loaded late, activations."""
+SLACK = 32 * MIB
+"""Buffers of the I/O engine (eight of a MiB), threads, code that is loaded late, activations."""
 
 CODE = """
 import json, sys
