@@ -12,8 +12,15 @@ from tensorstow.io.numa_binding import prefer_own_node
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, linux/mman.h: Linux 4.14
+_MOVE_PAGES = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: Linux 5.7
+_INTO_A_HOLE = 0x100000  # MAP_FIXED_NOREPLACE: Linux 4.17
 # Python's default is a shared mapping: it gets no huge pages, and a forked child would write to it.
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_libc = ctypes.CDLL(None)
+_ADDRESS, _LENGTH, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mremap.argtypes = (_ADDRESS, _LENGTH, _LENGTH, _NUMBER, _ADDRESS)
+_libc.mmap.argtypes = (_ADDRESS, _LENGTH, _NUMBER, _NUMBER, _NUMBER, ctypes.c_ssize_t)
+_libc.mremap.restype = _libc.mmap.restype = _ADDRESS
 
 
 class Arena:
@@ -36,10 +43,8 @@ class Arena:
                 f" room for the mapping ({error.strerror}). Lower the budget."
             )
             raise BudgetError(message) from error
-        if self.nbytes >= _HUGE_PAGE:  # a small one would take a whole huge page for nothing
-            self._advise(mmap.MADV_HUGEPAGE)
-        if not in_children:
-            self._advise(_WIPE_ON_FORK)
+        self._in_children = in_children
+        self._advise_kernel()
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip
@@ -54,6 +59,33 @@ class Arena:
     def drop(self) -> None:
         """Give all pages back; the next touch finds zeros."""
         self._map.madvise(mmap.MADV_DONTNEED)
+
+    def take_pages(self, other: "Arena") -> bool:
+        """Have the pages of an arena of the same size, and their bytes; it has none then.
+
+        Fresh pages are filled with zeros by the kernel, which takes as long as a copy of them.
+
+        Returns:
+            Whether they are here; older kernels cannot move them, and nothing has changed.
+        """
+        moved = _libc.mremap(other.address, self.nbytes, self.nbytes, _MOVE_PAGES, self.address)
+        if moved == self.address:
+            other.drop()  # a huge page may have had more than was moved
+            return True
+        # The kernel takes away what was here before it finds that it has no room for the move.
+        readable = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = _PRIVATE | _INTO_A_HOLE
+        if _libc.mmap(self.address, self.nbytes, readable, flags, -1, 0) == self.address:
+            self._advise_kernel()
+            prefer_own_node(self.address, self.nbytes)
+        return False
+
+    def _advise_kernel(self) -> None:
+        """Say of the whole mapping how it is used."""
+        if self.nbytes >= _HUGE_PAGE:  # a small one would take a whole huge page for nothing
+            self._advise(mmap.MADV_HUGEPAGE)
+        if not self._in_children:
+            self._advise(_WIPE_ON_FORK)
 
     def _advise(self, advice: int) -> None:
         # A kernel built without huge pages answers EINVAL: the mapping works all the same.

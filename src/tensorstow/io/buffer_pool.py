@@ -1,8 +1,8 @@
 """A buffer pool for tensors on disk: read when pinned, written back when dirty.
 
 [Note: A buffer's memory] Each buffer has a fixed range of addresses, and pages only while its bytes
-are needed: they are read in place, and the pages are freed afterwards. So a weight has one address
-for the optimizer's kernels at all times.
+are needed: they are read in place, and the pages are freed afterwards, or moved to the buffer that
+needs the room. So a weight has one address for the optimizer's kernels at all times.
 
     absent --fetch--> reading --pin--> present --(unpinned, least recently used)--> absent
     when the last pin of dirty bytes ends they are written, and evicted only when they are on disk
@@ -89,6 +89,11 @@ class PooledBuffer:
         """Give the memory back."""
         self._arena.drop()
 
+    def take_pages(self, other: "PooledBuffer") -> None:
+        """Have the memory of a buffer of the same size, where the kernel can move it."""
+        if not self._arena.take_pages(other._arena):  # noqa: SLF001  # of its own class
+            other.drop_pages()
+
 
 class BufferPool:
     """Buffers in one file, and a bound on the memory that they take."""
@@ -109,6 +114,8 @@ class BufferPool:
         """What is used next, in order ([Note: Expected buffers])."""
         self._unread: list[PooledBuffer] = []
         """Those of them that there was no room for yet."""
+        self._evicted: list[PooledBuffer] = []
+        """Those whose pages the next one may have; none outside of a call."""
         self._lock = threading.RLock()
         self._failure: BaseException | None = None
         self.held_bytes = 0
@@ -201,6 +208,7 @@ class BufferPool:
             self._file.close()
             for buffer in list(self._recent):
                 self._drop(buffer)
+                buffer.drop_pages()
 
     def _read_expected(self) -> None:
         """Begin reading what is expected, as far as there is room; each of it once."""
@@ -218,6 +226,7 @@ class BufferPool:
         self._touch(buffer)
         self.held_bytes += buffer.nbytes
         self.high_water_bytes = max(self.high_water_bytes, self.held_bytes)
+        _reuse_pages(self._evicted, None if buffer.checksum is None else buffer)
         if buffer.checksum is not None:
             buffer.begun, buffer.seen_over = time.monotonic(), None
             buffer.reading = self._file.read(buffer.bytes, buffer.offset)
@@ -278,13 +287,13 @@ class BufferPool:
             self._end_read(buffer)
             self._end_write(buffer)
             self._drop(buffer)
+            self._evicted.append(buffer)
         return self.held_bytes + nbytes <= self.capacity
 
     def _drop(self, buffer: PooledBuffer) -> None:
         del self._recent[buffer]
         buffer.present = False
         self.held_bytes -= buffer.nbytes
-        buffer.drop_pages()
 
     @contextmanager
     def _poisoning(self) -> Iterator[None]:
@@ -306,3 +315,16 @@ class BufferPool:
             except BaseException as error:
                 self._failure = error
                 raise
+            finally:
+                _reuse_pages(self._evicted, None)
+
+
+def _reuse_pages(evicted: list[PooledBuffer], reader: PooledBuffer | None) -> None:
+    """Give a buffer that is about to be read the pages of one of its size; drop all others'."""
+    for other in evicted:
+        if reader is not None and reader is not other and reader.nbytes == other.nbytes:
+            reader.take_pages(other)
+            reader = None
+        else:
+            other.drop_pages()
+    evicted.clear()

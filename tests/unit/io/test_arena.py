@@ -117,3 +117,44 @@ def _anonymous_huge_bytes(address: int) -> int:
             elif inside and line.startswith("AnonHugePages:"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+@pytest.mark.parametrize("nbytes", [PAGE, 3 << 20, (2 << 20) + PAGE])
+def test_pages_move_to_an_arena_of_the_same_size(nbytes: int) -> None:
+    arenas = [Arena(nbytes, in_children=False) for _ in range(3)]
+    bytes_of = [arena.tensor(0, nbytes, torch.uint8) for arena in arenas]
+    bytes_of[0].fill_(7)
+    bytes_of[1].fill_(8)
+    assert arenas[1].take_pages(arenas[0])
+    assert bool(bytes_of[1].eq(7).all())
+    assert not bytes_of[0].any()
+    for _ in range(3):  # there and back, also when a mapping was cut by it before
+        assert arenas[2].take_pages(arenas[1])
+        assert arenas[1].take_pages(arenas[2])
+    assert bool(bytes_of[1].eq(7).all())
+    assert not bytes_of[2].any()
+    arenas[1].drop()
+    assert not bytes_of[1].any()
+    bytes_of[0].fill_(1)
+    assert int(bytes_of[0][-1]) == 1
+
+
+def test_pages_stay_where_the_kernel_cannot_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (Arena(PAGE, in_children=False) for _ in range(2))
+    first.tensor(0, 1, torch.uint8).fill_(7)
+    second.tensor(0, 1, torch.uint8).fill_(8)
+    monkeypatch.setattr(arena_module, "_MOVE_PAGES", 1 << 20)
+    assert not second.take_pages(first)
+    assert int(first.tensor(0, 1, torch.uint8)) == 7
+    assert int(second.tensor(0, 1, torch.uint8)) == 8
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_pages_that_moved_are_not_in_children_either() -> None:
+    first, second = (Arena(PAGE, in_children=False) for _ in range(2))
+    first.tensor(0, 1, torch.uint8).fill_(7)
+    assert second.take_pages(first)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(second.tensor(0, 1, torch.uint8)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tensorstow.base.errors import DamageError, DirectoryError, PoisonedError
+from tensorstow.io.arena import Arena
 from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
 
 SIZE = 1 << 20
@@ -185,3 +186,29 @@ def test_what_had_no_room_is_read_when_there_is_some(tmp_path: Path) -> None:
     made[0].pin()
     made[3].unpin()
     assert [buffer.present for buffer in made] == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_pages_of_what_is_evicted_go_to_what_is_read_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moves: bool
+) -> None:
+    taken = []
+    take = Arena.take_pages
+
+    def counted(self: Arena, other: Arena) -> bool:
+        taken.append(moves and take(self, other))
+        return taken[-1]
+
+    monkeypatch.setattr(Arena, "take_pages", counted)
+    pool = BufferPool(tmp_path, 5 * SIZE, 2 * SIZE)
+    made = [pool.add(SIZE) for _ in range(3)] + [pool.add(2 * SIZE)]
+    for value, buffer in enumerate(made):
+        _fill(buffer, value + 1)
+    assert not taken  # what was never written is zeros
+    for _ in range(2):
+        assert all(_all_are(buffer, value + 1) for value, buffer in enumerate(made))
+    # By the second and third for the one before last; the large one and its followers are unlike.
+    assert taken == [moves] * 2
+    assert [int(buffer.bytes[0]) for buffer in made] == [0, 0, 0, 4]
+    pool.close()
+    assert [int(buffer.bytes[-1]) for buffer in made] == [0, 0, 0, 0]
