@@ -6,7 +6,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -111,13 +112,17 @@ class ActivationOffload:
         if model not in modules:
             # Several units of one forward save the same storage; it is moved once.
             self._handles += [
-                model.register_forward_pre_hook(self._enter_model),
-                model.register_forward_hook(self._leave_model, always_call=True),
+                model.register_forward_pre_hook(partial(_apart_from_graphs, self._enter_model)),
+                model.register_forward_hook(
+                    partial(_apart_from_graphs, self._leave_model), always_call=True
+                ),
             ]
         for module in modules:
             self._handles += [
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave, always_call=True),
+                module.register_forward_pre_hook(partial(_apart_from_graphs, self._enter)),
+                module.register_forward_hook(
+                    partial(_apart_from_graphs, self._leave), always_call=True
+                ),
             ]
             for part in module.modules():
                 self._handles.append(part.register_forward_pre_hook(self._note_parameters))
@@ -284,6 +289,19 @@ class ActivationOffload:
                 raise StowError(message)
             saved.backward = backward
         return self._pool.load(saved)
+
+
+def _apart_from_graphs(hook: Callable[..., None], *given: Any) -> None:  # noqa: ANN401
+    """Call a hook of a module, where torch compiles between two graphs, so that it is in force."""
+    if torch.compiler.is_dynamo_compiling():
+        _untraced(hook, *given)
+    else:  # to ask the compiler would load it, which takes a second and 100 MiB
+        hook(*given)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+def _untraced(hook: Callable[..., None], *given: Any) -> None:  # noqa: ANN401
+    hook(*given)
 
 
 def _close_pool(pool: ActivationPool, owner: int) -> None:

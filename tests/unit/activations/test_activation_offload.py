@@ -566,3 +566,30 @@ def test_parameters_that_no_module_is_called_with_stay(
     offload = to_disk(model, 0)
     model(x.requires_grad_()).sum().backward()
     assert offload.nbytes().bytes_written == 0
+
+
+# --- compiled ---
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler, of a block's input
+@pytest.mark.parametrize("compiled", ["round the hooks", "under the hooks", "a unit"])
+def test_what_a_compiled_forward_saves_is_moved(
+    to_disk: Callable[..., ActivationOffload], compiled: str
+) -> None:
+    model = net()
+    unit = model[1] if compiled == "a unit" else model
+    called: nn.Module = model
+    if compiled == "round the hooks":
+        called = torch.compile(model, backend="aot_eager")
+    else:
+        unit.compile(backend="aot_eager")
+    want = gradients(called)
+    torch.compiler.reset()
+    offload = to_disk(model, 0, units=[unit])
+    for step in range(1, 3):
+        assert same(gradients(called), want)
+        moved = at_rest(offload)
+        assert moved.bytes_read >= step * 4 * BLOCK
+        assert moved.disk_bytes == 0
+    assert _hooks_in_force() is None
+    torch.compiler.reset()
