@@ -107,6 +107,9 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
         _register(stream)
     for module in model.modules():
         refuse_copies(module)
+    if options.device.type != "cuda":
+        refuse = partial(_refuse_cache_of_cuda, options.device)
+        model.register_forward_pre_hook(refuse, with_kwargs=True)
     _STREAMS[model] = stream
     note_read_only(model)
     return plan
@@ -265,6 +268,21 @@ def _apart_from_graphs(do: Callable[[Call], None], call: Call) -> None:
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 def _untraced(do: Callable[[Call], None], call: Call) -> None:
     do(call)
+
+
+def _refuse_cache_of_cuda(
+    device: torch.device, _: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuse a cache of keys and values that transformers moves by torch.cuda."""
+    for cache in (*args, *kwargs.values()):
+        parts = (cache, getattr(cache, "self_attention_cache", None))
+        if any(getattr(each, "offloading", False) is True for each in parts):
+            message = (
+                f"A {type(cache).__name__} was given that is offloaded (cache_implementation="
+                '"offloaded" or "offloaded_static"): transformers moves it by torch.cuda, and this'
+                f" model computes on {device}. Leave it out, or give generate() fewer sequences."
+            )
+            raise OptionError(message)
 
 
 def _refuse_changed(versions: Sequence[_Version], *_: object) -> None:
