@@ -1,6 +1,7 @@
 """Which backend serves, and why not a better one."""
 
 import errno as codes
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from tensorstow.io.engine import (
     open_engine,
     probe_backend,
 )
-from tensorstow.io.files import create_file
+from tensorstow.io.files import create_file, scratch_file
+from tensorstow.report.rss import resident_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +155,20 @@ def test_writes_are_logged_in_the_order_in_which_they_land(tmp_path: Path) -> No
     data = torch.arange(5000, dtype=torch.int16).numpy().tobytes()
     assert b"".join(written for _, _, written in logged) == data + b"\x09"
     assert engine.logged_writes() == []
+
+
+def test_few_blocks_in_flight_go_through_buffers(tmp_path: Path) -> None:
+    if probe_backend("uring") is not None:
+        pytest.skip("io_uring does not work here")
+    engine, count = open_engine("uring", depth=32), 40 << 20
+    memory = torch.ones(count + 4096, dtype=torch.uint8)
+    first = 1 - memory.data_ptr() % 2  # at no address that direct I/O takes
+    with scratch_file(engine, tmp_path, count) as file:
+        if not file.direct:
+            pytest.skip("no direct I/O here")
+        gc.collect()
+        before = resident_bytes()
+        file.write(memory[first : first + count], 0).wait()
+        file.read(memory[first : first + count], 0).wait()
+        assert engine.counters()["bounced"] == engine.counters()["blocks"] >= 80
+        assert resident_bytes() - before < 16 << 20  # eight of a MiB, and not 32
