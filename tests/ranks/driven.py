@@ -374,6 +374,9 @@ def boundary_by_hand(drive: Drive) -> list[bool]:
             if micro < 2:
                 with engine.no_sync():
                     engine.backward(loss_of(engine, dist.get_rank(), 0, micro))
+                    first = next(engine.parameters())
+                    if first.grad is not None:  # else FSDP2 has it
+                        assert torch.equal(utils.safe_get_full_grad(first), first.grad)
             else:
                 engine.backward(loss_of(engine, dist.get_rank(), 0, micro))
             engine.step()

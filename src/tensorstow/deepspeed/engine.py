@@ -233,7 +233,16 @@ class DeepSpeedEngine(ConfiguredModule):
         Returns:
             A tensor to call ``backward()`` of, before the next forward. The division by the number
             of micro-batches is made in that backward.
+
+        Raises:
+            OptionError: It is no scalar.
         """
+        if loss.numel() != 1:
+            message = (
+                f"scale() was given a tensor of shape {tuple(loss.shape)}: a loss is a scalar. Take"
+                " its mean or sum."
+            )
+            raise OptionError(message)
         self._direct.is_scaled = True
         factor = self.loss_scale
         return loss if factor == 1.0 else loss.float() * factor

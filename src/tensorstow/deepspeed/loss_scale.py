@@ -41,6 +41,8 @@ class LossScale:
         """The scale, by upstream's name."""
         return self.scale
 
+    loss_scale = cur_scale
+
     @property
     def scale_window(self) -> int:
         """``loss_scale_window``, by upstream's name."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tensorstow.deepspeed as deepspeed
-from tensorstow.base.errors import BackwardError
+from tensorstow.base.errors import BackwardError, OptionError
 from tensorstow.deepspeed.direct_backward import DirectBackward
 
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
@@ -56,6 +56,8 @@ def test_a_loss_is_scaled_by_hand_or_refused() -> None:
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(2**0.5)
     assert engine.was_step_applied()
+    with pytest.raises(OptionError, match=r"shape \(2,\)"):
+        engine.scale(torch.ones(2))
     with pytest.raises(BackwardError, match="Loss scaling is required"):
         engine(x)["loss"].backward()
     engine.zero_grad()

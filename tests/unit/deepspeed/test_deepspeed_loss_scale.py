@@ -92,7 +92,7 @@ def test_scripts_read_it_by_upstream_s_names() -> None:
     for number in range(5):
         assert (scale.cur_iter, scale.scale_window) == (number, 3)
         scale.update(overflowed=False)
-    assert scale.cur_scale == scale.scale == 4.0
+    assert scale.cur_scale == scale.loss_scale == scale.scale == 4.0
     again = LossScale(Fp16())
     again.load_state_dict(scale.state_dict())
     assert (again.cur_iter, again.cur_scale) == (5, 4.0)

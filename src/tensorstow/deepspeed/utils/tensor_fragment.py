@@ -15,7 +15,7 @@ from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
 from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk
-from tensorstow.tensors.shares import share_of
+from tensorstow.tensors.shares import is_unreduced, share_of
 
 _FP32 = "fp32"
 _MASTER = "master"
@@ -38,7 +38,8 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full gradient, as summed so far.
 
-    It exists between ``backward`` and ``step``; under fp16 it is multiplied by the loss scale.
+    It exists between ``backward`` and ``step``; under fp16 it is multiplied by the loss scale. One
+    that is not reduced yet, as in ``no_sync()``, is this rank's own.
 
     Args:
         param: A parameter of an engine. Call it on every rank.
@@ -50,6 +51,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
         OptionError: Updates run beside backward, and this one has used the gradient.
     """
     param = placed_of(param)
+    if share_of(param) is not None and param.grad is not None and is_unreduced(param.grad):
+        return param.grad.detach().cpu().float().clone()
     own = safe_get_local_grad(param)
     return None if own is None else full_tensor(own, param)
 

@@ -19,3 +19,7 @@ def test_kernels_are_there_already(builder: type[CPUAdamBuilder]) -> None:
 
 def test_io_is_found_at_both_places() -> None:
     assert ops.op_builder.AsyncIOBuilder is AsyncIOBuilder
+
+
+def test_other_extensions_are_not_here() -> None:
+    assert not ops.__compatible_ops__["fused_lamb"]
