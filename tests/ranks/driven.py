@@ -240,6 +240,11 @@ def saving_by_rank(drive: Drive, folder: str) -> list[str]:
                 engine.save_checkpoint(place, f"rank{dist.get_rank()}")
             except OptionError as error:
                 said.append(str(error))
+        engine.save_checkpoint(f"{folder}/there")
+        try:  # of a machine whose disk is not shared
+            engine.load_checkpoint(f"{folder}/{('there', 'elsewhere')[dist.get_rank()]}")
+        except OptionError as error:
+            said.append(str(error))
     return said
 
 

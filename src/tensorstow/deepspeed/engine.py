@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -446,7 +447,7 @@ class DeepSpeedEngine(ConfiguredModule):
             message = f"save_checkpoint({save_dir!r}) was called: name a directory."
             raise OptionError(message)
         tag = str(f"global_step{self.global_steps}" if tag is None else tag)
-        validate_same_tag(tag)
+        validate_same_tag(tag, "save_checkpoint()")
         folder = Path(save_dir) / tag
 
         def prepare() -> object:
@@ -485,13 +486,16 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Raises:
             StoreFormatError: There is no checkpoint of this engine's.
-            OptionError: The checkpoint is of another model, or of other groups.
+            OptionError: The checkpoint is of another model, or of other groups; or ranks found
+                different tags, in a directory that they do not share.
+            StowError: Another rank could not read. That one raises what it met.
         """
         tag = latest_tag(Path(load_dir)) if tag is None else str(tag)
+        validate_same_tag(tag, "load_checkpoint()")
         if tag is None:
             return None, None
         folder = Path(load_dir) / tag
-        kept = read_common(folder)
+        kept = on_every_rank(partial(read_common, folder), f"read {folder}")
         load_module(folder, self.module, strict=load_module_strict)
         if self.optimizer is not None:
             drop_unused_masters(self.optimizer)

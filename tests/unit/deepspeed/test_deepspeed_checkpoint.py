@@ -49,8 +49,9 @@ def test_another_number_of_ranks_loads_it(
 def test_ranks_with_different_tags_are_told(ranks: "Ranks", tmp_path: Path) -> None:
     for told in ranks(2).run(saving_by_rank, DRIVES[0], str(tmp_path)):
         assert told[0] == "save_checkpoint('') was called: name a directory."
-        assert "with the tags ['rank0', 'rank1'] on ranks 0 to 1" in told[1]
-    assert not list(tmp_path.iterdir())
+        assert "save_checkpoint() was called with the tags ['rank0', 'rank1']" in told[1]
+        assert "load_checkpoint() was called with the tags ['global_step0', None]" in told[2]
+    assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:

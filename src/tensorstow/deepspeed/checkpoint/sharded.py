@@ -80,17 +80,21 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     on_every_rank(write, f"write to {folder}")
 
 
-def validate_same_tag(tag: str) -> None:
-    """Raise OptionError on every rank if one has another tag: no folder would be whole."""
+def validate_same_tag(tag: str | None, call: str) -> None:
+    """Raise OptionError on every rank if one has another tag: each has a part of one folder.
+
+    ``tag``: None where the directory has no file ``latest``.
+    """
     group = host_group()
     if group is None:
         return
-    tags: list[str] = [""] * dist.get_world_size(group)
+    tags: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(tags, tag, group=group)
     if len(set(tags)) > 1:
         message = (
-            f"save_checkpoint() was called with the tags {tags} on ranks 0 to {len(tags) - 1}:"
-            " each rank saves a part of one checkpoint. Give the same tag on every rank."
+            f"{call} was called with the tags {tags} on ranks 0 to {len(tags) - 1}: each rank has"
+            " a part of one checkpoint. Give the same tag on every rank, and a directory that all"
+            " of them share."
         )
         raise OptionError(message)
 
