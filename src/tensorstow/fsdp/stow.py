@@ -41,6 +41,7 @@ from tensorstow.fsdp.sharding import (
     host_group,
     make_mesh,
     move_buffers,
+    on_every_rank,
     shard_unit,
     world_size,
 )
@@ -390,8 +391,12 @@ def _place_activations(request: _Request, made: StowedAdam) -> None:
     """Place what forward saves for backward as the plan says, until the optimizer is closed."""
     if request.plan.activation_placements == {"keep"}:
         return
+
+    def place() -> PlacedActivations:
+        return PlacedActivations(request.model, request.units, request.plan, request.directory)
+
     try:
-        placed = PlacedActivations(request.model, request.units, request.plan, request.directory)
+        placed = on_every_rank(place, "place activations")
     except BaseException:
         made.close()
         raise
@@ -541,7 +546,11 @@ def _stays_whole(
 def _make_optimizer(request: _Request) -> StowedAdam:
     placed = _placement_keywords(request.plan, request.model, request.optimizer, request.directory)
     named = list(request.model.named_parameters())
-    return validate_optimizer(request.optimizer(named, **placed), placed)
+
+    def make() -> StowedAdam:
+        return validate_optimizer(request.optimizer(named, **placed), placed)
+
+    return on_every_rank(make, "make the optimizer")
 
 
 def _placement_keywords(

@@ -4,6 +4,7 @@ Ranks that disagree would wait for each other for ever.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,23 @@ def test_ranks_that_disagree_are_all_told(ranks: Pool, what: str, words: list[st
         assert said.startswith("OptionError: Rank 1 called stow() with another")
         assert all(word in said for word in words), said
         assert untouched
+
+
+def with_an_option_of_one_rank(stage: int) -> str:
+    """Let the optimizer of the second rank be refused when it is made."""
+    make = partial(tensorstow.AdamW, lr=-1.0 if dist.get_rank() == 1 else 1e-3)
+    try:
+        tensorstow.stow(model(), make, plan=Plan(stage=stage), mesh=mesh_here())
+    except StowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "placed"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_that_one_rank_cannot_make_is_told_on_all(ranks: Pool, stage: int) -> None:
+    first, second = ranks(2).run(with_an_option_of_one_rank, stage)
+    assert first.startswith("StowError: Rank 1 could not make the optimizer: OptionError(")
+    assert second.startswith("OptionError: lr=-1.0")
 
 
 def test_one_rank_is_counted_as_one() -> None:
