@@ -231,6 +231,18 @@ def saved_with_masters(drive: Drive, folder: str) -> dict[str, torch.Tensor]:
         return whole
 
 
+def written_before_a_step(folder: str) -> torch.Tensor:
+    """Write to a weight whose master no step has used yet, save, and return the fp32 values."""
+    settings = Drive(Zero(2), bf16=True).settings(1)
+    model = model_of(torch.float32)
+    values = model.head.weight.detach().clone()
+    with closing(engine_of(settings, model=model)) as engine:
+        with zero.GatheredParameters([engine.module.head.weight], modifier_rank=0):
+            engine.module.head.weight.data[0] = values[0] = 3.0
+        engine.save_checkpoint(folder)
+    return values
+
+
 def saving_by_rank(drive: Drive, folder: str) -> list[str]:
     """Save to no directory, and by a tag of each rank; return what is said."""
     said = []

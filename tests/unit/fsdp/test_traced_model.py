@@ -131,6 +131,8 @@ def test_the_largest_batch_of_ranks_counts(ranks: Callable[[int], Ranks]) -> Non
     plans = [Plan.from_json(text) for text in ranks(2).run(chosen, "3500KiB")]
     assert plans[0] == plans[1]
     assert plans[0].activations == "recompute"
+    # Rank 0's alone would fit when they are computed again.
+    assert ranks(2).run(chosen, "2500KiB") == ["BudgetError", "BudgetError"]
 
 
 @pytest.mark.parametrize("optimizer", [partial(AdamW, lr=1e-3), None])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ranks.driven import Drive, saved_with_masters
+from ranks.driven import Drive, saved_with_masters, written_before_a_step
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow.base.errors import StoreFormatError
@@ -49,6 +49,14 @@ def test_a_model_without_an_engine_has_the_trained_weights(
     few = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
     left_out = get_fp32_state_dict_from_zero_checkpoint(tmp_path, "trained")
     assert few.keys() == left_out.keys() == {n for n in found if not n.startswith("blocks.0.")}
+
+
+def test_what_was_written_to_a_weight_counts_more_than_its_master(
+    ranks: "Ranks", tmp_path: Path
+) -> None:
+    (want,) = ranks(1).run(written_before_a_step, str(tmp_path))
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert torch.equal(found["head.weight"], want)
 
 
 def test_files_hold_what_they_may(
