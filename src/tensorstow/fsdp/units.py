@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.nn.tiled_linear import tiles_of
-from tensorstow.step.forward_waits import blocks_of
+from tensorstow.step.forward_waits import blocks_of, is_called
 
 T = TypeVar("T")
 
@@ -73,7 +73,8 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> lis
         share, or a block and the rest, belongs to the root.
 
     Raises:
-        OptionError: A given block is not in the model, or is inside another one.
+        OptionError: A given block is not in the model, is inside another one, or is a container
+            that cannot be called.
     """
     names = {id(m): name for name, m in model.named_modules()}
     chosen = list(blocks) if blocks is not None else blocks_of(model)
@@ -144,3 +145,10 @@ def _check(blocks: Sequence[nn.Module], names: dict[int, str]) -> None:
                 )
                 raise OptionError(message)
             inside[id(part)] = names[id(block)]
+    for block in blocks:
+        if not is_called(block):
+            message = (
+                f"{names[id(block)]} was given as a unit, and a {type(block).__name__} is never"
+                " called: give the modules in it, whose weights are gathered when they are called."
+            )
+            raise OptionError(message)

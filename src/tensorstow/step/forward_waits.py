@@ -33,18 +33,32 @@ from tensorstow.nn.tiled_linear import TiledLinear, tiles_of
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
+def is_called(module: nn.Module) -> bool:
+    """Return whether a module has a ``forward``: containers as ``ModuleDict`` have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """Return the model's own blocks: the children of its outermost containers of several.
 
-    Of a tiled layer that is in no block: its tiles.
+    Of a child that cannot be called, as a ``ModuleDict``: what it holds. Of a tiled layer that is
+    in no block: its tiles.
     """
+
+    def called(block: nn.Module) -> Iterator[nn.Module]:
+        if is_called(block):
+            yield block
+        else:
+            for part in block.children():
+                yield from called(part)
 
     def walk(parent: nn.Module) -> Iterator[nn.Module]:
         if isinstance(parent, TiledLinear):
             yield from tiles_of(parent)
             return
         if isinstance(parent, _CONTAINERS) and len(parent) > 1:
-            yield from parent
+            for child in parent:
+                yield from called(child)
             return
         for child in parent.children():
             yield from walk(child)

@@ -150,6 +150,36 @@ def test_blocks_may_be_left_out_or_run_twice(
     ranks(world).run(in_order, plan, orders)
 
 
+class Named(nn.Module):
+    """Blocks that cannot be called: their parts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(SIZE), "linear": nn.Linear(SIZE, SIZE)})
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block["linear"](block["norm"](x)))
+        return x
+
+
+def in_parts(plan: Plan) -> None:
+    """Train blocks whose parts are called."""
+    both = Twins(Named, loss, plan)
+    both.train()
+    both.compare()
+    both.close()
+
+
+@pytest.mark.parametrize("plan", [Plan(overlap="forward"), FETCHED], ids=lambda p: p.parameters)
+def test_blocks_may_be_dicts_of_modules(ranks: Pool, plan: Plan) -> None:
+    ranks(2).run(in_parts, plan)
+
+
 def refused(make: Callable[[], nn.Module]) -> tuple[str, bool]:
     """Return the message, and whether all parameters are what they were."""
     model = make()

@@ -30,6 +30,20 @@ def test_given_units_are_taken() -> None:
     assert [u.name for u in units_of(model, [model.blocks[0]])] == ["blocks.0", ""]
 
 
+def test_blocks_that_cannot_be_called_are_what_they_hold() -> None:
+    def block() -> nn.ModuleDict:
+        parts = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+        return nn.ModuleDict({"norm": nn.LayerNorm(2), "parts": parts})
+
+    model = nn.Sequential(nn.ModuleList([block(), block()]))
+    assert [u.name for u in units_of(model)] == [
+        *(f"0.{number}.{part}" for number in (0, 1) for part in ("norm", "parts.0")),
+        "",
+    ]
+    with pytest.raises(OptionError, match="ModuleDict is never called"):
+        units_of(model, [model[0][0]])
+
+
 def test_a_strange_unit_and_one_inside_another_are_refused() -> None:
     model = TiedModel(5, 4)
     with pytest.raises(OptionError, match="not inside the model"):
