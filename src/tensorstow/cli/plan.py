@@ -1,7 +1,7 @@
 """`tensorstow plan`: what a run of a model holds, takes and moves, before anything is allocated."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,34 +94,14 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
     _check(given)
     limits = _limits(given)
     model = build_model(given.model, _DTYPES.get(given.dtype))
-    here = not limits["device"]
-    budget = Budget(limits["device"] or None, limits["host"], limits["disk"])
-    sizes = Sizes.of(units_of(model.module), given.world_size)
     traced = _traced(model, given)
-    conditions = Conditions(here, commits=given.commits)
-    if traced is not None:
-        conditions = replace(conditions, activations=traced.held())
-    base = Plan(accumulation_steps=given.accumulation_steps or 1)
-    request = PlanRequest(
-        sizes,
-        budget,
-        conditions,
-        base,
-        batch=_batch(model, traced, given),
-        formats=(StateFormat.BF16, StateFormat.INT8) if given.allow_inexact else (),
-        micro_batchings=_micro_batchings(model, traced, given, KEPT),
-        on_device=True,
-    )
-    if traced is not None and not fits_with_activations_kept(request):
-        placed = _placed_elsewhere(model, given, here=here)
-        request = replace(request, micro_batchings=(*request.micro_batchings, *placed))
-    found, machine, unknown = _search(request, given)
-    chosen, plan = found.chosen, found.chosen.plan
-    conditions, kept_as = chosen.conditions, chosen.conditions.state_format
-    request = replace(request, conditions=conditions, batch=chosen.batch)
-    batch = (given.batch or 1) * base.accumulation_steps // plan.accumulation_steps
+    asked = _request(model, traced, given, limits)
+    found, machine, unknown = _search(asked, given)
+    chosen, plan, sizes = found.chosen, found.chosen.plan, asked.sizes
+    request = replace(asked, conditions=chosen.conditions, batch=chosen.batch)
+    kept_as = chosen.conditions.state_format
+    batch = (given.batch or 1) * asked.base.accumulation_steps // plan.accumulation_steps
     dtype = sizes.trained[0][0] if sizes.trained else torch.float32
-    held = items_of(plan, sizes, conditions)
     recipe = Recipe(
         plan,
         kept_as,
@@ -130,38 +110,94 @@ def examine(given: argparse.Namespace) -> dict[str, Any]:
         commits=given.commits,
         fills_cache=model.config is not None,
     )
-    configuration = deepspeed_of(recipe, batch, given.world_size)
     return {
         "model": _describe(model, sizes),
         "trace_with": _TOKENS if _takes_tokens(model) else _FUNCTION,
         "counted_in": "tokens" if model.inputs is None else _count_of(model)[0],
-        "activations": None
-        if traced is None
-        else {
-            "batch": None if given.batch is None else batch,
-            "sequence": given.seq,
-            "bytes": next((i.nbytes for i in held if i.what == "activations"), 0),
-            "saved_bytes": conditions.activations.saved,
-            "operations": traced.operations,
-        },
+        "activations": _activations(request, plan, traced, given, batch),
         "plan": fields_of(plan),
         "state_format": None if kept_as is None else str(kept_as),
-        "held": [
-            {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes} for item in held
-        ],
-        "tiers": {
-            str(tier): {"bytes": nbytes, "budget": budget.bytes_of(tier)}
-            for tier, nbytes in bytes_of(plan, sizes, conditions).items()
-        },
+        **_holdings(plan, request),
         "tried": [_told(each, found) for each in found.distinct()],
         "left_out": len(found.tried) - len(found.distinct()),
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(plan, request, machine),
         "seconds_unknown": unknown,
         "disk": _wear(plan, request, limits["tbw"]),
+        **_recipes(recipe, batch, given.world_size, here=chosen.conditions.device_is_host),
+    }
+
+
+def _request(
+    model: NamedModel,
+    traced: "Activations | None",
+    given: argparse.Namespace,
+    limits: Mapping[str, int | None],
+) -> PlanRequest:
+    """Return what is searched: the model, the limits, and what the options allow."""
+    here = not limits["device"]
+    conditions = Conditions(here, commits=given.commits)
+    if traced is not None:
+        conditions = replace(conditions, activations=traced.held())
+    request = PlanRequest(
+        Sizes.of(units_of(model.module), given.world_size),
+        Budget(limits["device"] or None, limits["host"], limits["disk"]),
+        conditions,
+        Plan(accumulation_steps=given.accumulation_steps or 1),
+        batch=_batch(model, traced, given),
+        formats=(StateFormat.BF16, StateFormat.INT8) if given.allow_inexact else (),
+        micro_batchings=_micro_batchings(model, traced, given, KEPT),
+        on_device=True,
+    )
+    if traced is None or fits_with_activations_kept(request):
+        return request
+    placed = _placed_elsewhere(model, given, here=here)
+    return replace(request, micro_batchings=(*request.micro_batchings, *placed))
+
+
+def _activations(
+    request: PlanRequest,
+    plan: Plan,
+    traced: "Activations | None",
+    given: argparse.Namespace,
+    batch: int,
+) -> dict[str, Any] | None:
+    """Return what was traced of a micro-batch of ``batch`` sequences; None: nothing was."""
+    if traced is None:
+        return None
+    held = items_of(plan, request.sizes, request.conditions)
+    return {
+        "batch": None if given.batch is None else batch,
+        "sequence": given.seq,
+        "bytes": next((i.nbytes for i in held if i.what == "activations"), 0),
+        "saved_bytes": request.conditions.activations.saved,
+        "operations": traced.operations,
+    }
+
+
+def _holdings(plan: Plan, request: PlanRequest) -> dict[str, Any]:
+    """Return the bytes of each tier: item by item, and beside the budget."""
+    sizes, conditions = request.sizes, request.conditions
+    held = items_of(plan, sizes, conditions)
+    tiers = bytes_of(plan, sizes, conditions)
+    return {
+        "held": [
+            {"tier": str(item.tier), "what": item.what, "bytes": item.nbytes} for item in held
+        ],
+        "tiers": {
+            str(tier): {"bytes": nbytes, "budget": request.budget.bytes_of(tier)}
+            for tier, nbytes in tiers.items()
+        },
+    }
+
+
+def _recipes(recipe: Recipe, batch: int, world: int, *, here: bool) -> dict[str, Any]:
+    """Return what runs the plan, and what of it each cannot say."""
+    configuration = deepspeed_of(recipe, batch, world)
+    return {
         "code": code_of(recipe),
         "deepspeed": configuration,
-        "deepspeed_lacks": deepspeed_lacks(recipe, configuration, given.world_size, here=here),
+        "deepspeed_lacks": deepspeed_lacks(recipe, configuration, world, here=here),
         "gemini": gemini_of(recipe),
         "gemini_lacks": gemini_lacks(recipe),
     }
