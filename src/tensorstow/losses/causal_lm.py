@@ -51,7 +51,7 @@ class ChunkedLoss:
         self._model.loss_function = self._loss
         self._handles = [
             self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
-            self._model.register_forward_hook(self._drop_logits, prepend=True),
+            self._model.register_forward_hook(self._drop_logits, prepend=True, always_call=True),
             self._head.register_forward_pre_hook(self._skip_product),
             self._head.register_forward_hook(self._stand_in, prepend=True),
         ]
@@ -98,7 +98,7 @@ class ChunkedLoss:
         return None if hidden is None else HiddenStates.of(hidden, len(self._head.weight))
 
     def _drop_logits(self, _: nn.Module, __: object, output: Any) -> Any:  # noqa: ANN401
-        self._has_labels = False
+        self._has_labels, self._hidden = False, None  # also where forward has failed
         if isinstance(output, Mapping):
             kept = {k: None if isinstance(v, HiddenStates) else v for k, v in output.items()}
             return type(output)(**kept)

@@ -87,6 +87,18 @@ def test_without_labels_there_are_logits(batch: dict[str, Any]) -> None:
     assert torch.equal(model(ids, labels=ids).logits, wanted)
 
 
+def test_behind_a_forward_that_failed_the_output_layer_is_itself(
+    batch: dict[str, torch.Tensor],
+) -> None:
+    model = llama()
+    hidden = torch.ones(2, 16)
+    wanted = model.lm_head(hidden)
+    with chunk_loss(model):
+        with pytest.raises(IndexError):  # a token that there is none of
+            model(input_ids=batch["input_ids"] + CLASSES, labels=batch["labels"])
+        assert torch.equal(model.lm_head(hidden), wanted)
+
+
 def test_logits_that_are_changed_are_refused(batch: dict[str, Any]) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
