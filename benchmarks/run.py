@@ -18,6 +18,7 @@ SUBJECTS = {
     "overlap": "updates beside backward and beside the next forward",
     "engine": "whole models through stow",
     "plans": "what the planner predicts against what runs hold and take",
+    "plan_command": "`tensorstow plan` of a model of 70B: seconds and memory",
     "plan_bytes": "peak bytes predicted for an accelerator, on the simulated one",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
