@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.driven import Drive, going_on, loaded, saving_by_rank, saving_half_way
 from ranks.pool import Ranks
@@ -58,3 +59,20 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert latest_tag(tmp_path) is None
     with pytest.raises(StoreFormatError, match=r"no checkpoint of this engine's"):
         read_common(tmp_path)
+
+
+def test_frozen_weights_that_a_state_dict_lacks_are_left_out_too(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+    model[0].requires_grad_(requires_grad=False)
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    whole = engine.module.state_dict()
+    engine.module.state_dict = lambda: {k: v for k, v in whole.items() if k.startswith("1.")}
+    engine.save_checkpoint(tmp_path, "few", exclude_frozen_parameters=True)
+    del engine.module.state_dict
+    with torch.no_grad():
+        engine.module[1].weight.zero_()
+    saved = model[1].weight.detach().clone()
+    engine.load_checkpoint(tmp_path, "few", load_module_strict=False)
+    assert not torch.equal(model[1].weight, saved)
+    engine.destroy()

@@ -56,7 +56,7 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     frozen = [name for name, p in named.items() if not p.requires_grad]
     if not contents.frozen:
         for name in frozen:
-            del tensors[_MODULE + name]
+            tensors.pop(_MODULE + name, None)  # a state_dict of the model's own may lack it
     states = {} if optimizer is None else states_of(module, optimizer)
     for name, entry in states.items():
         for state, values in entry.items():
