@@ -76,6 +76,22 @@ def test_one_rank_alone_reads_copies_and_saves(ranks: "Ranks", plan: Plan) -> No
     ranks(2).run(on_one_rank, plan)
 
 
+def copied_between_micro_batches() -> None:
+    """Take a step of two micro-batches, with a forward of a copy between them."""
+    plan = Plan(stage=1, accumulation_steps=2)
+    model, optimizer = stow(model_of(torch.float32), ADAMW, plan=plan)
+    loss(model, dist.get_rank(), 0).backward()
+    loss(copy.deepcopy(model), dist.get_rank(), 9).backward()
+    loss(model, dist.get_rank(), 1).backward()
+    assert {type(p.grad) for p in model.parameters()} == {DTensor}
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_forward_of_a_copy_is_no_micro_batch(ranks: "Ranks") -> None:
+    ranks(2).run(copied_between_micro_batches)
+
+
 def where_one_rank_is_late(plan: Plan) -> None:
     """Let the second rank come later to backward and to the step, and updates take their time."""
     both = twins(plan)

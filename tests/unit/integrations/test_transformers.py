@@ -132,11 +132,13 @@ def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
     first.train()
     (kept,) = inner(first).snapshots()
     assert kept.step == 3
+    inner(first).snapshot("mine")
     finish(first)
     second = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=4, **saves)
     second.train(resume_from_checkpoint=True)
-    (kept,) = inner(second).snapshots()  # the one of the process before is gone too
-    assert kept.step == 4
+    named = {each.step: each.names for each in inner(second).snapshots()}
+    assert named.keys() == {3, 4}
+    assert tuple(named[3]) == ("mine",)  # the ticket of the process before is gone
     finish(second)
 
 
