@@ -384,6 +384,10 @@ def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"{even['tokens']:,} tokens per step" in printed
     assert "overlap backward" in printed
     assert "clipping and loss scaling are refused" in printed
+    left_out = found["left_out"]
+    assert isinstance(left_out, int)
+    assert left_out > 0
+    assert f"{left_out} more: variants of these that gain less than 2%" in printed
 
 
 def test_rates_that_are_lacking_are_said_or_refused(

@@ -94,6 +94,16 @@ def test_the_format_that_the_optimizer_is_told_counts() -> None:
     assert tensorstow.plan_of(stowed) == Plan(Tier.HOST, Tier.HOST)
 
 
+def test_variants_that_gain_little_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="tensorstow")
+    slow = replace(DISK, read=1e9, write=1e9, mixed=1e9)
+    write_profile(PROFILE.but(machine=identify_machine(), directories={"/": slow}))
+    _, optimizer = stow(model(), partial(AdamW, lr=1e-3), budget=Budget(host=7 * BYTES))
+    optimizer.close()
+    (table,) = [r.getMessage() for r in caplog.records if "chose" in r.getMessage()]
+    assert table.endswith(" variants of these that gain less than 2%")
+
+
 def test_rates_choose_the_overlap() -> None:
     slow = replace(DISK, read=1e9, write=1e9, mixed=1e9)  # about what computing takes
     write_profile(PROFILE.but(machine=identify_machine(), directories={"/": slow}))
