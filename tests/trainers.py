@@ -63,9 +63,16 @@ def plain_groups(net: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_loop(
-    steps: Sequence[Sequence[torch.Tensor]], *, clip: float = 1.0, total: int | None = None
+    steps: Sequence[Sequence[torch.Tensor]],
+    *,
+    clip: float | None = 1.0,
+    total: int | None = None,
+    inside: bool = False,
 ) -> list[bytes]:
-    """Train by hand with states in RAM; the learning rate falls to 0 in ``total`` steps."""
+    """Train by hand with states in RAM; the learning rate falls to 0 in ``total`` steps.
+
+    ``inside``: gradients are clipped inside the update, by the optimizer.
+    """
     net = model()
     optimizer = AdamW(plain_groups(net), lr=LEARNING_RATE)
     total = len(steps) if total is None else total
@@ -78,7 +85,10 @@ def plain_loop(
             net(
                 input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(items)
             ).loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if clip is not None and inside:
+            optimizer.clip_grad_norm_(clip)
+        elif clip is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

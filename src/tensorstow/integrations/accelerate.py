@@ -1,6 +1,12 @@
-"""accelerate: what its ``Accelerator`` knows, for updates beside backward."""
+"""accelerate: what its ``Accelerator`` knows, and models that are placed already."""
 
-from accelerate.state import GradientState
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.stow import plan_of
 
 
 def last_micro_batch() -> bool:
@@ -13,3 +19,31 @@ def last_micro_batch() -> bool:
         Whether gradients are synchronized, which accelerate does in the last backward of a step.
     """
     return bool(GradientState().sync_gradients)
+
+
+def prepared(model: torch.nn.Module) -> torch.nn.Module:
+    """Mark a model that ``stow`` has placed, so that ``prepare`` leaves it as it is.
+
+    accelerate would move it to a device, and wrap and cast it.
+
+    Args:
+        model: The model; pass it to ``accelerator.prepare`` beside its optimizer.
+
+    Returns:
+        The model.
+
+    Raises:
+        OptionError: ``stow`` has not placed it, or the accelerator has mixed precision.
+    """
+    plan_of(model)
+    precision = AcceleratorState().mixed_precision
+    if precision != "no":
+        message = (
+            f'mixed_precision="{precision}" was given to the Accelerator, and its model is placed:'
+            " torch.autocast keeps a 16-bit copy of every weight until forward ends, so that the"
+            " whole model would be in memory. Leave it out, and give stow compute_dtype=."
+        )
+        raise OptionError(message)
+    marked: Any = model
+    marked._is_accelerate_prepared = True  # noqa: SLF001  # accelerate's mark
+    return model

@@ -1,6 +1,7 @@
 """accelerate with our optimizer: against the plain loop, and from state to state."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
+import tensorstow
 import trainers
-from tensorstow import AdamW, PipelinePolicy
-from tensorstow.integrations.accelerate import last_micro_batch
+from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.optimizer_factory import names_of, with_groups
+from tensorstow.integrations.accelerate import last_micro_batch, prepared
 
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 
@@ -62,14 +66,18 @@ class Loop:
         return found
 
 
-def by_hand(batches: int, accumulation: int, clip: float | None = None) -> list[bytes]:
+def by_hand(
+    batches: int, accumulation: int, clip: float | None = None, *, inside: bool = False
+) -> list[bytes]:
     """The plain loop, which divides each loss by the micro-batches of a whole window."""
     net = trainers.model().train()
     optimizer = AdamW(trainers.plain_groups(net), lr=1e-2)
     for window in trainers.windows(batches, accumulation):
         for batch in window:
             (net(input_ids=batch, labels=batch).loss / accumulation).backward()
-        if clip is not None:
+        if clip is not None and inside:
+            optimizer.clip_grad_norm_(clip)
+        elif clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
@@ -114,3 +122,37 @@ def test_a_saved_state_is_small_and_goes_on(tmp_path: Path) -> None:
     second.accelerator.load_state(str(tmp_path / "state"))
     second.train(2, 4)
     assert second.finish() == by_hand(4, 1)
+
+
+def test_a_placed_model_is_left_as_it_is() -> None:
+    """Weights on disk are neither moved nor wrapped nor cast; short last window, clipped."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = trainers.model().train()
+    groups = names_of(model, trainers.plain_groups(model))
+    make = with_groups(partial(AdamW, lr=1e-2, policy=SMALL), groups)
+    model, optimizer = tensorstow.stow(model, make, plan=Plan(parameters="disk", states="disk"))
+    loader = torch.utils.data.DataLoader(trainers.examples(5), batch_size=trainers.BATCH)
+    same, wrapped, loader = accelerator.prepare(prepared(model), optimizer, loader)
+    assert same is model
+    for batch in loader:
+        with accelerator.accumulate(same):
+            accelerator.backward(same(**batch).loss)
+            if accelerator.sync_gradients:
+                wrapped.optimizer.clip_grad_norm_(0.1)
+            wrapped.step()
+            wrapped.zero_grad()
+    found = trainers.bits(model)
+    optimizer.close()
+    assert found == by_hand(5, 2, 0.1, inside=True)
+
+
+def test_autocast_is_refused_for_a_placed_model() -> None:
+    model, optimizer = tensorstow.stow(
+        torch.nn.Linear(2, 2), partial(AdamW, lr=1e-2), plan=Plan(parameters="disk")
+    )
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(OptionError, match="16-bit copy of every weight"):
+        prepared(model)
+    optimizer.close()
+    with pytest.raises(OptionError, match="stow"):
+        prepared(torch.nn.Linear(2, 2))

@@ -1,6 +1,10 @@
 """The Trainer of transformers: against the plain loop, and from checkpoint to checkpoint."""
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +15,8 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tensorstow
 import trainers
@@ -211,3 +217,79 @@ def test_a_factory_is_no_class_of_torchs() -> None:
     net = nn.Linear(2, 2)
     made = LateAdamW()(net, lr=0.5)
     assert [len(group["params"]) for group in made.param_groups] == [1, 1]
+
+
+# --- a run that is killed ---
+
+
+def be_killed(place: Path) -> None:
+    """Train until the second checkpoint, and be killed when half of its ticket is written."""
+    torch.set_num_threads(1)  # as the tests: sums of several have other bits
+    saved = torch.save
+
+    def save(content: Any, file: Any) -> None:  # noqa: ANN401
+        saved(content, file)
+        if str(file).endswith("checkpoint-4/optimizer.pt"):
+            path = Path(file)
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = save
+    trainer(place, {"states": "disk", "dir": True}, save_strategy="steps", save_steps=2).train()
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_in_a_new_process(tmp_path: Path) -> None:
+    """Its snapshot was made, and its ticket was not: the checkpoint before is whole."""
+    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    code = (
+        f"import sys; sys.path[:0] = {folders}; from pathlib import Path;"
+        " import test_transformers; test_transformers.be_killed(Path(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    made = trainer(tmp_path, {"states": "disk", "dir": True}, callbacks=[DropSnapshots()], **saves)
+    assert [s.step for s in snapshots_before(made)] == [2, 4]
+    made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    names = [name for s in inner(made).snapshots() for name in s.names]
+    assert len(names) == 2  # the last one, and that of the checkpoint that was never complete
+    assert finish(made) == trainers.plain_loop(trainers.windows(5, 1))
+
+
+def snapshots_before(made: transformers.Trainer) -> Any:  # noqa: ANN401
+    made.create_optimizer()
+    return made.optimizer.snapshots()
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation returned."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.nbytes = max([self.nbytes, *(t.nbytes for t in tensors)])
+        return result
+
+
+def test_no_states_are_in_memory_while_a_ticket_is_saved_and_loaded(tmp_path: Path) -> None:
+    made = trainer(tmp_path, {"states": "disk", "dir": True}, batches=2)
+    made.train()
+    (tmp_path / "saved").mkdir()
+    with Largest() as seen:
+        made._save_optimizer_and_scheduler(str(tmp_path / "saved"))
+        made._load_optimizer_and_scheduler(str(tmp_path / "saved"))
+    assert seen.nbytes < 1000
+    with Largest() as whole:
+        torch.ones(1000)
+    assert whole.nbytes >= 4000  # it sees what there is
+    finish(made)

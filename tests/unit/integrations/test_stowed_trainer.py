@@ -1,0 +1,328 @@
+"""``Stowed``: placed models in the Trainer of transformers, against the plain loop."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.distributed.tensor import DTensor
+
+import tensorstow
+import trainers
+from ranks.pool import Ranks
+from tensorstow import PipelinePolicy, Plan
+from tensorstow.base.errors import OptionError
+from tensorstow.integrations import trainer_refusals
+from tensorstow.integrations.transformers import DropSnapshots, Stowed, adamw, attach
+
+Pool = Callable[[int], Ranks]
+SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
+ON_DISK = Plan(parameters="disk", states="disk")
+TOKENS = torch.tensor([[1, 2]])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So small a model is slower with two, which spin beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
+    plain: dict[str, Any] = {
+        "use_cpu": True,
+        "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": trainers.BATCH,
+        "learning_rate": trainers.LEARNING_RATE,
+        "weight_decay": 0.1,
+        "num_train_epochs": 1,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return transformers.TrainingArguments(str(place / "out"), **{**plain, **given})
+
+
+def trainer(
+    place: Path,
+    plan: Plan = ON_DISK,
+    *,
+    model: Any = None,  # noqa: ANN401
+    batches: int = 3,
+    durable: bool = False,
+    callbacks: Any = (),  # noqa: ANN401
+    **given: Any,  # noqa: ANN401
+) -> Stowed:
+    where: dict[str, Any] = {"plan": plan, "policy": SMALL}
+    if durable:
+        where["dir"] = place / "run"
+    return Stowed(
+        trainers.model() if model is None else model,
+        arguments(place, **given),
+        train_dataset=trainers.examples(batches),
+        eval_dataset=trainers.examples(1),
+        callbacks=list(callbacks),
+        stow=where,
+    )
+
+
+def finish(made: Stowed) -> list[bytes]:
+    optimizer = made._optimizer()
+    optimizer.wait()
+    found = trainers.bits(made.model)
+    optimizer.close()
+    return found
+
+
+def by_hand(batches: int, accumulation: int = 1, clip: float | None = 1.0) -> list[bytes]:
+    return trainers.plain_loop(trainers.windows(batches, accumulation), clip=clip, inside=True)
+
+
+class Generates(transformers.TrainerCallback):
+    """Greedy tokens after each step, of the weights of then."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[int]] = []
+
+    def on_step_end(self, *_: object, model: Any, **__: object) -> None:  # type: ignore[override]  # noqa: ANN401
+        found = model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        self.tokens.append(found[0].tolist())
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), ON_DISK, Plan(states="disk", overlap="forward")],
+    ids=["host", "disk", "forward"],
+)
+def test_weights_are_those_of_the_plain_loop(plan: Plan, tmp_path: Path) -> None:
+    """Evaluation before and between steps, and generation, read the weights of then."""
+    generates = Generates()
+    made = trainer(tmp_path, plan, callbacks=[generates], eval_strategy="steps", eval_steps=2)
+    before = made.evaluate()["eval_loss"]
+    batch = trainers.micro_batches(1)[0]
+    assert before == pytest.approx(trainers.model()(input_ids=batch, labels=batch).loss.item())
+    made.train()
+    assert len(generates.tokens) == 3
+    again = made.model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generates.tokens[-1] == again[0].tolist()
+    assert tensorstow.plan_of(made.model) == plan
+    assert finish(made) == by_hand(3)
+
+
+def test_the_last_window_may_be_short(tmp_path: Path) -> None:
+    made = trainer(tmp_path, batches=8, gradient_accumulation_steps=3, max_grad_norm=0.1)
+    made.train()
+    assert finish(made) == by_hand(8, 3, clip=0.1) != by_hand(8, 3)
+
+
+def test_updates_run_beside_backward_and_the_norm_is_logged(tmp_path: Path) -> None:
+    plan = Plan(parameters="disk", states="disk", overlap="backward")
+    made = trainer(tmp_path, plan, max_grad_norm=0, logging_strategy="steps", logging_steps=1)
+    made.train()
+    norms = [row["grad_norm"] for row in made.state.log_history if "grad_norm" in row]
+    assert len(norms) == 3
+    assert min(norms) > 0
+    assert finish(made) == by_hand(3, clip=None)
+
+
+@pytest.mark.parametrize("durable", [True, False], ids=["ticket", "files"])
+def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, durable: bool) -> None:  # noqa: FBT001
+    """In new objects, whose weights are others; the files are those of ``from_pretrained``."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    first = trainer(tmp_path, durable=durable, batches=4, **saves)
+    first.train()
+    folder = tmp_path / "out" / "checkpoint-3"
+    if durable:
+        assert trainers.nbytes_beside_weights(folder) < 1 << 20
+        assert (folder / "optimizer.pt").stat().st_size < 10_000
+        assert [s.step for s in first._optimizer().snapshots()] == [3, 4]
+    complete = finish(first)
+    del first
+    gc.collect()
+    read = transformers.AutoModelForCausalLM.from_pretrained(folder.with_name("checkpoint-4"))
+    assert trainers.bits(read) == complete
+
+    other = trainers.model()
+    torch.nn.init.normal_(other.transformer.wte.weight)
+    second = trainer(tmp_path, durable=durable, batches=4, model=other)
+    second.train(resume_from_checkpoint=str(folder))
+    assert second.state.global_step == 4
+    assert finish(second) == complete == by_hand(4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
+def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
+    """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
+    import peft  # noqa: PLC0415  # seconds
+
+    def adapted() -> Any:  # noqa: ANN401
+        net = trainers.model()
+        torch.manual_seed(3)
+        kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+        return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds))
+
+    plain = transformers.Trainer(
+        adapted(),
+        args := arguments(tmp_path, max_grad_norm=0),
+        train_dataset=trainers.examples(3),
+        optimizer_cls_and_kwargs=adamw(args),
+    )
+    plain.train()
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0}
+    first = trainer(tmp_path, model=adapted(), **saves)
+    first.train()
+    folder = tmp_path / "out" / "checkpoint-2"
+    assert (folder / "adapter_model.safetensors").exists()
+    assert not (folder / "model.safetensors").exists()
+    second = trainer(tmp_path, model=adapted(), max_grad_norm=0)
+    second.train(resume_from_checkpoint=str(folder))
+    assert finish(first) == finish(second) == trainers.bits(plain.model)
+
+
+# --- several ranks ---
+
+
+def two_ranks(place: Path, rank: int) -> list[list[bytes]]:
+    """Train with a checkpoint in each step, then from the third in new objects."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # unused: the group is there
+        where |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, **where}.items():
+            patch.setenv(name, str(value))
+        forget_state()
+        plan = Plan(parameters="disk", states="disk")
+        given: dict[str, Any] = {"batches": 8, "durable": True, "max_grad_norm": 0}
+        saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+        first = trainer(place, plan, **given, **saves)
+        assert first.args.world_size == 2
+        first.train()
+        assert [s.step for s in first._optimizer().snapshots()] == [3, 4]
+        found = [whole(first)]
+        dist.barrier()
+        second = trainer(place, plan, **given)
+        second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
+        assert second.state.global_step == 4
+        found.append(whole(second))
+        forget_state()
+    return found
+
+
+def forget_state() -> None:
+    """Drop what a process has one of."""
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+def whole(made: Stowed) -> list[bytes]:
+    optimizer = made._optimizer()
+    optimizer.wait()
+    values = made.model.state_dict().values()
+    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in values]
+    optimizer.close()
+    return [t.numpy().tobytes() for t in tensors]
+
+
+def numbered(place: Path) -> list[list[bytes]]:
+    return two_ranks(place, dist.get_rank())
+
+
+def test_ranks_name_the_snapshot_that_a_ticket_needs(ranks: Pool, tmp_path: Path) -> None:
+    """Two ranks with a micro-batch each are one with two; snapshots go with checkpoints."""
+    plain = by_hand(8, 2, clip=None)
+    assert ranks(2).run(numbered, tmp_path) == [[plain, plain]] * 2
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-4")
+    assert trainers.bits(read) == plain
+
+
+# --- what is refused ---
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "autocast": ({"bf16": True}, {}, "16-bit copy of every weight"),
+    "cast": ({"bf16_full_eval": True}, {}, "casts the model"),
+    "optimizer": ({"optim": "adafactor"}, {}, 'optim="adafactor" was given'),
+    "tries": ({"auto_find_batch_size": True}, {}, "second try"),
+    "clipping": ({}, {"plan": Plan(overlap="backward")}, "max_grad_norm=1.0"),
+    "count": (
+        {"gradient_accumulation_steps": 3},
+        {"plan": Plan(stage=1, accumulation_steps=2)},
+        "make them equal",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_go_wrong_in_silence_is_refused(name: str, tmp_path: Path) -> None:
+    given, where, message = REFUSED[name]
+    with pytest.raises(OptionError, match=message):
+        Stowed(trainers.model(), arguments(tmp_path, **given), stow=where)
+    forget_state()  # of another precision
+
+
+MADE = SimpleNamespace(
+    accelerator=SimpleNamespace(mixed_precision="no"),
+    is_deepspeed_enabled=False,
+    is_fsdp_enabled=False,
+    model=object(),
+    model_init=None,
+    optimizer=None,
+    optimizer_cls_and_kwargs=None,
+)
+ARGUMENTS = SimpleNamespace(
+    auto_find_batch_size=False,
+    bf16_full_eval=False,
+    device=torch.device("cpu"),
+    fp16_full_eval=False,
+    gradient_accumulation_steps=1,
+    max_grad_norm=1.0,
+    n_gpu=1,
+    optim="adamw_torch",
+    save_only_model=False,
+    save_strategy="steps",
+    torch_compile=False,
+    world_size=1,
+)
+SEVERAL = {"world_size": 2}
+REFUSED_OF: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "nothing": ({}, {}, ""),
+    "fsdp": ({"is_fsdp_enabled": True}, {}, "place the model too"),
+    "compiled": ({}, {"torch_compile": True}, "compile its blocks before"),
+    "DataParallel": ({}, {"n_gpu": 2}, "one for each GPU, with torchrun"),
+    "device": ({}, {"device": torch.device("cuda")}, "computes on cuda"),
+    "anew": ({"model_init": object()}, {}, "makes a model anew"),
+    "made before": ({"optimizer": object()}, {}, "an optimizer was given"),
+    "of attach": ({"optimizer_cls_and_kwargs": (dict, {})}, {}, "an optimizer was given"),
+    "vLLM": ({}, {"use_vllm": True}, "vLLM is sent the weights"),
+    "reference": ({}, {"sync_ref_model": True}, "the reference model is moved"),
+    "rank 0": ({}, SEVERAL, "in which it has its part of the states"),
+    "adapters": ({"model": SimpleNamespace(peft_config={})}, SEVERAL, "peft saves from rank 0"),
+}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the arguments are of the CPU")
+@pytest.mark.parametrize("name", REFUSED_OF)
+def test_other_machines_and_trainers_are_refused_too(name: str) -> None:
+    trainer_has, given, message = REFUSED_OF[name]
+    made: Any = SimpleNamespace(**{**vars(MADE), **trainer_has})
+    made.args = SimpleNamespace(**{**vars(ARGUMENTS), **given})
+    if not message:
+        trainer_refusals.refuse_for_model(made, {}, durable=False)
+        return
+    with pytest.raises(OptionError, match=message):
+        trainer_refusals.refuse_for_model(made, {}, durable=False)
+
+
+def test_attach_is_not_for_a_placed_model(tmp_path: Path) -> None:
+    made = trainer(tmp_path, durable=True)
+    assert any(isinstance(one, DropSnapshots) for one in made.callback_handler.callbacks)
+    with pytest.raises(OptionError, match=r"keywords in its stow="):
+        attach(made, states="disk")
