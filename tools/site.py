@@ -6,11 +6,13 @@ people read them too; here they are moved to where the site has the pages.
 """
 
 import argparse
+import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tensorstow.cli.main import make_parser
 from tensorstow.deepspeed.config.keys import KEYS
@@ -26,6 +28,18 @@ MOVED = {
 """Files of the repository outside of docs/, and where the site has them."""
 FOLDERS = {"docs/adr": "adr/index.md"}
 """Folders that pages link to, and the pages that list them."""
+PEERS = {
+    "torch fused": "torch's fused AdamW",
+    "torch composition": "torch's operations",
+    "composition in tiles": "torch's operations",
+    "DeepSpeed": "DeepSpeed",
+    "TensorNVMe": "TensorNVMe",
+    "cpu_offload": "accelerate",
+    "disk_offload": "accelerate",
+    "FSDP2": "torch's FSDP2",
+    "fio": "fio",
+}
+"""What a figure is named by, and whose code that is."""
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(#[^)\s]*)?(?=\))")
 """The target of a link to another file."""
 
@@ -43,6 +57,7 @@ def gather(folder: Path) -> None:
     _write(home, home.read_text("utf-8") + (ROOT / "docs/contents.txt").read_text("utf-8"))
     for target, lines in (
         ("adr/index.md", decisions()),
+        ("comparison.md", comparison()),
         ("reference/commands.md", commands()),
         ("reference/deepspeed-keys.md", keys()),
     ):
@@ -108,6 +123,34 @@ def keys() -> Iterator[str]:
     for key in KEYS.values():
         cells = (f"`{key.path}`", key.kind.allowed, key.support.value, key.note)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def comparison() -> Iterator[str]:
+    """Yield the page of what was measured beside other projects' code, and of nothing else."""
+    yield from ("# Comparison", "")
+    yield "What was measured beside other projects' code. Each figure is a ratio of medians of one"
+    yield "run, in which both took turns; what is not listed was not measured. In"
+    yield "[figures](figures.md) are all others."
+    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
+        document = json.loads(path.read_text("utf-8"))
+        rows = [row for row in document["figures"] if row["measured"] is not None and _peer_in(row)]
+        if rows:
+            machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
+            command = f"python benchmarks/run.py {document['subject']}"
+            yield from (
+                "",
+                f"## {document['subject']}",
+                "",
+                f"`{command}`: {document['pairs']} pairs;",
+            )
+            yield from (f"{machine}.", "", "| figure | beside | measured |", "|---|---|---|")
+            for row in rows:
+                yield f"| {row['name']} | {_peer_in(row)} | {row['measured']:.3g} {row['unit']} |"
+
+
+def _peer_in(row: Mapping[str, Any]) -> str | None:
+    """Return whose code a figure is of beside ours."""
+    return next((peer for word, peer in PEERS.items() if word in row["name"]), None)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ on disk (/nvme, /other-disk) are put below a temporary directory.
 
 import argparse
 import gc
+import importlib.util
 import json
 import re
 import signal
@@ -260,3 +261,24 @@ def test_the_reference_has_every_public_name() -> None:
     shown = set(re.findall(r"\.\. auto\w+:: (?:[\w.]+\.)?(\w+)", page))
     assert set(tensorstow.__all__) - {"__version__"} <= shown
     assert {"chunked_cross_entropy", "chunk_loss", "TiledLinear"} <= shown
+
+
+def test_the_comparison_has_what_was_measured_and_nothing_else() -> None:
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "tools/site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    lines = [line for line in pages.comparison() if line.startswith("| ")]
+    rows = [
+        row
+        for path in sorted((ROOT / "benchmarks/results").glob("*.json"))
+        for row in json.loads(path.read_text("utf-8"))["figures"]
+        if any(peer in row["name"] for peer in pages.PEERS)
+    ]
+    measured = [row for row in rows if row["measured"] is not None]
+    assert 5 < len(measured) < len(rows)
+    figures = [line for line in lines if not line.startswith("| figure")]
+    assert [line.split(" | ")[0] for line in figures] == [f"| {row['name']}" for row in measured]
+    for line, row in zip(figures, measured, strict=True):
+        assert float(line.split(" | ")[2].split()[0]) == pytest.approx(row["measured"], rel=0.01)
