@@ -26,6 +26,7 @@ SUBJECTS = {
     "vertical": "eight micro-batches with weights on disk: vertical order, and accumulation",
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
+    "trainer": "a step of transformers' Trainer with our optimizer, and the same loop by hand",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -55,8 +55,8 @@ def check_document(document: dict[str, Any], subject: str) -> None:
 
 
 def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
-    printed = run_benchmarks(tmp_path, "kernels", "optimizer", "offload")
-    for subject in ("kernels", "optimizer", "offload"):
+    printed = run_benchmarks(tmp_path, "kernels", "optimizer", "offload", "trainer")
+    for subject in ("kernels", "optimizer", "offload", "trainer"):
         document = json.loads((tmp_path / f"{subject}.json").read_text())
         check_document(document, subject)
         table = (tmp_path / "table.md").read_text()
