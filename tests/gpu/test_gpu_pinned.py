@@ -126,17 +126,25 @@ def test_bits_and_bytes(plan: str, device: torch.device, want: list[torch.Tensor
     optimizer.close()
 
 
-def test_pinned_memory_of_several_micro_batches_is_as_planned(device: torch.device) -> None:
-    plan = Plan(parameters="host", accumulation_steps=2)
-    sizes = Sizes.of(units_of(made()), 1)
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [({"accumulation_steps": 2}, torch.float32), ({"micro_batches": 2}, torch.bfloat16)],
+    ids=["passes", "vertical"],
+)
+def test_pinned_memory_of_several_micro_batches_is_as_planned(
+    device: torch.device, given: dict[str, int], dtype: torch.dtype
+) -> None:
+    plan = Plan(parameters="host", **given)  # type: ignore[arg-type]
+    sizes = Sizes.of(units_of(made().to(dtype)), 1)
     items = items_of(plan, sizes, Conditions(device_is_host=False))
     counted = {item.what: item.nbytes for item in items if item.tier == "host"}
-    model, optimizer = stowed(plan)
-    for step in range(2):
-        model(inputs(device, step)).square().mean().backward()
+    adam = partial(tensorstow.AdamW, lr=1e-2)
+    model, optimizer = tensorstow.stow(made().to(dtype), adam, plan=plan)
+    for step in range(plan.accumulation_steps):
+        model(inputs(device, step).to(dtype)).float().square().mean().backward()
     optimizer.step()
     pinned = ("parameters", "gradients", "buffers for gradients")
-    assert parameter_bytes(model).pinned_bytes == sum(counted[what] for what in pinned)
+    assert parameter_bytes(model).pinned_bytes == sum(counted.get(what, 0) for what in pinned)
     optimizer.close()
 
 
