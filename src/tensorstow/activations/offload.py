@@ -200,11 +200,11 @@ class ActivationOffload:
             raise OptionError(message)
         if not stack and not getattr(self._entered, "is_in_model", False):
             self._begin_forward()
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()  # before parameters are looked at: torch.func, which has others, refuses
+        stack.append((module, hooks))
         for part in module.modules():
             self._note_parameters(part, ())
-        hooks = saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        stack.append((module, hooks))
 
     def _leave(self, module: nn.Module, *_: object) -> None:
         stack = self._stack()

@@ -548,6 +548,10 @@ def test_what_has_no_memory_of_its_own_stays(to_disk: Callable[..., ActivationOf
     x = rows()
     _, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
     assert torch.isfinite(tangent).all()
+    named = {name: p.detach() for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):  # torch's own words
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, x).sum())(named)
+    assert same(gradients(model), gradients(net()))
     model.to("meta")(x.to("meta")).sum().backward()
 
 
