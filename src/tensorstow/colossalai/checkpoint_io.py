@@ -3,13 +3,14 @@
 Every rank takes part: tensors are gathered one after the other, and rank 0 writes. Files are those
 of torch (``pytorch_model.bin``) or safetensors, by transformers' names; states are by the
 optimizer's order, as torch's Adam numbers them. A file is replaced when its successor is complete,
-and an index when all its files are. Weights are in the parameters' dtype, states and master weights
+and several with an index when all of them are: one that was cut off is never read as a mixture of
+two. Weights are in the parameters' dtype, states and master weights
 as the optimizer keeps them, so a resumed run goes on bit for bit.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def save_model(
     before = f"{prefix}." if prefix else ""
     weights = ((before + name, values) for name, values in whole_weights(module))
     if shard:
-        _write_shards(path, _WEIGHTS, weights, shard_bytes, {})
+        _write_shards(path, _WEIGHTS, weights, shard_bytes)
         _on_rank_0(path, lambda: write_configuration(module, path))
     else:
         whole = dict(weights) if _writes() else _drain(weights)
@@ -159,8 +160,7 @@ def save_optimizer(
         return
     name = f"{prefix}.{_STATES}" if prefix else _STATES
     groups = f"{prefix}.{_GROUPS}" if prefix else _GROUPS
-    _on_rank_0(path, lambda: _write(path / groups, rest))
-    _write_shards(path, name, states, shard_bytes, {"param_groups": groups})
+    _write_shards(path, name, states, shard_bytes, param_groups=(groups, rest))
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
@@ -222,35 +222,58 @@ def _write_shards(
     name: str,
     items: Iterable[tuple[Any, Any]],
     most: int,
-    metadata: Mapping[str, Any],
+    **alone: tuple[str, object],
 ) -> None:
-    """Write items to files of at most ``most`` bytes, and the index behind the last."""
+    """Write items to files of at most ``most`` bytes, and the index behind the last.
+
+    ``alone``: files of their own and what is in them, by what the index calls them. Older files are
+    replaced when all new ones are complete; the older index goes first, so that no loader reads
+    files of both.
+    """
     where: dict[str, str] = {}
     part: dict[Any, Any] = {}
+    files: list[Path] = []
     total = held = number = 0
+
+    def write(file: str, what: object) -> None:
+        new = _beside(folder / file)
+        _on_rank_0(folder, lambda: _put(new, lambda opened: torch.save(what, opened)))
+        files.append(folder / file)
 
     def flush() -> None:
         nonlocal held, number
         number += 1
         file = f"{name}-{number:05}{_SUFFIX}"
         where.update(dict.fromkeys(map(str, part), file))
-        full = dict(part)
-        _on_rank_0(folder, lambda: _write(folder / file, full))
+        write(file, dict(part))
         part.clear()
         held = 0
 
-    for key, value in items:
-        nbytes = _bytes_of(value)
-        if part and held + nbytes > most:
-            flush()
-        part[key] = value if _writes() else None
-        held += nbytes
-        total += nbytes
-    flush()
-    index = {"metadata": {"total_size": total, **metadata}, "weight_map": where}
-    text = json.dumps(index, indent=2)
-    target = folder / f"{name}{_SUFFIX}.index.json"
-    _on_rank_0(folder, lambda: _replace(target, lambda file: file.write(text.encode())))
+    def publish() -> None:
+        index = {"total_size": total, **{key: file for key, (file, _) in alone.items()}}
+        text = json.dumps({"metadata": index, "weight_map": where}, indent=2)
+        target = folder / f"{name}{_SUFFIX}.index.json"
+        target.unlink(missing_ok=True)
+        for file in files:
+            _beside(file).replace(file)
+        _replace(target, lambda opened: opened.write(text.encode()))
+
+    try:
+        for file, what in alone.values():
+            write(file, what)
+        for key, value in items:
+            nbytes = _bytes_of(value)
+            if part and held + nbytes > most:
+                flush()
+            part[key] = value if _writes() else None
+            held += nbytes
+            total += nbytes
+        flush()
+        told = f"replace the files in {folder} (save again: they are no checkpoint as they are)"
+        on_every_rank(lambda: publish() if _writes() else None, told)
+    finally:
+        for target in files if _writes() else ():
+            _beside(target).unlink(missing_ok=True)
 
 
 def _bytes_of(value: Any) -> int:  # noqa: ANN401
@@ -281,16 +304,29 @@ def _write(path: Path, what: object) -> None:
 
 def _replace(path: Path, write: Callable[[Any], object]) -> None:
     """Write a file beside ``path``, durably, and put it in its place."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
+    beside = _beside(path)
+    _put(beside, write)
     try:
-        with beside.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _put(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file, durably, or leave none; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        except BaseException:
+            path.unlink()
+            raise
 
 
 # --- what is read ---

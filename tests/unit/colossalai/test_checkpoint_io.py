@@ -14,6 +14,7 @@ from ranks.boosted import goes_on
 from ranks.pool import Ranks
 from tensorstow import save_safetensors
 from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.colossalai import checkpoint_io
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin
@@ -274,6 +275,61 @@ def test_a_write_that_fails_halfway_leaves_no_file_of_its_own(
         run.booster.save_model(run.model, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.parametrize("ends_at", ["a file", "the index"])
+def test_several_files_that_were_cut_off_are_no_mixture_of_two_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends_at: str
+) -> None:
+    booster = Booster(plugin=GeminiPlugin())
+    layers = nn.Sequential(*(nn.Linear(512, 256, bias=False) for _ in range(5)))  # 0.5 MiB each
+    model, optimizer, *_ = booster.boost(layers, HybridAdam(layers.parameters(), lr=0.5))
+    booster.save_model(model, tmp_path / "m", shard=True, size_per_shard=1)
+    booster.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    before, first = files_of(tmp_path), [whole(p) for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    count, real = 0, torch.save
+
+    def fail(*given: Any) -> None:  # noqa: ANN401
+        nonlocal count
+        count += 1
+        if count % 2 == 0:  # the second file of each
+            raise OSError(28, "No space left on device")
+        real(*given)
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        if ends_at == "a file":
+            patch.setattr(torch, "save", fail)
+        else:
+            patch.setattr(checkpoint_io, "_replace", fails)
+        with pytest.raises(OSError, match="No space"):
+            booster.save_model(model, tmp_path / "m", shard=True, size_per_shard=1)
+        with pytest.raises(OSError, match="No space"):
+            booster.save_optimizer(optimizer, tmp_path / "o", shard=True)
+    if ends_at == "a file":
+        assert files_of(tmp_path) == before
+        booster.load_model(model, tmp_path / "m")
+        assert all_equal([whole(p) for p in model.parameters()], first)
+        return
+    with pytest.raises(StoreFormatError, match="has no weights and no index"):
+        booster.load_model(model, tmp_path / "m")
+    with pytest.raises(StoreFormatError, match="no directory with an index"):
+        booster.load_optimizer(optimizer, tmp_path / "o")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(f): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
+def whole(tensor: Any) -> torch.Tensor:  # noqa: ANN401
+    """Return a copy of a tensor, or of the whole of a sharded one."""
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
 
 
 def test_an_optimizer_that_was_not_boosted_is_refused(tmp_path: Path) -> None:
