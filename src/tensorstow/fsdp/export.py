@@ -27,11 +27,12 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.fsdp.sharding import host_group, on_every_rank
-from tensorstow.io.mapped import replacing
+from tensorstow.io.mapped import rename_over, replacing, sync_directory
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SHARDS = "model-*-of-*.safetensors"
 _METADATA = {"format": "pt"}
 """What readers of model files look for."""
 
@@ -54,13 +55,15 @@ def save_safetensors(
 ) -> None:
     """Write the full weights and persistent buffers of a model as safetensors that others load.
 
-    Call it on every rank. It returns when all files are durable. For a model of transformers,
-    config.json and generation_config.json are written too, so that ``from_pretrained`` can load the
-    directory. At most two full tensors are in memory at a time.
+    Call it on every rank. It returns when all files are durable. One that fails as it writes leaves
+    older files as they are, and one that is cut off behind that a directory that does not load:
+    files of two models are never read as one. The directory needs room for both. For a model of
+    transformers, config.json and generation_config.json are written too, so that
+    ``from_pretrained`` can load the directory. At most two full tensors are in memory at a time.
 
     Args:
         model: A stowed model, or any other.
-        path: The directory. Older files are replaced when the new ones are complete.
+        path: The directory. Older files are replaced when all new ones are complete.
         max_shard_bytes: The largest size of a file in bytes; a larger tensor gets a file of its
             own. Default: 5 GiB.
         by_rank: Whether each rank writes its own files, to a directory that all ranks share.
@@ -83,8 +86,15 @@ def save_safetensors(
     folder = Path(path)
     what = f"write the model to {folder}"
     on_every_rank(partial(_make, folder, is_writer=rank < writers), what)
-    for at in range(0, len(shards), writers):
-        on_every_rank(partial(_write, shards[at : at + writers], rank, folder), what)
+    try:
+        for at in range(0, len(shards), writers):
+            turn = shards[at : at + writers]
+            places = [_beside(folder / shard.name) for shard in turn]
+            on_every_rank(partial(_write, turn, places, rank), what)
+    except BaseException:
+        for shard in shards if rank == 0 else ():
+            _beside(folder / shard.name).unlink(missing_ok=True)
+        raise
     on_every_rank(partial(_finish, model, folder, shards if rank == 0 else ()), what)
 
 
@@ -107,7 +117,12 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
     what = f"write the model to {file}"
     on_every_rank(partial(_make, file.parent, is_writer=rank == 0), what)
     whole = _shard_of(file.name, dict(module_tensors(model)))
-    on_every_rank(partial(_write, [whole], rank, file.parent), what)
+    on_every_rank(partial(_write, [whole], [file], rank), what)
+
+
+def _beside(path: Path) -> Path:
+    """Return where a file is until all of its directory are complete."""
+    return path.with_name(f".{path.name}.new")
 
 
 def _make(folder: Path, *, is_writer: bool) -> None:
@@ -152,8 +167,8 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.cpu()
 
 
-def _write(shards: Sequence[_Shard], rank: int, folder: Path) -> None:
-    """Write files in parallel, each by one rank.
+def _write(shards: Sequence[_Shard], places: Sequence[Path], rank: int) -> None:
+    """Write files in parallel, each by one rank to its place.
 
     What fails here is raised behind the last gather, for the other ranks wait for all of them.
     """
@@ -163,7 +178,7 @@ def _write(shards: Sequence[_Shard], rank: int, folder: Path) -> None:
         with ExitStack() as opened:
             file = None
             if own is not None:
-                file = opened.enter_context(replacing(folder / own.name, own.table.nbytes))
+                file = opened.enter_context(replacing(places[rank], own.table.nbytes))
                 file.write(torch.frombuffer(bytearray(own.table.header), dtype=torch.uint8), 0)
             while turns:
                 shard, name = turns.popleft()
@@ -183,25 +198,30 @@ def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
 
 
 def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> None:
-    """Write the index of several files, and remove surplus files of an earlier export.
+    """Put complete files in the place of older ones, with an index where they are several.
 
     And the configuration, where the model has one. ``shards``: all; empty: another rank does it.
+    One file replaces another at once. Before several all older ones go, the index first.
     """
     if not shards:
         return
-    names = {shard.name for shard in shards}
-    where = {name: shard.name for shard in shards for name in shard.tensors}
-    total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    text = json.dumps(index, indent=2).encode()
+    index, one = folder / _INDEX, folder / _ONE
+    index.unlink(missing_ok=True)
+    for old in ([one] if len(shards) > 1 else []) + sorted(folder.glob(_SHARDS)):
+        old.unlink(missing_ok=True)
+    sync_directory(folder)
+    for shard in shards:
+        rename_over(_beside(folder / shard.name), folder / shard.name)
+    sync_directory(folder)
     if len(shards) > 1:
-        with replacing(folder / _INDEX, len(text)) as file:
+        where = {name: shard.name for shard in shards for name in shard.tensors}
+        total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
+        told = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(told, indent=2).encode()
+        with replacing(index, len(text)) as file:
             file.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-    else:
-        (folder / _INDEX).unlink(missing_ok=True)
-    for old in (folder / _ONE, *folder.glob("model-*-of-*.safetensors")):
-        if old.name not in names:
-            old.unlink(missing_ok=True)
+    for left in folder.glob(_beside(folder / _SHARDS).name):  # by one that was cut off
+        left.unlink(missing_ok=True)
     write_configuration(model, folder)
 
 

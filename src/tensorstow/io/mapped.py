@@ -139,15 +139,16 @@ def replacing(path: Path, nbytes: int) -> Iterator[PieceFile]:
         with PieceFile(fd, made, nbytes) as file:
             yield file
             file.sync()
-        _rename(made, path)
+        rename_over(made, path)
     except BaseException:
         with suppress(FileNotFoundError):
             made.unlink()
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _rename(made: Path, path: Path) -> None:
+def rename_over(made: Path, path: Path) -> None:
+    """Give a file the name ``path``, whatever has it; raise DirectoryError where it cannot."""
     try:
         os.replace(made, path)
     except OSError as error:
@@ -162,7 +163,8 @@ def _cannot_make(path: Path, error: OSError) -> DirectoryError:
     return DirectoryError(message)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Return when the names in a directory are durable; raise DirectoryError where they cannot."""
     with named("A file that outlives a power loss in", path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

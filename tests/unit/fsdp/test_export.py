@@ -210,6 +210,49 @@ def test_every_rank_says_what_was_no_error_of_a_file(ranks: Pool, tmp_path: Path
     assert "StowError: Rank 0 could not write the model" in second
 
 
+@pytest.mark.parametrize("fails", ["second file", "second name", "index"])
+@pytest.mark.parametrize("most", [100, 1 << 20], ids=["from several", "from one"])
+def test_files_that_were_cut_off_are_no_mixture_of_two_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, most: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    save_safetensors(model, tmp_path, max_shard_bytes=most)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1)
+    calls: list[Path] = []
+    what = "rename_over" if fails == "second name" else "replacing"
+    turn = {"second file": 1, "second name": 1, "index": 3}[fails]  # calls that do not fail
+    kept = getattr(export, what)
+
+    def failing(path: Path, *args: Path) -> object:
+        calls.append(path)
+        if len(calls) > turn:
+            raise OSError(28, "No space left on device", path)
+        return kept(path, *args)
+
+    monkeypatch.setattr(export, what, failing)
+    with pytest.raises(OSError, match="No space left"):
+        save_safetensors(model, tmp_path, max_shard_bytes=100)
+    assert len(calls) == turn + 1
+    monkeypatch.undo()
+    whole = [load_file(path) for path in tmp_path.glob(".model-*.safetensors.new")]
+    assert len(whole) == (2 if fails == "second name" else 0)  # these alone have the weights
+    found = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
+    if fails == "second file":
+        assert all(torch.equal(found[name], value) for name, value in before.items())
+    else:
+        assert all(torch.equal(value, before[name] + 1) for name, value in found.items())
+        assert not (tmp_path / "model.safetensors.index.json").exists()
+    save_safetensors(model, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert all(
+        torch.equal(value, before[name] + 1)
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    )
+
+
 def test_a_senseless_size_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_shard_bytes=0"):
         save_safetensors(nn.Linear(1, 1), tmp_path, max_shard_bytes=0)
