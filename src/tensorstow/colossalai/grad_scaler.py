@@ -43,7 +43,12 @@ class DynamicGradScaler:
         for name, value, legal, what in (
             ("growth_factor", growth_factor, growth_factor > 1, "above 1"),
             ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
-            ("growth_interval", growth_interval, growth_interval >= 1, "at least 1"),
+            (
+                "growth_interval",
+                growth_interval,
+                growth_interval >= 1 and growth_interval == int(growth_interval),
+                "a whole number of steps, at least 1",
+            ),
             ("hysteresis", hysteresis, hysteresis >= 0, "not negative"),
             (
                 "initial_scale",

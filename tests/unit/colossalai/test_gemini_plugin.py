@@ -132,6 +132,8 @@ def test_every_policy_computes_the_same(policy: str) -> None:
         ({"growth_factor": 1}, "growth_factor=1 was given"),
         ({"backoff_factor": 1}, "backoff_factor=1 was given"),
         ({"growth_interval": 0}, "growth_interval=0 was given"),
+        ({"growth_interval": 1.5}, r"growth_interval=1\.5 was given"),
+        ({"max_prefetch": -1}, "max_prefetch=-1 was given"),
         ({"hysteresis": -1}, "hysteresis=-1 was given"),
         ({"device": "meta"}, "device='meta' was given"),
         ({"device": 0}, "device=0 was given"),

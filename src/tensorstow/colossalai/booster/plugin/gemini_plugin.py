@@ -213,6 +213,9 @@ class GeminiPlugin(Plugin):
         self._policy = PlacementPolicy(
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac
         )
+        if max_prefetch < 0:
+            message = f"max_prefetch={max_prefetch} was given: it is a number of units, at least 0."
+            raise OptionError(message)
         self._prefetch, self._replicas = max_prefetch, extra_dp_size
         for name, part in (
             ("warmup_non_model_data_ratio", warmup_non_model_data_ratio),
