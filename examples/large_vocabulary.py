@@ -4,7 +4,7 @@
     python examples/large_vocabulary.py --vocabulary 1000 --width 16 --layers 1 --tokens 32
 
 Of 4,096 tokens the logits alone have 2 GiB in fp32; torch's loss and its backward hold three
-tensors of that size. In chunks they hold 64 MiB.
+tensors of that size. In chunks they hold 256 MiB (`chunk_bytes=`).
 """
 
 import argparse

@@ -15,11 +15,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import tensorstow
 import trainers
+from largest_tensor import LargestTensor
 from tensorstow import PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.integrations.transformers import DropSnapshots, LateAdamW, adamw, attach
@@ -263,33 +262,15 @@ def snapshots_before(made: transformers.Trainer) -> Any:  # noqa: ANN401
     return made.optimizer.snapshots()
 
 
-class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation returned."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401
-        types: Any,  # noqa: ANN401
-        args: Any = (),  # noqa: ANN401
-        kwargs: Any = None,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.nbytes = max([self.nbytes, *(t.nbytes for t in tensors)])
-        return result
-
-
 def test_no_states_are_in_memory_while_a_ticket_is_saved_and_loaded(tmp_path: Path) -> None:
     made = trainer(tmp_path, {"states": "disk", "dir": True}, batches=2)
     made.train()
     (tmp_path / "saved").mkdir()
-    with Largest() as seen:
+    with LargestTensor() as seen:
         made._save_optimizer_and_scheduler(str(tmp_path / "saved"))
         made._load_optimizer_and_scheduler(str(tmp_path / "saved"))
     assert seen.nbytes < 1000
-    with Largest() as whole:
+    with LargestTensor() as whole:
         torch.ones(1000)
     assert whole.nbytes >= 4000  # it sees what there is
     finish(made)
