@@ -27,6 +27,7 @@ SUBJECTS = {
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
     "trainer": "a step of transformers' Trainer with our optimizer, and the same loop by hand",
+    "deepspeed_step": "a step at stage 2 on two ranks, and DeepSpeed's, where installed",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -1,16 +1,19 @@
 """A step through DeepSpeed's door and through DeepSpeed itself, in turns in the same two ranks.
 
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 \
-        -m benchmarks.cpu.deepspeed_step --stage 2
-
-It needs DeepSpeed, which compiles its collectives at the first run.
+A transformer of 21 million parameters in fp32, on the CPU, whose ranks have a core each. It needs
+DeepSpeed, which compiles its collectives at the first run.
 """
 
-import argparse
 import copy
 import importlib
-import statistics
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +22,38 @@ from torch import nn
 from torch.nn import functional
 
 import tensorstow.deepspeed
+from benchmarks.measure import Figure, Sample, Settings, at_most, exactly, not_available, ratio
 
 WIDTH, LAYERS, HEADS, WORDS, TOKENS = 512, 6, 8, 2000, 128
-UNTIMED = 2
+STAGE, RANKS, UNTIMED = 2, 2, 2
+_OURS, _THEIRS = "ours", "DeepSpeed"
+_CHILD_SECONDS = 600
+
+
+def figures(settings: Settings) -> Iterator[Figure]:
+    """Train by both in two processes; compare their steps and their last losses."""
+    name = f"stage {STAGE}, {RANKS} ranks: a step through our door / DeepSpeed's"
+    if importlib.util.find_spec("deepspeed") is None:
+        yield not_available(name, at_most(1.0), "DeepSpeed is not installed")
+        return
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
+    command += ["-m", "benchmarks.cpu.deepspeed_step", str(UNTIMED + settings.pairs)]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_CHILD_SECONDS,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    found = json.loads(done.stdout.splitlines()[-1])
+    samples = {way: Sample(tuple(seconds)) for way, seconds in found["seconds"].items()}
+    yield ratio(name, at_most(1.0), samples, _OURS, _THEIRS)
+    differ = len(set(found["losses"].values())) - 1
+    yield Figure(f"stage {STAGE}, {RANKS} ranks: last losses that differ", exactly(0), differ, "")
 
 
 class Layer(nn.Module):
@@ -62,25 +94,21 @@ class Transformer(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
 
 
-def main() -> None:
-    """Print the medians of both, their ratio, and the last losses, which are to be equal."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--stage", type=int, default=2, help="the ZeRO stage")
-    parser.add_argument("--steps", type=int, default=12, help="steps, of which 2 are not timed")
-    options = parser.parse_args()
+def train(steps: int) -> None:
+    """Train by both; print the seconds of each step and the last losses."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "zero_optimization": {"stage": options.stage},
+        "zero_optimization": {"stage": STAGE},
     }
     torch.manual_seed(0)
     model = Transformer()
-    models = {"ours": model, "DeepSpeed": copy.deepcopy(model)}
+    models = {_OURS: model, _THEIRS: copy.deepcopy(model)}
     tensorstow.deepspeed.init_distributed(dist_backend="gloo")
     theirs: Any = importlib.import_module("deepspeed")
-    doors: dict[str, Any] = {"ours": tensorstow.deepspeed, "DeepSpeed": theirs}
+    doors: dict[str, Any] = {_OURS: tensorstow.deepspeed, _THEIRS: theirs}
     engines = {
         name: door.initialize(
             model=models[name], model_parameters=models[name].parameters(), config=config
@@ -89,7 +117,7 @@ def main() -> None:
     }
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     losses = dict.fromkeys(engines, 0.0)
-    for number in range(options.steps):
+    for number in range(steps):
         seeded = torch.Generator().manual_seed(2 * number + dist.get_rank())
         words = torch.randint(WORDS, (1, TOKENS), generator=seeded)
         for name, engine in engines.items():
@@ -102,11 +130,9 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
             losses[name] = loss.item()
     if dist.get_rank() == 0:
-        medians = {name: statistics.median(taken[UNTIMED:]) for name, taken in seconds.items()}
-        for name, median in medians.items():
-            print(f"{name}: {1e3 * median:.0f} ms a step, last loss {losses[name]:.6f}")
-        print(f"ratio {medians['ours'] / medians['DeepSpeed']:.2f}")
+        timed = {name: taken[UNTIMED:] for name, taken in seconds.items()}
+        print(json.dumps({"seconds": timed, "losses": losses}))
 
 
 if __name__ == "__main__":
-    main()
+    train(int(sys.argv[1]))
