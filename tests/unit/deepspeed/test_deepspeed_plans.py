@@ -73,7 +73,7 @@ def test_updates_run_beside_the_next_forward_where_weights_may_wait(device: str)
         assert placed(settings(zero, **more)).overlap == "forward"
 
 
-def test_parameters_on_disk_are_updated_beside_backward_unless_the_norm_is_needed(
+def test_parameters_on_disk_are_updated_beside_backward_unless_all_gradients_are_needed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", "tensorstow")
@@ -83,10 +83,10 @@ def test_parameters_on_disk_are_updated_beside_backward_unless_the_norm_is_neede
     assert said.startswith(
         "the DeepSpeed configuration means parameters=disk, states=disk, stage=3"
     )
-    assert 'overlap="backward" (parameters are on disk, and nothing needs the norm' in said
+    assert 'overlap="backward" (parameters are on disk, and nothing needs all gradients' in said
     for more in NEEDS:
         assert placed(settings(zero, **more)).overlap == "none"
-        assert f"{[*more][-1]} needs the norm" in caplog.messages[-1]
+        assert f"{[*more][-1]} needs all gradients" in caplog.messages[-1]
         with pytest.raises(OptionError, match=f'overlap="backward" was given with .*{[*more][-1]}'):
             plan_of(settings(zero, **more), device_is_host=True, overlap="backward")
 

@@ -1,7 +1,6 @@
 """Which backend serves, and why not a better one."""
 
 import errno as codes
-import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -157,6 +156,7 @@ def test_writes_are_logged_in_the_order_in_which_they_land(tmp_path: Path) -> No
     assert engine.logged_writes() == []
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_few_blocks_in_flight_go_through_buffers(tmp_path: Path) -> None:
     if probe_backend("uring") is not None:
         pytest.skip("io_uring does not work here")
@@ -166,7 +166,6 @@ def test_few_blocks_in_flight_go_through_buffers(tmp_path: Path) -> None:
     with scratch_file(engine, tmp_path, count) as file:
         if not file.direct:
             pytest.skip("no direct I/O here")
-        gc.collect()
         before = resident_bytes()
         file.write(memory[first : first + count], 0).wait()
         file.read(memory[first : first + count], 0).wait()
