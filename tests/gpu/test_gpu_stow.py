@@ -117,6 +117,25 @@ def keep_busy(device: torch.device) -> None:
         pytest.skip(f"nothing keeps {device.type} busy")
 
 
+def test_what_a_state_dict_returns_may_be_written_to_at_once(device: torch.device) -> None:
+    """Over one rank it is host memory itself, which copies to a busy device would still read."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    x = torch.ones(2, 64)
+    with torch.no_grad():
+        want = model(x)
+    model, optimizer = tensorstow.stow(
+        model, partial(tensorstow.AdamW, lr=1e-3), plan=Plan(parameters="host")
+    )
+    with optimizer, torch.no_grad():
+        for _ in range(2):
+            keep_busy(device)
+            found = model(x.to(device))
+            for value in model.state_dict().values():
+                value.zero_()
+            assert torch.allclose(found.cpu(), want, rtol=1e-4, atol=1e-6)
+            want = torch.zeros_like(want)
+
+
 class Late(torch.autograd.Function):
     """Keeps the device busy in backward; ``over`` gets what tells when it is not any more."""
 

@@ -133,7 +133,8 @@ def to_savable(value: DTensor) -> torch.Tensor:
     local = value.to_local()
     if isinstance(local, StowedParameter):
         storage = local.source.storage
-        with storage.access(write=False):
+        # The caller may write to the memory of a parameter at once: no copy to a device reads it.
+        with storage.access(write=storage.pager is None):
             local = (
                 storage.local_shard
                 if storage.pager is None
