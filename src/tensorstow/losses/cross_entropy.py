@@ -10,7 +10,8 @@ own, which forward does not know: backward computes logits again.
 
 [Note: Sums] Products have fp32 results and gradients are added up in fp32 (float64 for float64),
 chunk after chunk in the order of rows; each gradient is rounded to its dtype once, at the end. On
-CUDA its kernels multiply 16-bit operands into fp32; elsewhere blocks of operands are converted.
+CUDA its kernels multiply 16-bit operands into fp32, of which the gradient of logits is one, rounded
+as torch rounds it; elsewhere blocks of operands are converted.
 """
 
 from contextlib import AbstractContextManager, nullcontext
