@@ -11,6 +11,7 @@ from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any, Final, Self
 
+import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -116,7 +117,10 @@ class LRSchedule(LRScheduler):
         """
         self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+            if isinstance(group["lr"], torch.Tensor):  # other references to it stay current
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
         self._last_lr = self.get_lr()
         self._set_betas()
 
@@ -154,11 +158,10 @@ class WarmupLR(LRSchedule):
         """Set the first rates."""
         rise, warm = _rise(warmup_num_steps, warmup_type)
         top = _lrs_of(optimizer) if warmup_max_lr is None else warmup_max_lr
-        lrs_after = _between(
-            _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
-            _per_group(optimizer, top, "warmup_max_lr"),
-            lambda n: rise(n) if n <= warm else 1.0,
-        )
+        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = _per_group(optimizer, top, "warmup_max_lr")
+        self.warmup_num_steps, self.warmup_type = warm, warmup_type
+        lrs_after = _between(self.min_lrs, self.max_lrs, lambda n: rise(n) if n <= warm else 1.0)
         super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
 
 
@@ -195,11 +198,11 @@ class WarmupDecayLR(LRSchedule):
         def share(n: int) -> float:
             return rise(n) if n <= warm else max(0.0, (total - n + 1) / max(1, total - warm))
 
-        lrs_after = _between(
-            _per_group(optimizer, warmup_min_lr, "warmup_min_lr"),
-            _per_group(optimizer, warmup_max_lr, "warmup_max_lr"),
-            share,
-        )
+        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
+        self.warmup_num_steps, self.warmup_type = warm, warmup_type
+        self.total_num_steps = total
+        lrs_after = _between(self.min_lrs, self.max_lrs, share)
         super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
 
 
@@ -242,11 +245,22 @@ class WarmupCosineLR(LRSchedule):
             done = min(1.0, (n - warm) / max(1, total - warm))
             return cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
 
+        self.warmup_num_steps, self.warmup_type = warm, warmup_type
+        self.total_num_steps = total
+        self._share = share
         super().__init__(
             optimizer,
             lambda n: [lr * max(0.0, share(n)) for lr in highest],
             last_batch_iteration=last_batch_iteration,
         )
+
+    def get_lr_ratio(self) -> float:
+        """Return the share of each group's own rate in the step that ``last_epoch`` counts.
+
+        Returns:
+            0 before the first step.
+        """
+        return max(0.0, self._share(self.last_epoch))
 
 
 class LRRangeTest(LRSchedule):
@@ -344,8 +358,10 @@ class OneCycle(LRSchedule):
             (cycle_first_stair_count, cycle_second_stair_count),
             decay_step_size,
         )
-        lowest = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
-        highest = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.min_lrs = lowest = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = highest = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.total_size = sum(cycle.steps)
+        self.step_ratio = cycle.steps[0] / self.total_size
 
         def lrs_after(n: int) -> list[float]:
             if cycle.is_over(n):
@@ -353,20 +369,26 @@ class OneCycle(LRSchedule):
             height = cycle.height(n)
             return [low + (high - low) * height for low, high in zip(lowest, highest, strict=True)]
 
-        betas_after = None
+        betas_after = self._cycled = None
         if cycle_momentum and "betas" in optimizer.defaults:
             slow = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
             fast = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
-            betas_after = _cycled_betas(cycle, slow, fast, decay_mom_rate)
+            self._cycled = cycled = _cycled_betas(cycle, slow, fast, decay_mom_rate)
+            first = [(momentum, _SECOND_BETA) for momentum in slow]
+
+            def betas_after(n: int) -> list[tuple[float, float]]:
+                return cycled(n) if n else first
+
         super().__init__(optimizer, lrs_after, betas_after, last_batch_iteration)
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of the step that ``last_epoch`` counts.
+        """Return the betas of the cycle at the step that ``last_epoch`` counts.
 
         Returns:
-            One pair per parameter group; None where momenta are not cycled.
+            One pair per parameter group; None where momenta are not cycled. Before the first step
+            they are the highest ones, as in DeepSpeed, whose optimizer has the lowest ones then.
         """
-        return None if self.betas_after is None else list(self.betas_after(self.last_epoch))
+        return None if self._cycled is None else self._cycled(self.last_epoch)
 
 
 SCHEDULES: Final[Mapping[str, Callable[..., LRSchedule]]] = MappingProxyType(
@@ -499,8 +521,6 @@ def _cycled_betas(cycle: _Cycle, slow: list[float], fast: list[float], rate: flo
     """Return betas whose first one is highest where the learning rate is lowest."""
 
     def momenta(n: int) -> list[float]:
-        if n == 0:
-            return slow
         if cycle.is_over(n):
             return [high * cycle.decay(n, rate) for high in fast]
         height = cycle.height(n)

@@ -176,3 +176,32 @@ def warm_up() -> WarmupLR:
     schedule = WarmupLR(optimizer, warmup_num_steps=10)
     optimizer.step()
     return schedule
+
+
+def test_a_rate_that_is_a_tensor_is_written_to() -> None:
+    rate = torch.full((1,), 0.1, dtype=torch.float64)
+    schedule = WarmupLR(SGD([torch.ones(1)], lr=rate), warmup_num_steps=10)
+    schedule.step(1)
+    assert schedule.optimizer.param_groups[0]["lr"] is rate
+    assert rate.tolist() == pytest.approx([0.1 * math.log(2) / math.log(10)])
+
+
+def test_schedules_say_what_they_were_given() -> None:
+    warm = WarmupLR(adam(0.1, 0.2), warmup_min_lr=[0.0, 0.01], warmup_num_steps=1)
+    assert (warm.min_lrs, warm.max_lrs) == ([0.0, 0.01], [0.1, 0.2])
+    assert (warm.warmup_num_steps, warm.warmup_type) == (2, "log")
+    cycle = OneCycle(adam(), 0.1, 0.3, cycle_first_step_size=3, cycle_second_step_size=1)
+    assert (cycle.min_lrs, cycle.max_lrs) == ([0.1], [0.3])
+    assert (cycle.step_ratio, cycle.total_size) == (0.75, 4)
+    cosine = WarmupCosineLR(adam(), 100, warmup_num_steps=4, warmup_type="linear")
+    assert cosine.get_lr_ratio() == 0.0
+    cosine.step(1)
+    assert cosine.get_lr_ratio() == 0.25
+
+
+def test_momentum_before_the_first_step_is_said_as_upstream_says_it() -> None:
+    cycle = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=2)
+    assert cycle.get_mom() == [(0.9, 0.99)]
+    assert cycle.optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    cycle.step(1)
+    assert cycle.get_mom() == [(0.8, 0.99)]
