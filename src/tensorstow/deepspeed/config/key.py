@@ -78,7 +78,14 @@ def _steps(value: object) -> int:
     return sys.maxsize if value == math.inf else int(whole(1).take(value))
 
 
-BOOL = _of("true or false", bool)
+def take_flag(value: object) -> bool:
+    """Return a flag; 0 and 1 are taken as upstream takes them. Raises ValueError for others."""
+    if not isinstance(value, int) or value not in {0, 1}:
+        raise ValueError
+    return bool(value)
+
+
+BOOL = ValueType("true or false", take_flag)
 TEXT = _of("a text that is not empty", str)
 OBJECT = _of("an object, {...}", Mapping)
 ANYTHING = ValueType("anything", lambda value: value)

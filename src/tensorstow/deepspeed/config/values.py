@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.key import Key, Support, is_off
+from tensorstow.deepspeed.config.key import Key, Support, is_off, take_flag
 from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
 
 _NEAREST = 3
@@ -81,10 +81,12 @@ def _canonical(path: str) -> str:
 
 
 def _switch(path: str, canonical: str, value: object) -> Iterator[GivenKey]:
-    if value is not None and not isinstance(value, bool):
+    try:
+        is_on = value is not None and take_flag(value)
+    except ValueError:
         message = f"{path}={value!r} was given: it is true or false."
-        raise OptionError(message)
-    if value:
+        raise OptionError(message) from None
+    if is_on:
         target, meant = SWITCHES[canonical]
         yield GivenKey(KEYS[target], path, meant)
 

@@ -45,7 +45,7 @@ def test_a_large_int_keeps_every_bit() -> None:
         (positive(), 0),
         (one_of("cpu"), "gpu"),
         (one_of("cpu"), 1),
-        (BOOL, 1),
+        (BOOL, 2),
         (BOOL, "true"),
         (TEXT, ""),
         (OBJECT, []),

@@ -26,7 +26,8 @@ def refusal(configuration: dict[str, Any], **fill: object) -> str:
         ({"gradient_clipping": -1.0}, "gradient_clipping=-1.0 was given: it is a number, at le"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4 was given"),
         ({"zero_optimization": {"stage": "2"}}, "a whole number, from 0 to 3"),
-        ({"bf16": {"enabled": 1}}, "bf16.enabled=1 was given: it is true or false"),
+        ({"bf16": {"enabled": 2}}, "bf16.enabled=2 was given: it is true or false"),
+        ({"bf16": {"enabled": 1.0}}, "bf16.enabled=1.0 was given: it is true or false"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "gpu"}}},
             'offload_optimizer.device=\'gpu\' was given: it is one of "none", "cpu", "nvme"',
@@ -182,3 +183,11 @@ def test_keys_that_begin_with_an_underscore_are_comments() -> None:
     inside = {"stage": 2, "_why": "gradients too"}
     given = given_keys({"_comment": ["a run"], "zero_optimization": inside})
     assert [one.path for one in given] == ["zero_optimization.stage"]
+
+
+def test_flags_may_be_0_and_1() -> None:
+    found = values({"bf16": {"enabled": 1}, "zero_optimization": {"cpu_offload": 0}})
+    assert found["bf16.enabled"] is True
+    assert found["zero_optimization.offload_optimizer.device"] == "none"
+    given = values({"zero_optimization": {"cpu_offload": 1}})
+    assert given["zero_optimization.offload_optimizer.device"] == "cpu"
