@@ -45,6 +45,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "register_external_parameter",
     "unregister_external_parameter",
+    "unwrap_model_for_generation",
 ]
 
 
@@ -197,6 +198,22 @@ def GatheredParameters(  # noqa: N802  # upstream's name
             for parameter in {id(p): p for p in given}.values():
                 whole.enter_context(_whole(parameter, modifier_rank))
         yield given
+
+
+@contextmanager
+def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Make all parameters of an engine whole inside the context; call it on every rank.
+
+    Blocks are gathered by each forward as ever, also inside: every rank generates as often.
+
+    Args:
+        model: An engine.
+
+    Yields:
+        The engine.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model
 
 
 @contextmanager

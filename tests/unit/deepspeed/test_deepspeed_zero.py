@@ -146,3 +146,29 @@ def between_forward_and_backward() -> None:
             zero.GatheredParameters(weight, modifier_rank=0).__enter__()
         engine.backward(loss)
         engine.step()
+
+
+def test_an_engine_is_whole_and_generates_inside_and_trains_behind(ranks: "Ranks") -> None:
+    ranks(2).run(generated_inside)
+
+
+def generated_inside() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    config["zero_optimization"] = {"stage": 3}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        with zero.unwrap_model_for_generation(engine) as found, torch.no_grad():
+            assert found is engine
+            weights = [p.detach().clone() for p in engine.module.parameters()]
+            generated = engine(x)
+        assert [w.shape for w in weights] == [(4, 3), (4,), (2, 4), (2,)]
+        hidden = nn.functional.linear(x, *weights[:2])
+        assert torch.equal(generated, nn.functional.linear(hidden, *weights[2:]))
+        assert all(isinstance(p, DTensor) for p in engine.module.parameters())
+        engine.backward(engine(x).sum())
+        engine.step()
+        assert engine.was_step_applied()
+    assert not torch.equal(weights[0], utils.safe_get_full_fp32_param(engine.module[0].weight))
+    engine.destroy()

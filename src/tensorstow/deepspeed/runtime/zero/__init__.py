@@ -13,6 +13,7 @@ from tensorstow.deepspeed.zero import (
     MiCS_Init,
     TiledLinear,
     register_external_parameter,
+    unwrap_model_for_generation,
 )
 from tensorstow.deepspeed.zero_params import ZeroParamStatus
 
@@ -28,4 +29,5 @@ __all__ = [
     "stage3",
     "stage_1_and_2",
     "tiling",
+    "unwrap_model_for_generation",
 ]
