@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tensorstow.base.errors import BackwardError
 from tensorstow.fsdp.module_hooks import tensors_of
@@ -57,6 +58,8 @@ class DirectBackward:
         if self._keeps_gradients and not self._needs_scale:
             return
         tensors = tensors_of(output)
+        if any(map(is_functorch_wrapped_tensor, tensors)):  # torch.func's gradients are the user's
+            return
         for tensor in tensors:
             watch: Any = tensor.register_hook
             watch(self._divide if len(tensors) == 1 else self._refuse)

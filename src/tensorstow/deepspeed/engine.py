@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import BackwardError, OptionError
 from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.deepspeed.checkpoint.sharded import (
     Contents,
@@ -225,6 +225,17 @@ class DeepSpeedEngine(ConfiguredModule):
         self._backwards += 1
         return loss
 
+    def _backward_epilogue(self) -> None:
+        """End a ``backward()`` of your own of a loss of several engines; upstream's name for it.
+
+        The gradients are those of the loss as it is: with fp16 they are not multiplied by the loss
+        scale, unless ``scale`` was called, and ``step()`` knows it.
+        """
+        _, update = self._trained("_backward_epilogue()")
+        update.unscaled += not self._direct.is_scaled
+        self._direct.is_scaled = False
+        self._backwards += 1
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a loss multiplied by the loss scale, for a ``backward()`` of your own.
 
@@ -257,6 +268,7 @@ class DeepSpeedEngine(ConfiguredModule):
             lr_kwargs: Keywords for the scheduler's ``step()``.
 
         Raises:
+            BackwardError: Some losses of this step were multiplied by the loss scale.
             OptionError: The gradients are not finite, and updates by them run beside backward; or
                 it was called inside ``no_sync()`` or ``coalesce_grad_reduction()``; or the engine
                 has no optimizer.
@@ -278,7 +290,13 @@ class DeepSpeedEngine(ConfiguredModule):
         self.micro_steps += 1
 
     def _step(self, update: OptimizerStep, lr_kwargs: dict[str, Any] | None) -> None:
-        """Update and step the scheduler."""
+        """Update and step the scheduler; raises BackwardError."""
+        if self._scale is not None and 0 < update.unscaled < self._backwards:
+            message = (
+                f"{update.unscaled} of {self._backwards} losses of this step were not multiplied by"
+                " the loss scale: take engine.backward(loss) for all of them, or for none."
+            )
+            raise BackwardError(message)
         with self._timer.measure("step"):
             self._applied = taken = update.run()
         if not taken:

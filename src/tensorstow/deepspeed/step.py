@@ -31,6 +31,8 @@ class OptimizerStep:
         self._beside_backward = optimizer.offload_policy.overlap == "backward"
         if self._beside_backward:
             optimizer.keep_norms()
+        self.unscaled = 0
+        """Backwards since the last step whose losses were not multiplied by the loss scale."""
         self.norm: torch.Tensor | None = None
         """Of the last gradients, all ranks' together, before clipping."""
         self._tell(overflow=False)
@@ -55,7 +57,8 @@ class OptimizerStep:
         told.dynamic_loss_scale = self._scale is not None and self._scale.dynamic
 
     def _begin_and_end(self) -> bool:
-        factor = self.factor
+        factor = 1.0 if self.unscaled else self.factor
+        self.unscaled = 0
         limit = self._clipping * factor if self._clipping > 0.0 else math.inf
         norm = self._optimizer.clip_grad_norm_(limit)
         self.norm = norm / factor

@@ -84,3 +84,40 @@ def test_the_last_micro_batch_is_not_guessed_where_updates_run_beside_backward()
         loss.backward(retain_graph=True)
     with pytest.raises(BackwardError, match='overlap="backward"'):
         loss.backward()
+
+
+def test_gradients_of_torch_func_are_not_divided() -> None:
+    engine = engine_of(Losses(also_logits=False), gradient_accumulation_steps=4)
+    x = torch.ones(1, 2)
+    found = torch.func.grad(engine)(x)
+    assert torch.equal(found, torch.func.grad(engine.module)(x))
+    engine.destroy()
+
+
+def test_a_loss_of_two_engines_is_gone_through_as_it_is() -> None:
+    engines = [engine_of(Losses(also_logits=False), **FP16) for _ in range(2)]
+    x = torch.ones(1, 2).half()
+    losses = [engine.module(x) for engine in engines]
+    (losses[0] + losses[1] / 2).backward()
+    for engine, norm in zip(engines, [2**0.5, 2**-0.5], strict=True):
+        engine._backward_epilogue()  # documented by upstream
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(norm)
+        engine.scale(engine.module(x)).backward()
+        engine._backward_epilogue()
+        engine.step()
+        assert engine.get_global_grad_norm() == pytest.approx(2**0.5)
+        engine.destroy()
+
+
+def test_scaled_losses_and_others_are_not_summed() -> None:
+    engine = engine_of(Losses(also_logits=False), gradient_accumulation_steps=2, **FP16)
+    x = torch.ones(1, 2).half()
+    engine.module(x).backward()
+    engine._backward_epilogue()
+    engine.step()
+    engine.backward(engine(x))
+    with pytest.raises(BackwardError, match="1 of 2 losses of this step"):
+        engine.step()
+    engine.zero_grad()
+    engine.destroy()
