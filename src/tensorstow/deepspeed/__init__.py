@@ -34,7 +34,12 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "OnDevice",
+    "__git_branch__",
+    "__git_hash__",
     "__version__",
+    "__version_major__",
+    "__version_minor__",
+    "__version_patch__",
     "accelerator",
     "add_config_arguments",
     "checkpointing",
@@ -55,6 +60,8 @@ __all__ = [
 __version__ = "0.19.6"
 """The version of DeepSpeed whose interface this is, for scripts that compare it."""
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+__git_hash__ = __git_branch__ = "[none]"
+"""What upstream says where it was not built from its repository."""
 
 _MODULES = {
     "DeepSpeedConfig": "runtime.config",

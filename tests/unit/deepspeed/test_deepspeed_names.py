@@ -99,5 +99,9 @@ def test_a_configuration_is_an_object() -> None:
     assert (found.optimizer_name, found.optimizer_params) == ("Adam", {"lr": 1.0})
     assert (found.scheduler_name, found.zero_enabled, found.bfloat16_enabled) == (None, True, False)
     assert found.zero_config.offload_param.device == "cpu"
+    assert found.gradient_allreduce_op == "mean"
+    summed = {**written, "gradient_allreduce_op": "SUM"}
+    assert deepspeed.DeepSpeedConfig(summed).gradient_allreduce_op == "sum"
+    assert deepspeed.__git_hash__ == deepspeed.__git_branch__ == "[none]"
     with pytest.raises(deepspeed.DeepSpeedConfigError):
         deepspeed.DeepSpeedConfig({})
