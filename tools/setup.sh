@@ -161,12 +161,13 @@ case "${1:-}" in
   native)
     check_compiler
     say "building the native core"
-    pip install --quiet --no-build-isolation --no-deps --editable .
+    pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/native --editable .
     ;;
   extra)
     # tensorstow itself is installed: pip only adds what the extra names.
     say "installing what tensorstow[$2] needs"
-    pip install --quiet "tensorstow[$2]"
+    # Most of their modules are never imported: those that are get compiled then.
+    pip install --quiet --no-compile "tensorstow[$2]"
     [ "$2" != test ] || pip install --quiet "tensorstow[kernel]" ||
       say "no Triton can be installed here: tests of the fused kernel will be skipped"
     ;;

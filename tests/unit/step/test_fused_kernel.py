@@ -86,7 +86,7 @@ def test_a_table_tells_where_each_segment_begins() -> None:
 
 # --- what it is compiled to ---
 
-CAPABILITIES = ("80", "90", "100")
+CAPABILITIES = ("80", "100")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[st
 
 @pytest.mark.timeout(600)
 def test_cuda_s_code_rounds_each_operation(operations: dict[str, Counter[str]]) -> None:
-    """No `fma`, no approximation, no denormal flushed: any family, three generations."""
+    """No `fma`, no approximation, no denormal flushed: any family, old and new generations."""
     assert len(operations) == len(FAMILIES) * len(CAPABILITIES)
     for name, each in operations.items():
         assert each["div.rn.f32"] > 0, name

@@ -357,6 +357,7 @@ def test_directories_are_striped(tmp_path: Path) -> None:
         assert torch.equal(x, before)
 
 
+@pytest.mark.soak  # the engine's own test of it is always run
 def test_more_than_two_gib(one: DiskOffloader, tmp_path: Path) -> None:
     count = (2 << 30) + 4096 + 2
     if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 2 * count:
