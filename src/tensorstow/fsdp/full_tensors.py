@@ -1,5 +1,6 @@
 """Gathers full tensors from shards into host memory, and scatters them back."""
 
+import os
 from collections.abc import Iterator
 from functools import cache
 
@@ -9,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.fsdp.units import aliases_of
 from tensorstow.tensors.dtensor import part_of
 from tensorstow.tensors.shares import share_of
 
@@ -78,6 +81,31 @@ def copy_from_full(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Copy this rank's rows of ``whole`` to its shard of a parameter."""
     with torch.no_grad():
         to_local(parameter).copy_(part_of(whole, parameter, "The value"))
+
+
+def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Read weights and buffers of safetensors into a model that has its memory; on every rank.
+
+    One tensor is in memory at a time. Nothing is changed where the files lack a parameter.
+
+    Args:
+        model: The model, placed or not.
+        path: A safetensors file, or a directory of some.
+
+    Raises:
+        StoreFormatError: The files are not the model's.
+    """
+    files = PretrainedFiles(path, model)
+    aliases = aliases_of(model)
+    tensors: dict[str, torch.Tensor] = dict(resharded(model).named_parameters())
+    tensors |= {name: b for name, b in model.named_buffers() if files.has(name)}
+    readers = {n: files.reader([n, *aliases.get(n, [])], t) for n, t in tensors.items()}
+    for name, tensor in tensors.items():
+        values = readers[name](0, tensor.shape[0] if tensor.ndim else 0)
+        if isinstance(tensor, DTensor):
+            copy_from_full(tensor, values)
+        else:  # whole, also where a rank updates some of its rows
+            tensor.detach().copy_(values)
 
 
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:

@@ -17,6 +17,7 @@ import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from tensorstow.fsdp.export import save_safetensors
+from tensorstow.fsdp.full_tensors import copy_from_files
 from tensorstow.fsdp.stow import plan_of, stow
 from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_plan
@@ -134,6 +135,15 @@ class Stowed(transformers.Trainer):
             self._where["weights"] = resume_from_checkpoint
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        """Read the weights of the best checkpoint into place, on every rank's call."""
+        if hasattr(self.model, "peft_config"):
+            super()._load_best_model()
+            return
+        self._optimizer().wait()
+        model: Any = self.model
+        copy_from_files(model, str(self.state.best_model_checkpoint))
 
 
 def _make(model: torch.nn.Module, _: Iterable[object], **options: Any) -> StowedAdam:  # noqa: ANN401

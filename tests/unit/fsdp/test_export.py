@@ -20,6 +20,7 @@ from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.fsdp import export
 from tensorstow.fsdp.export import save_safetensors
+from tensorstow.fsdp.full_tensors import copy_from_files
 
 Pool = Callable[[int], Ranks]
 
@@ -29,7 +30,7 @@ def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
 
 
 def saved(plan: Plan, folder: str, most: int) -> None:
-    """Write newest weights; read them back in other places, and on the meta device."""
+    """Write newest weights; read them back in other places, on the meta device, in trained ones."""
     both = Twins(lambda: model_of(torch.bfloat16), loss, plan)
     both.train()
     save_safetensors(both.stowed, folder, max_shard_bytes=most)
@@ -43,6 +44,13 @@ def saved(plan: Plan, folder: str, most: int) -> None:
         )
         assert all(map(torch.equal, map(whole, model.parameters()), wanted))
         assert model.head.weight is model.embedding.weight
+        optimizer.close()
+    for here in (Plan(stage=2), FETCHED):
+        model, optimizer = tensorstow.stow(
+            model_of(torch.bfloat16), ADAMW, plan=here, mesh=mesh_here()
+        )
+        copy_from_files(model, folder)
+        assert all(map(torch.equal, map(whole, model.parameters()), wanted))
         optimizer.close()
 
 

@@ -159,6 +159,44 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, durable: bool) -> None:
     assert finish(second) == complete == by_hand(4)
 
 
+class Worse(transformers.TrainerCallback):
+    """A score that falls from step to step: the first checkpoint is the best."""
+
+    def on_evaluate(
+        self,
+        args: object,  # noqa: ARG002
+        state: transformers.TrainerState,
+        control: object,  # noqa: ARG002
+        metrics: dict[str, float],
+        **_: object,
+    ) -> None:
+        metrics["eval_score"] = -state.global_step
+
+
+BEST: dict[str, Any] = {
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "score",
+    "greater_is_better": True,
+}
+
+
+@pytest.mark.parametrize(
+    "plan", [ON_DISK, Plan(states="disk", overlap="forward")], ids=["disk", "forward"]
+)
+def test_the_best_weights_are_read_into_place_at_the_end(plan: Plan, tmp_path: Path) -> None:
+    """A tensor at a time, with updates under way before; tied weights are there once."""
+    made = trainer(tmp_path, plan, durable=True, save_total_limit=1, callbacks=[Worse()], **BEST)
+    made.train()
+    assert str(made.state.best_model_checkpoint).endswith("checkpoint-1")
+    read = transformers.AutoModelForCausalLM.from_pretrained(made.state.best_model_checkpoint)
+    assert [s.step for s in made._optimizer().snapshots()] == [1, 3]
+    assert finish(made) == trainers.bits(read) != by_hand(3)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
@@ -209,9 +247,10 @@ def two_ranks(place: Path, rank: int) -> list[list[bytes]]:
         assert [s.step for s in first._optimizer().snapshots()] == [3, 4]
         found = [whole(first)]
         dist.barrier()
-        second = trainer(place, plan, **given)
+        second = trainer(place, plan, callbacks=[Worse()], **given, **BEST)
         second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
         assert second.state.global_step == 4
+        assert str(second.state.best_model_checkpoint).endswith("checkpoint-4")
         found.append(whole(second))
         forget_state()
     return found
