@@ -1,4 +1,4 @@
-"""Gather the pages of the site in one folder, for Sphinx: `make docs`.
+"""Gather the pages and pictures of the site in one folder, for Sphinx: `make docs`.
 
 Beside docs/ these are files of the root, and pages of what code has: commands, keys of DeepSpeed's
 configuration, decisions. Links between files are written as they are in the repository, where
@@ -53,6 +53,7 @@ def gather(folder: Path) -> None:
     }
     for source, target in {**docs, **MOVED}.items():
         _write(folder / target, moved((ROOT / source).read_text("utf-8"), source, target))
+    shutil.copytree(ROOT / "docs/images", folder / "images")
     home = folder / "index.md"
     _write(home, home.read_text("utf-8") + (ROOT / "docs/contents.txt").read_text("utf-8"))
     for target, lines in (

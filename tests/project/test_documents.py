@@ -34,6 +34,7 @@ from tree import ROOT
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs/tutorial.md",
+    ROOT / "docs/concepts.md",
     *sorted((ROOT / "docs/guides").glob("*.md")),
 ]
 ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/roadmap.md"))]

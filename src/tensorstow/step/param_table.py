@@ -23,7 +23,7 @@ from tensorstow.step.gradient_hooks import GradientHooks, OnGradient
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.update_router import UpdateRouter
-from tensorstow.step.validation import refuse_disk
+from tensorstow.step.validation import refuse_disk, refuse_sharded_since
 from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
@@ -143,6 +143,7 @@ class ParamTable:
             refuse_disk(self.offload_policy.overlap)
         self._hooks.update()
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
+            refuse_sharded_since(new, self.offload_policy)
             self.renew()  # every parameter was exchanged for another, as accelerate does
         if not new and self._by_id:
             self.update_router.connect(self._numbered)

@@ -15,6 +15,7 @@ from tensorstow.base.update_on import Overlap, UpdateOn, keyword_of, reaches_dev
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.native_pipeline import PLAIN_TENSORS
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.unpublished import Unpublished
 from tensorstow.tensors.dtensor import layout_of
 from tensorstow.tensors.placeholder import StateOnDisk
@@ -51,6 +52,23 @@ def refuse_disk(overlap: Overlap) -> None:
             ' forward would need weights that it has released. Use "backward" or "none".'
         )
         raise OptionError(message)
+
+
+def refuse_sharded_since(new: Sequence[torch.Tensor], offload_policy: OffloadPolicy) -> None:
+    """Raise OptionError where parameters became sharded, and more than states knew the old ones.
+
+    A directory was taken by one rank for whole parameters, and hooks wait for tensors of before.
+    """
+    durable, overlap = offload_policy.placement.durable, offload_policy.overlap
+    if not any(layout_of(p) is not None for p in new) or not (durable or overlap != "none"):
+        return
+    given = "dir=" if durable else f'overlap="{overlap}"'
+    message = (
+        f"{given} was given, and all parameters were exchanged for sharded ones since, as"
+        " accelerate does with fsdp_version=2: it was for the parameters of before. Shard with"
+        f" tensorstow.stow and pass prepared(model) to accelerate, or leave {given} out."
+    )
+    raise OptionError(message)
 
 
 def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: object) -> None:

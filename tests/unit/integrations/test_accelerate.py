@@ -1,6 +1,6 @@
 """accelerate with our optimizer: against the plain loop, and from state to state."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,13 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from torch import nn
 
 import tensorstow
 import trainers
+from ranks.pool import Ranks
 from tensorstow import AdamW, PipelinePolicy, Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.optimizer_factory import names_of, with_groups
@@ -27,6 +30,10 @@ def _alone() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    forget_state()
+
+
+def forget_state() -> None:
     for kind in (AcceleratorState, GradientState, PartialState):
         kind._reset_state()
 
@@ -35,8 +42,7 @@ class Loop:
     """A script of accelerate's."""
 
     def __init__(self, batches: int, accumulation: int = 1, **where: Any) -> None:  # noqa: ANN401
-        for kind in (AcceleratorState, GradientState, PartialState):
-            kind._reset_state()
+        forget_state()
         self.accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=accumulation
         )
@@ -144,6 +150,57 @@ def test_a_placed_model_is_left_as_it_is() -> None:
     found = trainers.bits(model)
     optimizer.close()
     assert found == by_hand(5, 2, 0.1, inside=True)
+
+
+def sharded_by_accelerate(rank: int, where: dict[str, Any]) -> list[bytes] | str:
+    """Train under accelerate's own FSDP2 plugin, which exchanges the optimizer's parameters."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            patch.setenv(name, str(value))  # unused: the group is there
+        forget_state()
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
+        accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+        # accelerate shards on accelerators alone; gloo does as well.
+        AcceleratorState._shared_state |= {
+            "distributed_type": DistributedType.FSDP,
+            "fsdp_plugin": plugin,
+        }
+        net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+        for number, parameter in enumerate(net.parameters()):
+            nn.init.constant_(parameter, 0.1 * (number + 1))
+        optimizer = AdamW(net.parameters(), lr=1e-2, module=net, policy=SMALL, **where)
+        model, wrapped = accelerator.prepare(net, optimizer)
+        try:
+            for step in range(2):
+                accelerator.backward(model(torch.full((1, 4), step + 1.0)).sum())
+                wrapped.step()
+                wrapped.zero_grad()
+        except OptionError as error:
+            return str(error)
+        finally:
+            optimizer.close()
+            forget_state()
+        return [p.full_tensor().detach().numpy().tobytes() for p in model.parameters()]
+
+
+def sharded_in_all_ways(place: Path) -> list[list[bytes] | str]:
+    rank = dist.get_rank()
+    ways: list[dict[str, Any]] = [{}, {"states": "disk"}]
+    ways += [{"states": "disk", "overlap": "forward"}]
+    ways += [{"states": "disk", "dir": place / f"rank-{rank}"}]
+    return [sharded_by_accelerate(rank, where) for where in ways]
+
+
+def test_what_accelerate_shards_has_states_alone_off_the_device(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """A directory, and updates beside the passes, are of the parameters that it exchanges."""
+    for plain, on_disk, forward, durable in ranks(2).run(sharded_in_all_ways, tmp_path):
+        assert on_disk == plain
+        assert str(forward).startswith('overlap="forward" was given, and all parameters')
+        assert str(durable).startswith("dir= was given, and all parameters were exchanged")
 
 
 def test_autocast_is_refused_for_a_placed_model() -> None:
