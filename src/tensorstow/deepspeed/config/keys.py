@@ -52,6 +52,7 @@ _OPTIMIZER = [
     honoured("optimizer.type", TEXT, off=None),
     honoured("optimizer.params", OBJECT, off=None),
     *idle("optimizer.", BOOL, "legacy_fusion", why="there is one fused update", off=False),
+    *idle("optimizer.", BOOL, "torch_adam", why="it is a key of optimizer.params", off=False),
     honoured("scheduler.type", TEXT, off=None),
     honoured("scheduler.params", OBJECT, off=None),
     honoured("gradient_clipping", number(), off=0.0),

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.values import given_keys, values_of
+from tensorstow.deepspeed.config.values import given_keys, say_once, values_of
 
 
 def values(configuration: dict[str, Any], **fill: object) -> dict[str, Any]:
@@ -183,6 +183,14 @@ def test_keys_that_begin_with_an_underscore_are_comments() -> None:
     inside = {"stage": 2, "_why": "gradients too"}
     given = given_keys({"_comment": ["a run"], "zero_optimization": inside})
     assert [one.path for one in given] == ["zero_optimization.stage"]
+
+
+def test_a_key_of_the_parameters_beside_them_has_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    say_once.cache_clear()
+    assert values({"optimizer": {"type": "Adam", "torch_adam": True}})["optimizer.params"] is None
+    assert "optimizer.torch_adam (it is a key of optimizer.params)" in caplog.text
 
 
 def test_flags_may_be_0_and_1() -> None:
