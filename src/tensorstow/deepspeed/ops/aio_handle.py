@@ -245,21 +245,41 @@ class AioHandle:
         if not buffer.is_contiguous():
             message = f"A buffer of strides {buffer.stride()} was given: it must be contiguous."
             raise OptionError(message)
+        whole = not (offset % ALIGN or buffer.nbytes % ALIGN)
         if isinstance(name, int):
-            is_direct = bool(fcntl(name, F_GETFL) & os.O_DIRECT)
-            path = Path(f"/dev/fd/{name}")
-            file = File(self._engine, os.dup(name), path, direct=is_direct, cached=True)
+            file = self._of_descriptor(name, whole=whole)
         elif operation == "read":
             file = open_file(self._engine, Path(name), access=os.O_RDONLY)
         else:
-            direct = not (offset % ALIGN or buffer.nbytes % ALIGN)
-            file = self._open_to_write(Path(name), direct=direct)
+            file = self._open_to_write(Path(name), direct=whole)
         try:
             future = (file.read if operation == "read" else file.write)(buffer, offset)
         except BaseException:
             file.close()
             raise
         self._pending.append((future, file))
+
+    def _of_descriptor(self, fd: int, *, whole: bool) -> File:
+        """Return the file of a descriptor; raises DirectoryError.
+
+        Direct writes are of whole blocks of the file: a part of one goes through the page cache, by
+        a descriptor of its own, as flags are those of all copies of one.
+        """
+        path = Path(f"/dev/fd/{fd}")
+        flags = fcntl(fd, F_GETFL)
+        if whole or not flags & os.O_DIRECT:
+            direct = bool(flags & os.O_DIRECT)
+            return File(self._engine, os.dup(fd), path, direct=direct, cached=True)
+        try:
+            opened = os.open(path, (flags & os.O_ACCMODE) | os.O_CLOEXEC)
+        except OSError as error:
+            message = (
+                f"A part of a block of {ALIGN} bytes was to be written to the descriptor {fd},"
+                f" which has O_DIRECT, and the file cannot be opened again: {error.strerror}. Give"
+                " its name, or a descriptor without O_DIRECT."
+            )
+            raise DirectoryError(message) from error
+        return File(self._engine, opened, path, direct=False, cached=True)
 
     def _open_to_write(self, path: Path, *, direct: bool) -> File:
         """Open a file, and make it if need be; raises DirectoryError."""

@@ -126,6 +126,15 @@ def test_a_descriptor_may_stand_for_a_name(
     read = torch.empty(8192, dtype=values.dtype)
     handle.sync_pread(read, str(tmp_path / "file"))
     assert torch.equal(read, torch.cat([values, values + 1]))
+    few = torch.full((1024,), 7, dtype=torch.uint8)  # less than a block
+    descriptor = descriptor_of(tmp_path / "file", direct=direct)
+    assert handle.async_pwrite(few, fd=descriptor, file_offset=1024) == 0
+    assert handle.async_pwrite(few[:512], fd=descriptor) == 0
+    assert handle.wait() == 2
+    os.close(descriptor)
+    expected = read.view(torch.uint8).clone()
+    expected[1024:2048] = expected[:512] = 7
+    assert (tmp_path / "file").read_bytes() == expected.numpy().tobytes()
     for given in ({}, {"filename": "file", "fd": 1}):
         with pytest.raises(OptionError, match="give one of both"):
             handle.async_pwrite(values, **given)
