@@ -11,6 +11,19 @@ from tensorstow import AdamW
 
 WORDS, LENGTH, BATCH = 32, 8, 2
 LEARNING_RATE = 1e-2
+OF_A_TRAINER: dict[str, Any] = {
+    "use_cpu": True,
+    "train_sampling_strategy": "sequential",
+    "per_device_train_batch_size": BATCH,
+    "learning_rate": LEARNING_RATE,
+    "weight_decay": 0.1,
+    "num_train_epochs": 1,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Arguments of transformers' Trainer, with which it does what ``plain_loop`` does."""
 
 
 def model() -> Any:  # noqa: ANN401  # another library's

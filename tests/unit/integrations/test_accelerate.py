@@ -25,11 +25,8 @@ SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
-    """Drop what a process has one of; and one thread is faster for so small a model."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Drop what a process has one of."""
     yield
-    torch.set_num_threads(before)
     forget_state()
 
 

@@ -1,7 +1,7 @@
 """``Stowed``: placed models in the Trainer of transformers, against the plain loop."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,29 +27,8 @@ ON_DISK = Plan(parameters="disk", states="disk")
 TOKENS = torch.tensor([[1, 2]])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So small a model is slower with two, which spin beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
-    plain: dict[str, Any] = {
-        "use_cpu": True,
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": trainers.BATCH,
-        "learning_rate": trainers.LEARNING_RATE,
-        "weight_decay": 0.1,
-        "num_train_epochs": 1,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return transformers.TrainingArguments(str(place / "out"), **{**plain, **given})
+    return transformers.TrainingArguments(str(place / "out"), **{**trainers.OF_A_TRAINER, **given})
 
 
 def trainer(

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,27 +30,8 @@ PLACES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So small a model is slower with two, which spin beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
-    quiet: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no"}
-    plain: dict[str, Any] = {
-        "use_cpu": True,
-        "train_sampling_strategy": "sequential",
-        "per_device_train_batch_size": trainers.BATCH,
-        "learning_rate": trainers.LEARNING_RATE,
-        "weight_decay": 0.1,
-        "num_train_epochs": 1,
-        "save_strategy": "no",
-    }
-    return transformers.TrainingArguments(str(place / "out"), **{**plain, **quiet, **given})
+    return transformers.TrainingArguments(str(place / "out"), **{**trainers.OF_A_TRAINER, **given})
 
 
 def trainer(

@@ -1,0 +1,25 @@
+"""What all tests of trainers share."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """So small a model is slower with two, which spin beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _libraries_apart() -> Iterator[None]:
+    """Hide what is imported from the collector, which trainers call: 0.3 s each time else."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
