@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam, ParamsInHostMemory
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.optimizer_factory import Make, groups_of, names_of, with_groups
+from tensorstow.fsdp.optimizer_factory import groups_of, names_of, with_groups
 from tensorstow.fsdp.validation import KeepsOnDevice
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.step_runner import ParamFilter
@@ -68,7 +68,7 @@ class PlacedAdam(HybridAdam):
 class OptimizerMaker(KeepsOnDevice):
     """The optimizer factory given to ``stow``."""
 
-    make: Make
+    make: Callable[..., StowedAdam]
     in_host_memory: Callable[[str], bool]
     """Whether the states of a parameter, by its name, are in host memory or on disk."""
 

@@ -42,7 +42,7 @@ from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device, on_every_rank
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 
 _COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 _NESTED = (
@@ -70,7 +70,7 @@ class DeepSpeedEngine(ConfiguredModule):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: StowedAdam | None,
+        optimizer: PlacedOptimizer | None,
         settings: Settings,
         *,
         lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with step() and a state
@@ -157,7 +157,7 @@ class DeepSpeedEngine(ConfiguredModule):
         if self.optimizer is not None:
             self.optimizer.close()
 
-    def _trained(self, call: str) -> tuple[StowedAdam, OptimizerStep]:
+    def _trained(self, call: str) -> tuple[PlacedOptimizer, OptimizerStep]:
         """Return what updates; raises OptionError where nothing does."""
         if self.optimizer is None or self._update is None:
             message = (
@@ -696,13 +696,18 @@ class DeepSpeedEngine(ConfiguredModule):
         for group in optimizer.param_groups:
             group["lr"] = lr
 
-    def get_mom(self) -> list[tuple[float, float]]:
-        """Return the betas.
+    def get_mom(self) -> list[tuple[float, float] | float]:
+        """Return the betas, or the momentum of an optimizer without any.
 
         Returns:
-            One pair per parameter group.
+            One pair, or number, per parameter group; 0 where there is no momentum.
         """
-        return [(float(g["betas"][0]), float(g["betas"][1])) for g in self._groups]
+        return [
+            (float(g["betas"][0]), float(g["betas"][1]))
+            if "betas" in g
+            else float(g.get("momentum", 0.0))
+            for g in self._groups
+        ]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from tensorstow.deepspeed.external_parameters import blocks_to_gather
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
+from tensorstow.deepspeed.other_optimizers import OtherMaker
 from tensorstow.deepspeed.plans import (
     buffer_pool_bytes,
     directory_of,
@@ -36,10 +37,10 @@ from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 
 Config = str | PathLike[str] | Mapping[str, Any] | None
-Started = tuple[DeepSpeedEngine, StowedAdam | None, DataLoader[Any] | None, Any]
+Started = tuple[DeepSpeedEngine, PlacedOptimizer | None, DataLoader[Any] | None, Any]
 
 
 def initialize(  # noqa: PLR0913, PLR0917  # upstream's
@@ -69,8 +70,9 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         args: An object that may have ``deepspeed_config`` (or ``deepscale_config``), as a script's
             arguments have.
         model: The model.
-        optimizer: Adam or AdamW over the model, torch's or tensorstow's, whose groups are used; a
-            function of ``model_parameters`` that returns one; or what ``tensorstow.stow`` takes.
+        optimizer: An optimizer over the model, torch's or tensorstow's, whose class and groups are
+            used; a function of ``model_parameters`` that returns one; or what ``tensorstow.stow``
+            takes. Classes other than Adam and AdamW step fp32 parameters in host memory.
             Default: None, the configuration's; without any the engine evaluates and generates.
         model_parameters: The parameters, or parameter groups. Default: None, all that require
             gradients.
@@ -109,7 +111,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     written = load(source)
     settings = read_settings(written, world_size(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
-    made: StowedAdam | None = None
+    made: PlacedOptimizer | None = None
     with _named_as_configured(settings):
         if make is None:
             placed = place_for_evaluation(model, settings)
@@ -133,10 +135,13 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
 
 def _placed(
     model: nn.Module, make: Make, settings: Settings, overlap: Overlap | None
-) -> tuple[nn.Module, StowedAdam]:
+) -> tuple[nn.Module, PlacedOptimizer]:
+    if isinstance(make, OtherMaker):
+        make = make.for_settings(settings, world_size(), overlap, current_device())
+        overlap = "none"
     plan = plan_of(settings, device_is_host=current_device().type == "cpu", overlap=overlap)
 
-    def make_placed(named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+    def make_placed(named: Any, **placement: Any) -> PlacedOptimizer:  # noqa: ANN401
         return make(named, **placement_keywords(settings, placement))
 
     made = partial(make_placed, durability="none")  # the directory is for parameters on disk alone
@@ -187,7 +192,7 @@ def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> N
         raise OptionError(message)
 
 
-def _schedule(given: Any, settings: Settings, optimizer: StowedAdam) -> Any:  # noqa: ANN401
+def _schedule(given: Any, settings: Settings, optimizer: PlacedOptimizer) -> Any:  # noqa: ANN401
     """Return the scheduler: the user's, else the configuration's."""
     if given is None:
         named = settings.scheduler

@@ -7,7 +7,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tensorstow.deepspeed.states import owned_names, set_states
 from tensorstow.fsdp.sharding import host_group
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.dtensor import part_of
 
@@ -32,7 +32,7 @@ class MasterWeights:
         cast_model(model, dtype)
 
     @torch.no_grad()
-    def assign(self, model: nn.Module, optimizer: StowedAdam) -> None:
+    def assign(self, model: nn.Module, optimizer: PlacedOptimizer) -> None:
         """Set the master weights of the placed ``model``."""
         named = dict(model.named_parameters())
         begun = {}

@@ -11,6 +11,7 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import set_bias_correction
+from tensorstow.deepspeed.other_optimizers import of_named_class, of_object
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.optimizer_factory import Groups, Make, groups_of, names_of, with_groups
 from tensorstow.optim.adam import Adam, AdamW
@@ -24,6 +25,7 @@ _OF_IMPLEMENTATIONS = (
 )
 
 
+_NAMED = {"adam", "adamw"}
 _EXACT = {None, StateFormat.SPLIT, StateFormat.FP32}
 
 
@@ -35,16 +37,19 @@ def maker_of(
 ) -> Make | None:
     """Return a function that creates the optimizer over a placed model's named parameters.
 
-    ``optimizer`` is an Adam or AdamW, whose class and groups are used; a class of tensorstow's, or
-    a function that takes ``(named, **placement)``; a function of ``model_parameters`` that returns
-    one of torch's; or None for ``named``, the one of the JSON: None of both, and it returns None.
+    ``optimizer`` is one of torch's or tensorstow's, whose class and groups are used; a class of
+    tensorstow's, or a function that takes ``(named, **placement)``; a function of
+    ``model_parameters`` that returns one of torch's; or None for ``named``, the one of the JSON:
+    None of both, and it returns None.
     Raises OptionError for anything else.
     """
     if optimizer is None:
         if named is None:
             return None
-        made = of_named(named)
-        return with_groups(made, names_of(model, _groups(model, model_parameters)))
+        groups = _groups(model, model_parameters)
+        if named.type.lower() not in _NAMED:
+            return of_named_class(named, model, groups)
+        return with_groups(of_named(named), names_of(model, groups))
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         if _takes_placement(optimizer):
             return with_groups(optimizer, names_of(model, _groups(model, model_parameters)))
@@ -53,19 +58,12 @@ def maker_of(
 
 
 def of_named(named: Named) -> Make:
-    """Return the class that a type and parameters in the JSON mean, as DeepSpeed reads them.
+    """Return the Adam that a type and parameters in the JSON mean, as DeepSpeed reads them.
 
     "Adam" is AdamW unless ``adam_w_mode`` is false. ``weight_decay`` defaults to 0, or to 0.01
     where ``torch_adam`` selects torch's AdamW.
     """
     kind = named.type.lower()
-    if kind not in {"adam", "adamw"}:
-        message = (
-            f'An optimizer of type "{named.type}" was requested: a configuration may name "Adam" or'
-            ' "AdamW". Use one of these, or another class with tensorstow.StowedOptimizer, without'
-            " deepspeed.initialize."
-        )
-        raise OptionError(message)
     params = dict(named.params)
     if "max_grad_norm" in params:
         message = (
@@ -103,14 +101,14 @@ def _made_of_named(
 
 def _like_made(optimizer: object, model: nn.Module) -> Make:
     """Return a function that creates an optimizer like one that has not taken a step."""
-    known = isinstance(optimizer, StowedAdam) or type(optimizer) in _OF_TORCH
-    if not known or not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         message = (
-            f"optimizer={type(optimizer).__name__} was given: it may be Adam or AdamW, torch's or"
-            " tensorstow's, or a function that returns one. Use one of these, or another class with"
-            " tensorstow.StowedOptimizer, without deepspeed.initialize."
+            f"optimizer={type(optimizer).__name__} was given: it may be an optimizer of torch's or"
+            " tensorstow's, or a function that returns one."
         )
         raise OptionError(message)
+    if not isinstance(optimizer, StowedAdam) and type(optimizer) not in _OF_TORCH:
+        return of_object(optimizer, model)
     kept = groups_of(optimizer)
     if isinstance(optimizer, StowedAdam) and optimizer.offload_policy.format not in _EXACT:
         message = (

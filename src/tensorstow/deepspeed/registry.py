@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.gathered import note_parameters
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
@@ -20,7 +20,7 @@ class RegisteredModel:
     """A placed model and its optimizer, registered as long as its engine holds this object."""
 
     module: nn.Module
-    optimizer: StowedAdam
+    optimizer: PlacedOptimizer
 
 
 _OWNERS: Any = WeakIdKeyDictionary()
@@ -70,7 +70,7 @@ def owner_of(parameter: torch.Tensor) -> RegisteredModel | None:
     return owner
 
 
-def optimizer_of(parameter: torch.Tensor) -> StowedAdam:
+def optimizer_of(parameter: torch.Tensor) -> PlacedOptimizer:
     """Return the optimizer of ``parameter``; raises OptionError if there is none."""
     owner = owner_of(parameter)
     if owner is not None:

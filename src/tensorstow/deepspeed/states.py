@@ -11,20 +11,22 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 
-StatesByName = dict[str, dict[str, torch.Tensor]]
+StatesByName = dict[str, dict[str, Any]]
+"""Tensors, of this rank's elements or small ones, and numbers."""
 
 
-def owned_names(model: nn.Module, optimizer: StowedAdam) -> list[str]:
+def owned_names(model: nn.Module, optimizer: PlacedOptimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
     names = {id(p): name for name, p in resharded(model).named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-def states_of(model: nn.Module, optimizer: StowedAdam) -> StatesByName:
+def states_of(model: nn.Module, optimizer: PlacedOptimizer) -> StatesByName:
     """Return the states of all parameters that have any, with their step counts.
 
     Raises OptionError if ``optimizer.state`` has a key that is no parameter.
@@ -42,7 +44,7 @@ def states_of(model: nn.Module, optimizer: StowedAdam) -> StatesByName:
 
 
 def set_states(
-    model: nn.Module, optimizer: StowedAdam, states: Mapping[str, Mapping[str, torch.Tensor]]
+    model: nn.Module, optimizer: PlacedOptimizer, states: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Set the states of these parameters; the next step uses them."""
     named = dict(resharded(model).named_parameters())
@@ -50,15 +52,17 @@ def set_states(
         optimizer.state[named[name]] = dict(entry)
 
 
-def drop_unused_masters(optimizer: StowedAdam) -> None:
+def drop_unused_masters(optimizer: PlacedOptimizer) -> None:
     """Drop master weights that no step has used, because the weights were just loaded."""
+    if not isinstance(optimizer, StowedAdam):
+        return  # which has none
     entries: dict[Any, Any] = optimizer.state  # users keep some under keys of their own
     of_parameters = {p: entry for p, entry in entries.items() if isinstance(p, torch.Tensor)}
     for parameter in [p for p, entry in of_parameters.items() if not entry.get("step")]:
         del optimizer.state[parameter]
 
 
-def watch_loads(module: nn.Module, optimizer: StowedAdam) -> None:
+def watch_loads(module: nn.Module, optimizer: PlacedOptimizer) -> None:
     """Drop such master weights at each ``load_state_dict`` of the module."""
     known = weakref.ref(optimizer)
 

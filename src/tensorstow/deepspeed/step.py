@@ -8,7 +8,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.loss_scale import LossScale
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 
 logger = logging.getLogger("tensorstow")
 
@@ -23,7 +23,9 @@ class OptimizerStep:
     more and is an error.
     """
 
-    def __init__(self, optimizer: StowedAdam, clipping: float, scale: LossScale | None) -> None:
+    def __init__(
+        self, optimizer: PlacedOptimizer, clipping: float, scale: LossScale | None
+    ) -> None:
         """Clip to the 2-norm ``clipping``, 0: not at all; ``scale`` is None without fp16."""
         self._optimizer = optimizer
         self._clipping = clipping

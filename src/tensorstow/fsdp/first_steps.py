@@ -29,7 +29,7 @@ from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.io.local_ranks import local_ranks
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.report.rss import peak_bytes, resident_bytes
 from tensorstow.report.run_record import Compared, PredictedStep
 
@@ -144,7 +144,7 @@ class FirstSteps:
 
     def __init__(
         self,
-        compare: Callable[[StowedAdam], Sequence[Compared]],
+        compare: Callable[[PlacedOptimizer], Sequence[Compared]],
         step: PredictedStep | None,
         room: HostRoom | None = None,
     ) -> None:
@@ -162,7 +162,7 @@ class FirstSteps:
         self._resident_before = resident_bytes()
         self._handles: list[RemovableHandle] = []
 
-    def watch(self, model: nn.Module, optimizer: StowedAdam) -> None:
+    def watch(self, model: nn.Module, optimizer: PlacedOptimizer) -> None:
         """Look at the ends of the first forwards of a model and steps of its optimizer.
 
         Args:

@@ -15,12 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 
-Make = Callable[..., StowedAdam]
+Make = Callable[..., PlacedOptimizer]
 """Called with named parameters and the keywords that place the states, as ``stow`` calls it."""
 Groups = list[dict[str, Any]]
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Keys of groups that select torch's kernels."""
 
 
 def groups_of(optimizer: Optimizer) -> Groups:
@@ -41,7 +42,7 @@ def groups_of(optimizer: Optimizer) -> Groups:
             " was placed. Give a new one, and call load_state_dict() of the one returned."
         )
         raise OptionError(message)
-    left_out = {*_IMPLEMENTATION, "param_names"}
+    left_out = {*IMPLEMENTATION, "param_names"}
     return [{k: v for k, v in g.items() if k not in left_out} for g in optimizer.param_groups]
 
 
@@ -72,7 +73,9 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
     return renamed
 
 
-def with_groups(make: Make, groups: Groups) -> Make:
+def with_groups(
+    make: Callable[..., PlacedOptimizerT], groups: Groups
+) -> Callable[..., PlacedOptimizerT]:
     """Return a factory of optimizers whose groups are given by parameter names.
 
     Args:
@@ -83,7 +86,10 @@ def with_groups(make: Make, groups: Groups) -> Make:
         A function as ``stow`` takes it.
     """
 
-    def made(named: Iterable[tuple[str, torch.Tensor]], **placement: Any) -> StowedAdam:  # noqa: ANN401
+    def made(
+        named: Iterable[tuple[str, torch.Tensor]],
+        **placement: Any,  # noqa: ANN401
+    ) -> PlacedOptimizerT:
         by_name = dict(named)
         placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
         for group in placed:

@@ -16,7 +16,7 @@ from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.dtensor import rows_of_rank
 from tensorstow.tensors.shares import RankShare, share_out
 
@@ -64,7 +64,7 @@ class SharedWeights:
         """Reduce the gradients of the next backward, with those that wait, or let them wait."""
         self._reduction.reduces = reduces
 
-    def register(self, optimizer: StowedAdam) -> None:
+    def register(self, optimizer: PlacedOptimizer) -> None:
         """Put the hooks in place: gather new weights, and refuse gradients that are incomplete."""
         model, itself = self._model, self
 
@@ -109,7 +109,7 @@ class SharedWeights:
         ]
 
     @torch.no_grad()
-    def _gather(self, layouts: Iterable[RowLayout], optimizer: StowedAdam) -> None:
+    def _gather(self, layouts: Iterable[RowLayout], optimizer: PlacedOptimizer) -> None:
         """Gather all ranks' rows of parameters, once they are updated; collective."""
         if self._mesh.size(self._mesh.ndim - 1) == 1:
             return  # every rank updates the whole

@@ -60,6 +60,7 @@ from tensorstow.fsdp.validation import (
     stays_on_device,
     validate_arguments,
     validate_budget,
+    validate_class,
     validate_device,
     validate_factory,
     validate_init,
@@ -76,6 +77,8 @@ from tensorstow.fsdp.vertical_order import VerticalOrder
 from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceLink, is_away, open_link
 from tensorstow.io.files import ALIGN
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.placement import Conditions, Item, items_of
@@ -135,7 +138,7 @@ def plan_of(model: nn.Module) -> Plan:
 @overload
 def stow(
     model: nn.Module,
-    optimizer: OptimizerFactory,
+    optimizer: Callable[..., PlacedOptimizerT],
     *,
     plan: Plan | Literal["auto"] = "auto",
     budget: Budget | None = None,
@@ -147,7 +150,7 @@ def stow(
     init: Callable[[nn.Module], None] | None = None,
     tokens: int | None = None,
     batch: object = None,
-) -> tuple[nn.Module, StowedAdam]: ...
+) -> tuple[nn.Module, PlacedOptimizerT]: ...
 
 
 @overload
@@ -178,7 +181,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     init: Callable[[nn.Module], None] | None = None,
     tokens: int | None = None,
     batch: object = None,
-) -> tuple[nn.Module, StowedAdam | None]:
+) -> tuple[nn.Module, PlacedOptimizer | None]:
     """Place a model and the states of its optimizer on device, host and disk.
 
     The model is changed in place; every rank starts with the values of rank 0.
@@ -193,7 +196,9 @@ def stow(  # noqa: PLR0913  # the one door to everything
         optimizer: A callable that takes the named parameters and the keywords that place the states
             (``states``, ``overlap``, ``module``, ``dir``, ...) and returns an optimizer of
             tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes parameter
-            groups. None: the model is only read.
+            groups, or a StowedOptimizer with the ``states``, ``dir`` and ``ram_budget`` it is
+            given (on the CPU, by a ``Plan``, with parameters in memory). None: the model is only
+            read.
         plan: A ``Plan``. Default: "auto", the fastest placement that fits ``budget``, by the rates
             that ``tensorstow calibrate`` measured; without rates the first that fits. What it is
             and why is logged (INFO), and ``tensorstow.plan_of(model)`` returns it.
@@ -302,11 +307,11 @@ def _precision(plan: Plan, compute_dtype: torch.dtype | None) -> MixedPrecisionP
 
 
 def _to_be_reported(
-    made: StowedAdam,
+    made: PlacedOptimizer,
     request: _Request,
     sizes: Sizes,
     choice: ChosenPlan | None,
-) -> StowedAdam:
+) -> PlacedOptimizer:
     """Let reports of the optimizer have the parameters in them, and what the plan predicts.
 
     A plan that was chosen here is compared with its first steps.
@@ -321,6 +326,7 @@ def _to_be_reported(
     def predict() -> Sequence[Item]:
         # What shares states out otherwise than the plan (fractions of HybridAdam) is not its.
         follows = policy.placement.disk_fraction == float(plan.states == Tier.DISK)
+        follows = follows and not isinstance(made, StowedOptimizer)  # whose states are others
         return items_of(plan, sizes, conditions) if follows else []
 
     step = None if choice is None else choice.step
@@ -335,7 +341,7 @@ def _to_be_reported(
     return made
 
 
-def _place_whole(request: _Request) -> StowedAdam:
+def _place_whole(request: _Request) -> PlacedOptimizer:
     """Give a model that is not sharded its first values, where it is computed with.
 
     Its gradients are offloaded, unless they are used there or as soon as they are made.
@@ -372,7 +378,7 @@ def _is_shared(
     )
 
 
-def _place_shared(request: _Request, mesh: DeviceMesh) -> StowedAdam:
+def _place_shared(request: _Request, mesh: DeviceMesh) -> PlacedOptimizer:
     """Give every rank the whole weights, and its optimizer this rank's rows of them."""
     model, plan = request.model, request.plan
     request.values.check(request.units, aliases_of(model))
@@ -387,7 +393,7 @@ def _place_shared(request: _Request, mesh: DeviceMesh) -> StowedAdam:
     return made
 
 
-def _place_activations(request: _Request, made: StowedAdam) -> None:
+def _place_activations(request: _Request, made: PlacedOptimizer) -> None:
     """Place what forward saves for backward as the plan says, until the optimizer is closed."""
     if request.plan.activation_placements == {"keep"}:
         return
@@ -409,7 +415,7 @@ def _gradients_wait_on_host(plan: Plan) -> bool:
     return plan.overlap != "backward" and not reaches_device(plan.update_on)
 
 
-def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
+def _place_sharded(request: _Request, sharding: Sharding) -> PlacedOptimizer:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
     model, plan = request.model, request.plan
     request.values.check(request.units, aliases_of(model))
@@ -433,7 +439,7 @@ def _place_sharded(request: _Request, sharding: Sharding) -> StowedAdam:
         _sum_wide_on_device(model, {id(p) for p in offloaded})
     made = _make_optimizer(request)
     _wait_for_updates_before_reads(stored, made)
-    if sharding.h2d_prefetcher is not None:
+    if sharding.h2d_prefetcher is not None and isinstance(made, StowedAdam):  # no other is there
         sharding.h2d_prefetcher.register(model, made)
         request.links.append(sharding.h2d_prefetcher.link)
     unshard.register(made, stage=2 if plan.unsharded else plan.stage)
@@ -543,12 +549,15 @@ def _stays_whole(
     )
 
 
-def _make_optimizer(request: _Request) -> StowedAdam:
+def _make_optimizer(request: _Request) -> PlacedOptimizer:
     placed = _placement_keywords(request.plan, request.model, request.optimizer, request.directory)
     named = list(request.model.named_parameters())
 
-    def make() -> StowedAdam:
-        return validate_optimizer(request.optimizer(named, **placed), placed)
+    def make() -> PlacedOptimizer:
+        made = request.optimizer(named, **placed)
+        if isinstance(made, StowedOptimizer):
+            validate_class(made, request.plan, request.device)
+        return validate_optimizer(made, placed)
 
     return on_every_rank(make, "make the optimizer")
 
@@ -600,7 +609,7 @@ def _sum_wide_on_device(model: nn.Module, offloaded: Collection[int]) -> None:
 
 
 def _wait_for_updates_before_reads(
-    stored: Iterable[tuple[DTensor, ShardStorage]], optimizer: StowedAdam
+    stored: Iterable[tuple[DTensor, ShardStorage]], optimizer: PlacedOptimizer
 ) -> None:
     """Block reads of a parameter until its pending update finishes."""
     known = weakref.ref(optimizer)

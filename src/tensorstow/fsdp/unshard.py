@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.fsdp.units import Unit, found_in
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient
 
 INCOMPLETE = (
@@ -67,7 +67,7 @@ class UnshardHooks:
         self._lost = ""
         """Which gradients were lost, of those that the next step would take; empty: none."""
 
-    def register(self, optimizer: StowedAdam, *, stage: int) -> None:
+    def register(self, optimizer: PlacedOptimizer, *, stage: int) -> None:
         """Put the hooks in place, on the model that is sharded by now.
 
         Args:

@@ -23,13 +23,15 @@ from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
+from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import keyword_of, reaches_device
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.shares import share_of
 
-OptimizerFactory = Callable[..., StowedAdam]
+OptimizerFactory = Callable[..., PlacedOptimizer]
 """Called with named parameters and the keywords that place the states."""
 
 
@@ -449,7 +451,7 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
         raise OptionError(message)
 
 
-def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
+def validate_optimizer(made: object, placed: Mapping[str, Any]) -> PlacedOptimizer:
     """Return the optimizer that the user's function made, if it is one of ours and placed so.
 
     Args:
@@ -459,10 +461,10 @@ def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
     Raises:
         OptionError: The function made another one, or did not pass the keywords on.
     """
-    if not isinstance(made, StowedAdam):
+    if not isinstance(made, PlacedOptimizer):
         message = (
             f"The optimizer's function returned a {type(made).__name__}: it is to return a"
-            " tensorstow.AdamW or tensorstow.Adam."
+            " tensorstow.AdamW, tensorstow.Adam or tensorstow.StowedOptimizer."
         )
         raise OptionError(message)
     where = made.offload_policy.placement
@@ -489,6 +491,35 @@ def validate_optimizer(made: object, placed: Mapping[str, Any]) -> StowedAdam:
             )
             raise OptionError(message)
     return made
+
+
+def validate_class(made: StowedOptimizer, plan: Plan, device: torch.device) -> None:
+    """Check that a plan is one by which a class of torch's can update.
+
+    Args:
+        made: What the optimizer's function returned; it is closed where it is refused.
+        plan: The plan.
+        device: What this rank computes on.
+
+    Raises:
+        OptionError: Something of it is for Adam and AdamW alone.
+    """
+    tiers = {plan.parameters, *plan.units.values()}
+    found = {
+        f"an accelerator ({device})": device.type != "cpu",
+        "parameters on disk": Tier.DISK in tiers,
+        f'overlap="{plan.overlap}"': plan.overlap != "none",
+        f"update_on={plan.update_on!r}": plan.update_on is not None,
+    }
+    for what, given in found.items():
+        if given:
+            made.close()
+            message = (
+                f"A StowedOptimizer was to update a model with {what}: classes of torch's step in"
+                " step(), on the CPU, parameters in host memory. Use tensorstow.AdamW or Adam, or"
+                " another plan."
+            )
+            raise OptionError(message)
 
 
 # --- ranks ---

@@ -41,7 +41,6 @@ def test_a_type_is_read_as_deepspeed_does(named: Named, kind: type, decay: float
 @pytest.mark.parametrize(
     ("named", "match"),
     [
-        (Named("Lion"), "StowedOptimizer"),
         (Named("AdamW", {"learning_rate": 1.0}), "learning_rate was given"),
         (Named("AdamW", {"max_grad_norm": 0}), "write it as gradient_clipping"),
     ],
@@ -107,10 +106,17 @@ def test_functions_of_both_kinds_are_called() -> None:
         assert new.param_groups[0]["lr"] == 0.3
 
 
-def test_other_optimizers_are_refused_by_name() -> None:
+def test_other_classes_are_made_by_a_maker_of_their_own() -> None:
     model = layer()
-    with pytest.raises(OptionError, match="optimizer=SGD"):
-        maker_of(None, torch.optim.SGD(model.parameters()), model)
+    for given in (
+        maker_of(None, torch.optim.SGD(model.parameters(), lr=0.3), model),
+        maker_of(None, partial(torch.optim.SGD, lr=0.3), model),
+        maker_of(Named("SGD", {"lr": 0.3}), None, model),
+    ):
+        assert (given.optimizer_class, given.options["lr"]) == (torch.optim.SGD, 0.3)
+        assert [group["params"] for group in given.groups] == [["weight", "bias"]]
+    with pytest.raises(OptionError, match="optimizer=int was given"):
+        maker_of(None, 3, model)
     assert maker_of(None, None, model) is None
 
 

@@ -18,16 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.deepspeed.states import owned_names, set_states, states_of
+from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, states_of
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.fsdp.sharding import host_group, on_every_rank
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.dtensor import is_sharded, shard_of
 
 LATEST = "latest"
@@ -41,7 +42,7 @@ class Contents:
     """What is saved: a module with its optimizer or without one, and whether frozen weights are."""
 
     module: nn.Module
-    optimizer: StowedAdam | None
+    optimizer: PlacedOptimizer | None
     frozen: bool = True
 
 
@@ -58,16 +59,18 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
         for name in frozen:
             tensors.pop(_MODULE + name, None)  # a state_dict of the model's own may lack it
     states = {} if optimizer is None else states_of(module, optimizer)
+    steps, numbers = _take_numbers(states, named)
     for name, entry in states.items():
         for state, values in entry.items():
-            if state != "step":
-                tensors[f"{_OPTIMIZER}{name}.{state}"] = host_dtensor(values, named[name])
+            cut = to_local(values).shape == shard_of(named[name]).shape
+            whole = host_dtensor(values, named[name]) if cut else values
+            tensors[f"{_OPTIMIZER}{name}.{state}"] = whole
     groups = [] if optimizer is None else [dict(g) for g in optimizer.param_groups]
     names = iter([] if optimizer is None else owned_names(module, optimizer))
     for group in groups:
         group["params"] = [next(names) for _ in group["params"]]
-    steps = {name: float(entry["step"]) for name, entry in states.items() if "step" in entry}
-    told = {"groups": groups, "steps": steps, "frozen": frozen, "tied": aliases_of(module)}
+    told = {"groups": groups, "steps": steps, "numbers": numbers, "frozen": frozen}
+    told["tied"] = aliases_of(module)
     with _quietly():
         dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
 
@@ -142,7 +145,7 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 
 
 def load_states(
-    folder: Path, kept: Mapping[str, Any], module: nn.Module, optimizer: StowedAdam
+    folder: Path, kept: Mapping[str, Any], module: nn.Module, optimizer: PlacedOptimizer
 ) -> None:
     """Load the states and hyper-parameters of a checkpoint into the optimizer; collective.
 
@@ -159,21 +162,47 @@ def load_states(
         raise OptionError(message)
     named = _parameters(module)
     room: Tensors = {}
-    for key in _names_in(folder):
+    for key, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
         name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
-        if key.startswith(_OPTIMIZER) and name in named:
-            shard = shard_of(named[name])
-            room[key] = host_dtensor(torch.empty(shard.shape, device="cpu"), named[name])
+        if (
+            key.startswith(_OPTIMIZER)
+            and name in named
+            and isinstance(saved, TensorStorageMetadata)
+        ):
+            dtype, parameter = saved.properties.dtype, named[name]
+            if saved.size == parameter.shape:
+                own = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
+                room[key] = host_dtensor(own, parameter)
+            else:  # of a class that is not elementwise (Adafactor's rows), which has all of them
+                room[key] = torch.empty(saved.size, dtype=dtype, device="cpu")
     _read(folder, room)
-    states: dict[str, Tensors] = {
+    states: StatesByName = {
         name: {"step": torch.tensor(step)} for name, step in kept["steps"].items()
     }
+    for name, numbers in kept.get("numbers", {}).items():  # which older ones lack
+        states.setdefault(name, {}).update(numbers)
     for key, values in room.items():
         name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-        states[name][state] = to_local(values)
+        states.setdefault(name, {})[state] = to_local(values)
     set_states(module, optimizer, states)
     for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
+
+
+def _take_numbers(
+    states: StatesByName, named: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, float], StatesByName]:
+    """Take what is the same on every rank out of ``states``: counts of steps, and the rest."""
+    steps: dict[str, float] = {}
+    numbers: StatesByName = {}
+    for name, entry in states.items():
+        for state, value in list(entry.items()):
+            is_small = not isinstance(value, torch.Tensor) or not value.ndim
+            if state == "step" and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+                steps[name] = float(entry.pop(state))
+            elif is_small and (state == "step" or named[name].ndim):  # not a scalar's own states
+                numbers.setdefault(name, {})[state] = entry.pop(state)
+    return steps, numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,13 +56,8 @@ _OPTIMIZER = [
     honoured("scheduler.type", TEXT, off=None),
     honoured("scheduler.params", OBJECT, off=None),
     honoured("gradient_clipping", number(), off=0.0),
-    *idle(
-        "",
-        BOOL,
-        "zero_allow_untested_optimizer",
-        "zero_force_ds_cpu_optimizer",
-        why="Adam and AdamW are taken, torch's too, and no other class is",
-    ),
+    honoured("zero_allow_untested_optimizer", BOOL, off=False),
+    *idle("", BOOL, "zero_force_ds_cpu_optimizer", why="torch's optimizers are taken"),
 ]
 
 _PRECISION = [

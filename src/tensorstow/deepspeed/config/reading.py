@@ -66,6 +66,7 @@ def _settings(values: Values, world: int) -> Settings:
         managed_accumulation=values["managed_gradient_accumulation"],
         sums_gradients=values["gradient_allreduce_op"] == "sum",
         optimizer=_named(values, "optimizer"),
+        allows_untested_optimizer=values["zero_allow_untested_optimizer"],
         scheduler=_named(values, "scheduler"),
         fp16=Fp16(**_fields(Fp16, "fp16", values)) if values["fp16.enabled"] else None,
         bf16=values["bf16.enabled"],

@@ -114,6 +114,8 @@ class Settings:
     sums_gradients: bool = False
     """Whether gradients are summed over ranks; False: averaged."""
     optimizer: Named | None = None
+    allows_untested_optimizer: bool = False
+    """Whether a class is declared to update each parameter by itself."""
     scheduler: Named | None = None
     fp16: Fp16 | None = None
     bf16: bool = False

@@ -5,12 +5,15 @@ elements. All of them wait for an update that is under way first.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.registry import optimizer_of, placed_of
 from tensorstow.fsdp.full_tensors import full_tensor, to_local
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.step_plan import as_step
 from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
@@ -157,7 +160,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """
     param = placed_of(param)
     optimizer = optimizer_of(param)
-    if optimizer._params().find(param) is None:  # noqa: SLF001
+    if not _is_updated(optimizer, param):
         return None
     optimizer.wait([param])
     own = _own(param).detach().cpu()
@@ -233,6 +236,12 @@ def safe_get_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
+    if isinstance(optimizer, StowedOptimizer):
+        states = optimizer.states_of(param)
+        if not states:
+            return None
+        _check_name(name, tuple(states))
+        return _as_tensor(states[name])
     managed = optimizer._params().find(param)  # noqa: SLF001  # no public way reads one parameter's
     if managed is None or param not in optimizer.state:
         return None
@@ -257,7 +266,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     own = _own(param)
     with torch.no_grad():
         own.copy_(value)
-    if own.dtype != torch.float32 and optimizer._params().find(param) is not None:  # noqa: SLF001
+    if own.dtype != torch.float32 and _is_updated(optimizer, param):
         safe_set_local_optimizer_state(param, value, _MASTER)
 
 
@@ -278,6 +287,16 @@ def safe_set_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
+    if isinstance(optimizer, StowedOptimizer):
+        states = optimizer.states_of(param) or {}
+        _check_name(name, tuple(states))
+        kept = states[name]
+        if isinstance(kept, torch.Tensor):
+            kept.copy_(value)
+        else:
+            states[name] = type(kept)(value.item())
+        optimizer.state[param] = states
+        return
     managed = optimizer._params().find(param)  # noqa: SLF001
     if managed is not None:
         _check_name(name, managed.family.states)
@@ -292,9 +311,21 @@ def _own(param: torch.Tensor) -> torch.Tensor:
     return to_local(param) if share is None else share.rows(param)
 
 
+def _is_updated(optimizer: PlacedOptimizer, param: torch.Tensor) -> bool:
+    """Return whether an optimizer has states of a parameter, or would have."""
+    if isinstance(optimizer, StowedOptimizer):
+        return optimizer.states_of(param) is not None
+    return optimizer._params().find(param) is not None  # noqa: SLF001
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:  # noqa: ANN401  # what a class keeps
+    return None if value is None else torch.as_tensor(value, dtype=torch.float32)
+
+
 def _check_name(name: str, known: tuple[str, ...]) -> None:
     if name not in known:
-        message = f"A state {name!r} was requested: this parameter has {', '.join(known)}."
+        there = ", ".join(known) or "none before its first step"
+        message = f"A state {name!r} was requested: this parameter has {there}."
         raise OptionError(message)
 
 

@@ -81,7 +81,7 @@ def refuse_class(optimizer_class: object) -> None:
             " torch.optim.SGD, and not an instance."
         )
         raise OptionError(message)
-    if optimizer_class.__module__.split(".")[0] == "tensorstow":
+    if hasattr(optimizer_class, "offload_policy"):
         message = f"{optimizer_class.__name__} stows its states already: use it as it is."
         raise OptionError(message)
     for refused, reason in _REFUSED.items():
@@ -95,9 +95,7 @@ def refuse_class(optimizer_class: object) -> None:
 
 def refuse_unknown(optimizer_class: type[Optimizer], *, declared: bool) -> None:
     """Raise OptionError unless the class is known, or ``declared``, to be per parameter."""
-    package = optimizer_class.__module__.split(".")[0]
-    listed = optimizer_class.__qualname__ in PER_PARAMETER.get(package, ())
-    if not (declared or listed or keeps_nothing_over_all(optimizer_class)):
+    if not (declared or is_listed(optimizer_class) or keeps_nothing_over_all(optimizer_class)):
         message = (
             f"{optimizer_class.__module__}.{optimizer_class.__qualname__} is not known to update"
             " each parameter by itself, and is to be stepped one parameter after the other. If no"
@@ -106,6 +104,12 @@ def refuse_unknown(optimizer_class: type[Optimizer], *, declared: bool) -> None:
             " un-stowed."
         )
         raise OptionError(message)
+
+
+def is_listed(optimizer_class: type[Optimizer]) -> bool:
+    """Return whether the class is one of another package that is known to be per parameter."""
+    package = optimizer_class.__module__.split(".")[0]
+    return optimizer_class.__qualname__ in PER_PARAMETER.get(package, ())
 
 
 def keeps_nothing_over_all(optimizer_class: type[Optimizer]) -> bool:

@@ -30,6 +30,8 @@ class Job:
     param: PartitionedParam
     resident: dict[str, Any]
     """What of its states is in RAM, where users see it."""
+    leaf: torch.Tensor
+    """What is stepped, with its gradient ([Note: Leaves])."""
     name: str | None = None
     """Of the parameter, where the group's have names."""
 
@@ -61,7 +63,7 @@ def step_piece(
 
 
 def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> PackedEntry:
-    parameter = job.param.parameter
+    parameter = job.leaf
     entry = {**stowed, **job.resident}
     made = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
     packed = pack(made, piece.least_bytes)
@@ -76,7 +78,7 @@ def _step_slices(
     if piece.partition is None:
         message = "A whole parameter has no slices."
         raise AssertionError(message)
-    parameter = job.param.parameter
+    parameter = job.leaf
     bounds = list(piece.partition.bounds)
     entries = []
     for (begin, end), leaf in zip(bounds, slices(parameter, piece.partition), strict=True):

@@ -63,10 +63,16 @@ class PartitionedParam:
     """A parameter whose states are kept, and its pieces: none if all its states stay in RAM."""
 
     parameter: torch.Tensor
-    numel: int
+    shape: torch.Size
+    """Of this rank's elements, as the dtype."""
     dtype: torch.dtype
     pieces: list[Piece]
     expected: "ExpectedStates"
+
+    @property
+    def numel(self) -> int:
+        """Return how many elements are stepped."""
+        return self.shape.numel()
 
     @property
     def how(self) -> How:

@@ -13,6 +13,7 @@ import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
 from tensorstow.io.scratch import ScratchFiles
+from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
 from tensorstow.optim.generic.piece_step import Job, sliced_entry
 from tensorstow.optim.generic.pieces import (
@@ -76,23 +77,22 @@ class StateManager:
         self.live()
         new = [(g, p) for g, p in parameters if id(p) not in self._params]
         # As for the other optimizers here, the head stays in RAM: gradients that come last.
-        in_ram = sum(p.numel() for _, p in new) * (1 - self._placement.disk_fraction)
+        in_ram = sum(leaf_of(p).numel() for _, p in new) * (1 - self._placement.disk_fraction)
         made, seen = [], 0
         for group, parameter in new:
-            seen += parameter.numel()
-            small = parameter.nbytes < LARGE_BYTES
+            leaf = leaf_of(parameter)
+            seen += leaf.numel()
+            small = leaf.nbytes < LARGE_BYTES
             pieces: list[Piece] = []
             if not small and seen > in_ram:
                 pieces = split_into_pieces(
-                    parameter,
+                    leaf,
                     elements=self._policy.chunk_elements,
                     threads=self._stepper.threads,
                     elementwise=self._elementwise,
                 )
             expected = expected_states(self._stepper, group, parameter, pieces)
-            made.append(
-                PartitionedParam(parameter, parameter.numel(), parameter.dtype, pieces, expected)
-            )
+            made.append(PartitionedParam(parameter, leaf.shape, leaf.dtype, pieces, expected))
         if any(param.pieces for param in made):
             self._make_room([*self._params.values(), *made])
         self._params.update({id(param.parameter): param for param in made})
@@ -124,7 +124,7 @@ class StateManager:
         """
         with (
             self.lock,
-            self._failing(BaseException),
+            self.failing(BaseException),
             self._stepper.split_step(groups, state, method, closure),
         ):
             if any(job.param.pieces for job in jobs):
@@ -138,7 +138,7 @@ class StateManager:
     def read(self, param: PartitionedParam) -> dict[str, Any]:
         """Return copies of the states of ``param`` on disk, in the parameter's shape."""
         whole: dict[str, Any] = {}
-        with self.lock, self._failing(TransferError):
+        with self.lock, self.failing(TransferError):
             for piece in param.pieces:
                 if piece.extent is None:
                     continue
@@ -153,12 +153,12 @@ class StateManager:
                         whole[name][begin : begin + piece.partition.numel] = tensor
                 finally:
                     self._moves().drop(piece)
-        return {name: flat.view(param.parameter.shape) for name, flat in whole.items()}
+        return {name: flat.view(param.shape) for name, flat in whole.items()}
 
     def put(self, param: PartitionedParam, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Set the states of ``param`` to ``entry``; return a copy of those that stay in RAM."""
         stowed: set[str] = set()
-        with self.lock, self._failing(BaseException):
+        with self.lock, self.failing(BaseException):
             for piece in param.pieces:
                 partition = piece.partition
                 part = entry if partition is None else sliced_entry(entry, partition, param.numel)
@@ -170,7 +170,7 @@ class StateManager:
 
     def forget(self, param: PartitionedParam) -> None:
         """Drop the states of ``param`` on disk: a user emptied its state."""
-        with self.lock, self._failing(BaseException):
+        with self.lock, self.failing(BaseException):
             for piece in param.pieces:
                 self._moves().forget(piece)
 
@@ -178,7 +178,7 @@ class StateManager:
 
     def wait_written(self) -> None:
         """Wait until every write is complete."""
-        with self.lock, self._failing(BaseException):
+        with self.lock, self.failing(BaseException):
             if self._transfers is not None:
                 self._transfers.wait_written()
 
@@ -251,8 +251,8 @@ class StateManager:
         return self._transfers
 
     @contextmanager
-    def _failing(self, kind: type[BaseException]) -> Iterator[None]:
-        """Refuse everything after a ``kind`` of error: weights and states may not fit any more."""
+    def failing(self, kind: type[BaseException]) -> Iterator[None]:
+        """Refuse everything after a ``kind`` of error inside: weights and states may not fit."""
         self.live()
         try:
             yield

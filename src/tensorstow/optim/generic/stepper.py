@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptimizerError, OptionError, StowError
 from tensorstow.optim.generic.known_classes import keeps_nothing_over_all
+from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.shared_values import (
     PLAIN_LOOP,
     SplitStep,
@@ -21,6 +22,7 @@ from tensorstow.optim.generic.shared_values import (
     foreign,
     options_of,
 )
+from tensorstow.tensors.dtensor import shard_of
 
 MODES = ("train", "eval")
 """Methods of schedule-free classes that move parameters between two sets of values."""
@@ -166,6 +168,7 @@ class Stepper:
         self, group: Mapping[str, Any], parameter: torch.Tensor, name: str | None
     ) -> dict[str, Any]:
         """Return the entry that the constructor creates for ``parameter``."""
+        parameter = leaf_of(parameter)
         given = [parameter] if name is None else [(name, parameter)]
         with self._naming("was constructed", OptionError):
             made = self.optimizer_class([{**options_of(group), "params": given}], **self._options)
@@ -290,7 +293,7 @@ def _meta_parameter(
         )
         raise OptionError(message)
     if shape is None:
-        empty = torch.empty_like(parameter, device="meta")
+        empty = torch.empty_like(shard_of(parameter), device="meta")
     else:
         empty = torch.empty(tuple(shape), dtype=parameter.dtype, device="meta")
     return torch.nn.Parameter(empty, requires_grad=empty.is_floating_point() or empty.is_complex())

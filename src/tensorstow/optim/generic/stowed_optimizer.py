@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -11,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import StowError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.optim import options
 from tensorstow.optim.generic import validation
 from tensorstow.optim.generic.known_classes import (
@@ -20,6 +21,13 @@ from tensorstow.optim.generic.known_classes import (
     refuse_class,
     refuse_unknown,
 )
+from tensorstow.optim.generic.leaves import (
+    leaf_of,
+    leaf_with_gradient,
+    own_states,
+    refuse_rows,
+    sharded_states,
+)
 from tensorstow.optim.generic.packing import cloned, tensors_in
 from tensorstow.optim.generic.piece_step import Job
 from tensorstow.optim.generic.pieces import ParameterPlan, PartitionedParam, plan_of
@@ -27,11 +35,14 @@ from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import DirectoryOption, StatePlacement
-from tensorstow.optim.recording import LastRecording, Recording, totals
+from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
+from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
+from tensorstow.step.norms import squared_norms
 from tensorstow.step.validation import is_to_be_trained, list_params
+from tensorstow.tensors.dtensor import gradient_of, sum_over_shards
 
 
 class StowedOptimizer(Optimizer):
@@ -46,9 +57,10 @@ class StowedOptimizer(Optimizer):
     be elementwise: large parameters are stepped in chunks. Adafactor and Muon are stepped by whole
     parameters, and so are the classes of schedulefree, optimi, bitsandbytes and pytorch_optimizer
     that are known to step each parameter by itself. Classes that are not torch's are tried out on
-    small tensors first. Counters in the groups or in the optimizer are handed on from piece to
-    piece. Values made of several parameters' gradients cannot be: LBFGS, SparseAdam, and classes
-    that clip or skip over all parameters are refused.
+    small tensors first. Of sharded parameters (DTensors) a rank steps its own elements, which an
+    elementwise class alone allows; others are refused by name. Counters in the groups or in the
+    optimizer are handed on from piece to piece. Values made of several parameters' gradients cannot
+    be: LBFGS, SparseAdam, and classes that clip or skip over all parameters are refused.
 
     Args:
         optimizer_class: The class.
@@ -94,21 +106,25 @@ class StowedOptimizer(Optimizer):
         refuse_unknown(optimizer_class, declared=per_parameter or elementwise)
         self._stepper = Stepper(optimizer_class, groups, class_options)
         known = optimizer_class in ELEMENTWISE
+        self._by_rows = known or elementwise
         if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
         self._manager: StateManager | None = None  # until the groups are known
         self._real = weakref.ref(self)
         """The optimizer itself, where ``self`` is a wrapper ([Note: One end] in runtime)."""
         self._last_recording = LastRecording()
+        self.recorded_parts: list[Callable[[], RecordedPart]] = []
+        """Make what a recording has beside the states, as weights on their way."""
+        self._behind_updates: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = []
         super().__init__(given, self._stepper.defaults)
         for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(made)
         self.state.update(self._stepper.first_state)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         policy = validation.check_policy(policy)
-        self._manager = StateManager(
-            self._stepper, placement, policy, elementwise=known or elementwise
-        )
+        self._offload_policy = OffloadPolicy(placement, policy)
+        self._manager = StateManager(self._stepper, placement, policy, elementwise=self._by_rows)
         everyone = self._stepper.begins_with_states
         self._manager.attach([(g, p) for g, p in self._all() if everyone or is_to_be_trained(p)])
         if everyone:
@@ -135,6 +151,9 @@ class StowedOptimizer(Optimizer):
             for index, parameter in enumerate(group["params"]):
                 if is_to_be_trained(parameter) or self._stepper.begins_with_states:
                     validation.check_parameter(parameter, self._name(group, index))
+                    if not self._by_rows:
+                        kind = self._stepper.optimizer_class
+                        refuse_rows(kind, parameter, self._name(group, index))
             if self._manager is not None:
                 group.update(self._stepper.add_group(group))
                 self._manager.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
@@ -195,8 +214,9 @@ class StowedOptimizer(Optimizer):
             owner = dict(zip(keys, (p for _, p in self._all()), strict=False))
             for key, entry in full["state"].items():
                 if key in owner:
-                    self._check_saved(entry, owner[key], f"Parameter {key}")
-                    loaded.append((owner[key], dict(entry)))
+                    own = own_states(entry, owner[key], f"Parameter {key}")
+                    self._check_saved(own, owner[key], f"Parameter {key}")
+                    loaded.append((owner[key], own))
             others = {k: v for k, v in full["state"].items() if k not in owner}
             groups = options.with_own_flags(full["param_groups"], self.param_groups)
             return {**full, "state": others, "param_groups": groups}
@@ -234,6 +254,126 @@ class StowedOptimizer(Optimizer):
         return f"{self._stepper.optimizer_class.__name__}, stowed: {super().__repr__()}"
 
     # --- beyond torch ---
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip the gradients by their global 2-norm, in place; the norm is that of all ranks.
+
+        The norm is the root of binary64 sums per parameter, added in parameter order. Gradients are
+        multiplied by ``min(1, max_norm / (norm + 1e-6))``, as by ``torch.nn.utils``.
+
+        Args:
+            max_norm: The largest norm, at least 0.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+
+        Returns:
+            The norm before clipping: a scalar fp64 tensor.
+
+        Raises:
+            OptionError: A negative ``max_norm``.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        """
+        if not max_norm >= 0.0:
+            message = f"max_norm={max_norm} was given: it must not be negative."
+            raise OptionError(message)
+        norm = self.grad_norm()
+        if error_if_nonfinite and not torch.isfinite(norm):
+            message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
+            raise RuntimeError(message)
+        self._multiply_gradients(torch.clamp(max_norm / (norm + 1e-6), max=1.0).item())
+        return norm
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global 2-norm of the gradients, over all ranks.
+
+        Returns:
+            A scalar fp64 tensor.
+        """
+        parameters = [p for _, p in self._all()]
+        squares = squared_norms([gradient_of(p) for p in parameters], None)
+        total = sum(sum_over_shards(parameters, squares))
+        return torch.tensor(total, dtype=torch.float64).sqrt()
+
+    def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
+        """Take a step by the gradients of a loss that the caller has scaled; they are divided.
+
+        Args:
+            loss_scale: What the loss was multiplied by.
+            overflowed: Whether a gradient of some rank is not finite; every rank gives the same.
+                Nothing is updated then.
+        """
+        if not overflowed:
+            self._multiply_gradients(1.0 / loss_scale)
+            self.step()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context for all micro-batches of a step but the last; it changes nothing.
+
+        Returns:
+            The context manager.
+        """
+        return nullcontext()
+
+    def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Return at once: parameters are updated when ``step()`` returns.
+
+        Args:
+            parameters: Not used.
+        """
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Where states are kept; updates run in ``step()``."""
+        return self._offload_policy
+
+    @property
+    def placement_of_states(self) -> str:
+        """Where states are kept: "host", "disk", or "shared" between the two."""
+        fraction = self._offload_policy.placement.disk_fraction
+        return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
+
+    def register_update_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called in each step, behind its updates.
+
+        An exception of it leaves weights half updated: later steps raise PoisonedError.
+
+        Args:
+            hook: Takes no arguments; its result is ignored.
+        """
+        self._behind_updates.append(hook)
+
+    def register_resume_hook(self, hook: Callable[[], None]) -> None:
+        """Take a function that ``resume()`` would call, which is refused: it is never called.
+
+        Args:
+            hook: Not used.
+        """
+
+    def register_close_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called when the optimizer has been closed.
+
+        Args:
+            hook: Takes no arguments; its result is ignored. It may be called more than once.
+        """
+        self._at_close.append(hook)
+
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """Return copies of a parameter's states: of this rank's elements, where it is sharded.
+
+        Args:
+            parameter: A parameter.
+
+        Returns:
+            States by name; none before its first step. None: no group has it, or it is frozen.
+        """
+        manager = self._live()
+        param = manager.find(parameter)
+        if param is None:
+            return None
+        with manager.lock:
+            kept = cloned(dict(self.state.get(parameter, {})))
+            return {**manager.read(param), **kept} if param.stows else kept
 
     def synchronize(self) -> None:
         """Wait until all writes of states are done; raises their errors."""
@@ -292,7 +432,8 @@ class StowedOptimizer(Optimizer):
         """
         self._live()
         real = self._itself()
-        recording = Recording(real, real, module=module, log=None, parts=[])
+        parts = [make() for make in real.recorded_parts]
+        recording = Recording(real, real, module=module, log=None, parts=parts)
         return self._last_recording.set(recording)
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
@@ -309,12 +450,16 @@ class StowedOptimizer(Optimizer):
             StowError: The files cannot be written.
         """
         real = self._itself()
-        return self._last_recording.write(Path(directory), lambda: totals(real, real, []))
+        return self._last_recording.write(
+            Path(directory), lambda: totals(real, real, [make() for make in real.recorded_parts])
+        )
 
     def close(self) -> None:
         """Drop states, memory and files now rather than with the object. Idempotent."""
         self._live().close()
         self.state.clear()
+        for hook in self._at_close:
+            hook()
 
     # --- what AdamW and Adam have, and scratch files cannot ---
 
@@ -393,44 +538,60 @@ class StowedOptimizer(Optimizer):
         manager.live()
         with manager.lock:
             if self._stepper.changes_mode(self.param_groups, self.state, mode):
-                self._step(mode, [(g, p) for g, p in self._all() if p in self.state])
+                due = [(g, p, leaf_of(p)) for g, p in self._all() if p in self.state]
+                self._step(mode, due)
 
     def _step(
         self,
         method: str,
-        due: Sequence[tuple[dict[str, Any], torch.Tensor]],
+        due: Sequence[tuple[dict[str, Any], torch.Tensor, torch.Tensor]],
         closure: Callable[[], float] | None = None,
     ) -> None:
         manager = self._live()
-        manager.attach(due)
+        manager.attach([(group, parameter) for group, parameter, _ in due])
         names = {
             id(parameter): name
             for group in self.param_groups
             for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False)
         }
         jobs = []
-        for group, parameter in due:
+        for group, parameter, leaf in due:
             if (param := manager.find(parameter)) is not None:
                 self._take_edits(param)
                 name = names.get(id(parameter))
-                jobs.append(Job(group, param, self.state.get(parameter, {}), name))
+                jobs.append(Job(group, param, self.state.get(parameter, {}), leaf, name))
         if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
             manager.step(jobs, self.param_groups, self.state, method, closure)
         for job in jobs:
             if job.resident or job.param.stows:  # SGD without momentum keeps nothing at all
                 self.state[job.param.parameter] = job.resident
+        with manager.failing(BaseException):
+            for hook in self._behind_updates:
+                hook()
 
-    def _due(self) -> list[tuple[dict[str, Any], torch.Tensor]]:
-        """Return (group, parameter) of this step, checked; nothing is changed before."""
+    @torch.no_grad()
+    def _multiply_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for _, parameter in self._all():
+                gradient = gradient_of(parameter)
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+    def _due(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """Return (group, parameter, leaf) of this step, checked; nothing is changed before."""
         due = []
         for group in self.param_groups:
             validation.refuse_keywords(group)
             for index, parameter in enumerate(group["params"]):
-                if parameter.grad is None:
+                leaf = leaf_with_gradient(parameter)
+                if leaf is None:
                     continue
                 param = self._live().find(parameter)
-                validation.check_gradient(parameter, param, self._name(group, index))
-                due.append((group, parameter))
+                if param is None and not self._by_rows:  # unfrozen since
+                    kind = self._stepper.optimizer_class
+                    refuse_rows(kind, parameter, self._name(group, index))
+                validation.check_gradient(leaf, param, self._name(group, index))
+                due.append((group, parameter, leaf))
         return due
 
     def _take_edits(self, param: PartitionedParam) -> None:
@@ -488,5 +649,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
             param = manager.find(parameter)
             if isinstance(entry, dict) and param is not None and param.stows:
                 # What is read is a copy, so the numbers are one too: all of the same moment.
-                state_dict["state"][index] = {**cloned(entry), **manager.read(param)}
+                entry = {**cloned(entry), **manager.read(param)}
+            if isinstance(entry, dict):
+                state_dict["state"][index] = sharded_states(entry, parameter)
     return state_dict

@@ -52,7 +52,7 @@ def step_in_ram(stepper: Stepper, jobs: Sequence[Job]) -> None:
     runs = [
         StepBatch(
             same[0].group,
-            [(j.param.parameter, dict(j.resident)) for j in same],
+            [(j.leaf, dict(j.resident)) for j in same],
             names_of(same),
         )
         for same in groups.values()

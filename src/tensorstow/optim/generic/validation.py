@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.pieces import PartitionedParam
 from tensorstow.states.policy import PipelinePolicy
 
@@ -85,7 +86,8 @@ def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
-    """Raise DTypeError for a parameter whose states cannot be kept here."""
+    """Raise DTypeError for a parameter, or this rank's part of one, that cannot be stepped here."""
+    parameter = leaf_of(parameter)
     if parameter.device.type != "cpu":
         message = (
             f"{name} is on {parameter.device}: its states would be stepped on the CPU."
@@ -98,20 +100,27 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
     if type(parameter) not in _PLAIN:
         message = (
-            f"{name} is a {type(parameter).__name__}: tensor subclasses (DTensor among them) are"
-            " not taken yet."
+            f"{name} is a {type(parameter).__name__}: of tensor subclasses DTensors alone are"
+            " taken."
         )
         raise DTypeError(message)
 
 
 def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name: str) -> None:
-    """Raise for a gradient or a parameter that does not match the states."""
+    """Raise for a leaf's gradient, or a leaf, that does not match the states."""
     check_parameter(parameter, name)
     gradient = parameter.grad
     if gradient is None:
         return
     if gradient.layout != torch.strided:
         message = f"The gradient of {name} is sparse: use the optimizer itself, un-stowed, for it."
+        raise DTypeError(message)
+    if gradient.dtype != parameter.dtype:
+        message = (
+            f"The gradient of {name} is {gradient.dtype} (micro-batches are summed in fp32), and"
+            f" the parameter is {parameter.dtype}: a class of torch's steps by gradients of the"
+            " parameter's dtype. Train fp32 parameters, or use Adam or AdamW."
+        )
         raise DTypeError(message)
     if gradient.shape != parameter.shape:
         message = (

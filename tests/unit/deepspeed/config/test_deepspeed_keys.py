@@ -98,6 +98,7 @@ def test_every_field_of_settings_is_filled_from_a_key() -> None:
         "hpz_partition_size": "zero_hpz_partition_size",
         "managed_accumulation": "managed_gradient_accumulation",
         "sums_gradients": "gradient_allreduce_op",
+        "allows_untested_optimizer": "zero_allow_untested_optimizer",
     }
     settings = Settings(Batch(1, 1, 1))
     for section in (settings.zero, settings.aio, settings.activation_checkpointing, settings):

@@ -94,19 +94,11 @@ def answer_of(source: dict[str, Any], path: str) -> str:
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 
 
-@pytest.mark.parametrize("key", ["zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"])
-def test_which_optimizers_are_taken(key: str) -> None:
+def test_which_optimizers_are_taken() -> None:
+    key = "zero_force_ds_cpu_optimizer"
     told = answer_of({**CONFIG, key: True}, key)
-    assert told == "no meaning: Adam and AdamW are taken, torch's too, and no other class is"
-    trained = model()
-    for kind in (torch.optim.SGD, torch.optim.Adagrad):
-        with pytest.raises(OptionError, match=f"optimizer={kind.__name__} was given"):
-            deepspeed.initialize(
-                model=trained,
-                optimizer=kind(trained.parameters(), lr=0.1),
-                config={"train_batch_size": 2, key: True},
-            )
-    for taken in (torch.optim.Adam, torch.optim.AdamW):
+    assert told == "no meaning: torch's optimizers are taken"
+    for taken in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         trained = model()
         engine, *_ = deepspeed.initialize(
             model=trained,

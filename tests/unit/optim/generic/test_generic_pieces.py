@@ -53,7 +53,7 @@ def test_what_is_expected_of_each_piece() -> None:
     assert expected.disk_bytes == 8 * 10_000
     assert expected.ram_bytes == 4
     assert expected.piece_bytes == (32_768, 32_768, 16_384)
-    param = PartitionedParam(parameter, parameter.numel(), parameter.dtype, pieces, expected)
+    param = PartitionedParam(parameter, parameter.shape, parameter.dtype, pieces, expected)
     plan = plan_of(param)
     assert (plan.how, plan.pieces, plan.piece_bytes) == ("chunks", 3, 32_768)
     assert not param.stows

@@ -19,8 +19,8 @@ def job_for(
     parameter = nn.Parameter(torch.ones(numel))
     parameter.grad = torch.arange(float(numel))
     stepper = Stepper(optimizer_class, [{"params": [parameter]}], {})
-    param = PartitionedParam(parameter, numel, parameter.dtype, pieces, NOTHING)
-    return stepper, Job(stepper.group_options[0], param, {})
+    param = PartitionedParam(parameter, parameter.shape, parameter.dtype, pieces, NOTHING)
+    return stepper, Job(stepper.group_options[0], param, {}, parameter)
 
 
 def test_numbers_count_once_for_all_slices() -> None:

@@ -37,7 +37,7 @@ def weight(numel: int = LARGE) -> nn.Parameter:
 def step(manager: StateManager, stepper: Stepper, parameters: list[nn.Parameter]) -> None:
     params = [manager.find(p) for p in parameters]
     groups = [{**stepper.group_options[0], "params": parameters}]
-    manager.step([Job(groups[0], m, {}) for m in params if m is not None], groups, {})
+    manager.step([Job(groups[0], m, {}, m.parameter) for m in params if m is not None], groups, {})
 
 
 def test_states_are_read_and_set(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def events_of_a_second_step(
     manager = StateManager(stepper, Placement(1.0, (directory,), None), policy, elementwise=False)
     groups = [{**stepper.group_options[0], "params": params}]
     manager.attach([(groups[0], p) for p in params])
-    jobs = [Job(groups[0], param, {}) for param in manager.params()]
+    jobs = [Job(groups[0], param, {}, param.parameter) for param in manager.params()]
     for parameter in params:
         parameter.grad = torch.ones(LARGE)
     manager.step(jobs, groups, {})

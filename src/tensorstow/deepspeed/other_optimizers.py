@@ -1,0 +1,192 @@
+"""Optimizers other than Adam and AdamW, which ``StowedOptimizer`` steps over a placed model.
+
+[Note: Other classes] What a class is given again over the placed model are its groups, with all
+their keys, and the options that its constructor has put into ``defaults``. Where that makes another
+object than the user's, it is refused. With several ranks a rank has rows of a parameter (stages 1
+to 3), which an elementwise class alone can step.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
+from tensorstow.deepspeed.config.settings import Named, Settings
+from tensorstow.deepspeed.ops.lion import Lion
+from tensorstow.fsdp.optimizer_factory import IMPLEMENTATION, Groups, names_of, with_groups
+from tensorstow.optim.generic.known_classes import (
+    ELEMENTWISE,
+    WHOLE,
+    is_listed,
+    refuse_class,
+)
+from tensorstow.optim.generic.shared_values import own_values, same
+from tensorstow.optim.generic.stepper import Stepper
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+
+_TESTED = frozenset({torch.optim.Adagrad, Lion})
+"""Classes beside Adam and AdamW that upstream takes under ZeRO without being told so."""
+_BY_NAME = {"adagrad": torch.optim.Adagrad, "lion": Lion}
+_OF_IMPLEMENTATIONS = frozenset({"fp32_optimizer_states", *IMPLEMENTATION})
+_OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count"})
+"""Attributes that schedulers of torch give an optimizer."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OtherMaker:
+    """Makes a ``StowedOptimizer`` of a class over a placed model."""
+
+    optimizer_class: type[Optimizer]
+    options: Mapping[str, Any]
+    groups: Groups
+    """By the parameters' names."""
+    allows_untested: bool = False
+    """Whether the configuration declares that a class may be used."""
+    by_rows: bool = False
+    """Whether ranks have rows of parameters."""
+
+    def __call__(self, named: Any, **placement: Any) -> StowedOptimizer:  # noqa: ANN401
+        """Make the optimizer over named parameters, as ``stow`` calls it."""
+        for name in ("module", "durability"):  # it neither waits for weights nor commits
+            placement.pop(name, None)
+        placement.setdefault("states", "host")
+        make = partial(
+            StowedOptimizer,
+            self.optimizer_class,
+            elementwise=self.optimizer_class is Lion
+            or (self.by_rows and self.optimizer_class not in ELEMENTWISE),
+            per_parameter=self.allows_untested,
+            **self.options,
+        )
+        return with_groups(make, self.groups)(named, **placement)
+
+    def for_settings(
+        self, settings: Settings, ranks: int, overlap: Overlap | None, device: torch.device
+    ) -> "OtherMaker":
+        """Return the same for a configuration; raises OptionError where it cannot be."""
+        name, zero = self.optimizer_class.__name__, settings.zero
+        known = self.optimizer_class in {*ELEMENTWISE, *WHOLE, Lion}
+        known = known or is_listed(self.optimizer_class)
+        tested = not zero.stage or self.optimizer_class in _TESTED
+        if not settings.allows_untested_optimizer and not (known and tested):
+            message = (
+                f"{name} was given under ZeRO stage {zero.stage}: write"
+                ' "zero_allow_untested_optimizer": true to use it, if no parameter is updated by'
+                " another one's gradient or state."
+            )
+            raise OptionError(message)
+        of_adam = {
+            '"bf16"': settings.bf16,
+            '"fp16"': settings.fp16 is not None,
+            'offload_param.device="nvme"': zero.offload_param.device == "nvme",
+            f'overlap="{overlap}"': overlap not in {None, "none"},
+            f"an accelerator ({device})": device.type != "cpu",
+        }
+        for what, given in of_adam.items():
+            if given:
+                message = (
+                    f"{name} was given with {what}, which is for Adam and AdamW: other classes step"
+                    " fp32 parameters in host memory, in step(). Leave one of both out"
+                    + (' ("torch_autocast" computes in bf16).' if "6" in what else ".")
+                )
+                raise OptionError(message)
+        by_rows = zero.stage > 0 and ranks > 1 and zero.mics_shard_size != 1
+        if by_rows and self.optimizer_class in WHOLE:
+            message = (
+                f"{name} was given under ZeRO stage {zero.stage} with {ranks} ranks: it needs whole"
+                " matrices, and a rank has some of their rows. Use stage 0, one rank, or an"
+                " elementwise class (SGD, Adagrad, Lion, RMSprop, ...)."
+            )
+            raise OptionError(message)
+        return OtherMaker(
+            self.optimizer_class,
+            self.options,
+            self.groups,
+            settings.allows_untested_optimizer or known,
+            by_rows,
+        )
+
+
+def of_named_class(named: Named, model: nn.Module, groups: Groups) -> OtherMaker:
+    """Return what makes the class that a type in the JSON means: torch's, or Lion.
+
+    Raises OptionError for a type that is none, and for parameters that the class refuses.
+    """
+    found = _BY_NAME.get(named.type.lower(), getattr(torch.optim, named.type, None))
+    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found in _MATRICES:
+        message = (
+            f'An optimizer of type "{named.type}" was requested: a configuration may name "Adam",'
+            ' "AdamW", "Adagrad", "Lion", or a class of torch.optim that steps any tensor, such as'
+            " SGD. Use one of these, or pass an optimizer object."
+        )
+        raise OptionError(message)
+    options = {k: v for k, v in named.params.items() if k not in _OF_IMPLEMENTATIONS}
+    for name, value in options.items():
+        if isinstance(value, list):
+            options[name] = tuple(value)  # as JSON has pairs
+    refuse_class(found)
+    tensors = [
+        {**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups
+    ]
+    Stepper(found, tensors, options)  # raises what the class raises, before anything is placed
+    return OtherMaker(found, options, names_of(model, groups))
+
+
+_MATRICES = frozenset({torch.optim.Muon})
+"""Upstream's "Muon" is Adam for what is no matrix, which torch's is not."""
+
+
+def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
+    """Return what makes an optimizer like one that has not taken a step.
+
+    Raises OptionError for one that has, and for one that its groups and defaults do not make.
+    """
+    kind = type(optimizer)
+    refuse_class(kind)
+    if any(not _is_first(entry) for entry in optimizer.state.values()):
+        message = (
+            f"{kind.__name__} was given with states of steps that it has taken, of the model before"
+            " it was placed. Give a new one, and call load_state_dict() of the one returned."
+        )
+        raise OptionError(message)
+    groups = [
+        {k: v for k, v in g.items() if k not in {*IMPLEMENTATION, "param_names"}}
+        for g in optimizer.param_groups
+    ]
+    taken = inspect.signature(kind).parameters
+    options = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if name in taken and name not in _OF_IMPLEMENTATIONS
+    }
+    _refuse_more(optimizer, Stepper(kind, groups, options).inner)
+    named = names_of(model, groups)
+    optimizer.state.clear()  # its place is given to the one over the placed model
+    return OtherMaker(kind, options, named)
+
+
+def _is_first(entry: object) -> bool:
+    """Return whether an entry of ``state`` is one that a constructor makes (Adagrad's)."""
+    return isinstance(entry, dict) and "step" in entry and not float(entry["step"])
+
+
+def _refuse_more(given: Optimizer, made: Optimizer) -> None:
+    """Raise OptionError where an optimizer has attributes that ``made`` has not, or others."""
+    left_out = _OF_SCHEDULERS | {"defaults"}
+    first = {k: v for k, v in own_values(given).items() if k not in left_out}
+    second = {k: v for k, v in own_values(made).items() if k not in left_out}
+    names = [n for n in {**first, **second} if not same(first.get(n), second.get(n))]
+    if names:
+        message = (
+            f"{type(given).__name__} has {', '.join(sorted(names))} of its own, and is created"
+            " again over the placed model by its groups and defaults, which do not say it. Use"
+            " tensorstow.stow() with a function that returns a StowedOptimizer."
+        )
+        raise OptionError(message)
