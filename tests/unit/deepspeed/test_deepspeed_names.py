@@ -1,5 +1,6 @@
 """Names of upstream's that scripts use beside the engine."""
 
+import logging
 from importlib import import_module
 
 import pytest
@@ -18,7 +19,7 @@ from tensorstow.deepspeed.runtime import lr_schedules
 from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.runtime.utils import see_memory_usage
 from tensorstow.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from tensorstow.deepspeed.utils import groups
+from tensorstow.deepspeed.utils import groups, set_log_level_from_string
 
 
 def test_comm_is_torch_distributed_and_one_rank_needs_no_group() -> None:
@@ -54,6 +55,15 @@ def test_scripts_write_to_the_log_of_this_package(caplog: pytest.LogCaptureFixtu
     assert first == "[Rank 0] here"
     assert second.startswith("behind the step: 0 B on the device")
     assert deepspeed.logger.name == "tensorstow"
+
+
+def test_a_level_is_set_by_its_name() -> None:
+    log, handler = logging.getLogger("a log of this test"), logging.NullHandler()
+    log.addHandler(handler)
+    set_log_level_from_string("Error", log)
+    assert log.level == handler.level == logging.ERROR
+    with pytest.raises(OptionError, match="'loud' was given: it is one of debug, info"):
+        set_log_level_from_string("loud", log)
 
 
 @pytest.mark.parametrize(

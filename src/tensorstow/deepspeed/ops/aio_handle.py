@@ -12,6 +12,9 @@ from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, File, IoFuture, open_file
 
+_LOCKED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+"""Memory that ``new_cpu_locked_tensor`` has made, of all handles."""
+
 
 class AioHandle:
     """Reads and writes tensors in host memory, by name of a file; ``wait`` ends what is under way.
@@ -44,7 +47,6 @@ class AioHandle:
         self._flags = single_submit, overlap_events
         self._parallelism = intra_op_parallelism
         self._pending: list[tuple[IoFuture, File]] = []
-        self._locked: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def get_block_size(self) -> int:
         """Return the bytes that a transfer is cut into."""
@@ -224,7 +226,7 @@ class AioHandle:
         """
         pin = torch.accelerator.is_available()
         made = torch.zeros(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pin)
-        self._locked.add(made.untyped_storage())
+        _LOCKED.add(made.untyped_storage())
         return made
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
@@ -237,9 +239,20 @@ class AioHandle:
             False for another one, or at the second call.
         """
         storage = tensor.untyped_storage()
-        is_known = storage in self._locked
-        self._locked.discard(storage)
+        is_known = storage in _LOCKED
+        _LOCKED.discard(storage)
         return is_known
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is one of ``new_cpu_locked_tensor``, of any handle, or a part.
+
+        Args:
+            tensor: Any tensor.
+
+        Returns:
+            True also for one that torch has pinned.
+        """
+        return tensor.untyped_storage() in _LOCKED or tensor.is_pinned()
 
     def _start(self, operation: str, buffer: torch.Tensor, name: str | int, offset: int) -> None:
         if not buffer.is_contiguous():

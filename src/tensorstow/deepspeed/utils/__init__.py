@@ -2,7 +2,7 @@
 
 from tensorstow.deepspeed.dataloader import RepeatingLoader
 from tensorstow.deepspeed.utils import groups, logging, tensor_fragment
-from tensorstow.deepspeed.utils.logging import log_dist, logger
+from tensorstow.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 from tensorstow.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -47,6 +47,7 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
+    "set_log_level_from_string",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
     "set_z3_leaf_modules_by_suffix",

@@ -48,7 +48,10 @@ def test_what_is_written_is_read(
     read = handle.new_cpu_locked_tensor(count, values)
     assert handle.sync_pread(read, file, offset) == 1
     assert torch.equal(read, values)
+    other = AioHandle(queue_depth=1)
+    assert [other.is_pinned(t) for t in (read, read[1:], values)] == [True, True, False]
     assert [handle.free_cpu_locked_tensor(t) for t in (read, read, values)] == [True, False, False]
+    assert not other.is_pinned(read)
 
 
 def test_several_are_under_way(handle: AioHandle, tmp_path: Path) -> None:
