@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class OptimizerStep:
         told.loss_scale = told.cur_scale = self.factor
         told.loss_scaler = self._scale
         told.dynamic_loss_scale = self._scale is not None and self._scale.dynamic
+        told.needs_scaler = partial(bool, self._scale is not None)
 
     def _begin_and_end(self) -> bool:
         factor = 1.0 if self.unscaled else self.factor

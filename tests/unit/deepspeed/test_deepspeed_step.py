@@ -22,6 +22,7 @@ def weights_behind(gradient: list[float], clipping: float, scale: float | None) 
     assert not hasattr(optimizer, "grad_scale")
     assert optimizer.loss_scaler is update._scale
     assert not optimizer.dynamic_loss_scale
+    assert optimizer.needs_scaler() is (scale is not None)
     if math.isfinite(sum(gradient)):
         assert update.norm == pytest.approx(math.hypot(*gradient))
     optimizer.close()
