@@ -28,6 +28,7 @@ SUBJECTS = {
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
     "trainer": "a step of transformers' Trainer with our optimizer, and the same loop by hand",
     "deepspeed_step": "a step at stage 2 on two ranks, and DeepSpeed's, where installed",
+    "deepspeed_numbers": "what DeepSpeed's door computes, against a plain loop: 288 cells",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }

@@ -216,8 +216,8 @@ class OptimizerWrapper(Optimizer):
 
     def _clipped_step(self) -> None:
         optimizer, factor = _stowed(self.optim, "Clipping and fp16"), self.loss_scale
-        norm = optimizer.clip_grad_norm_(self._max_norm * factor if self._max_norm else math.inf)
-        self._norm = norm / factor
+        limit = self._max_norm or math.inf
+        self._norm = norm = optimizer.clip_grad_norm_(limit, loss_scale=factor)
         overflow = self._scaler is not None and not bool(torch.isfinite(norm))
         self._is_scaled = False
         if overflow:

@@ -63,9 +63,8 @@ class OptimizerStep:
     def _begin_and_end(self) -> bool:
         factor = 1.0 if self.unscaled else self.factor
         self.unscaled = 0
-        limit = self._clipping * factor if self._clipping > 0.0 else math.inf
-        norm = self._optimizer.clip_grad_norm_(limit)
-        self.norm = norm / factor
+        limit = self._clipping if self._clipping > 0.0 else math.inf
+        self.norm = norm = self._optimizer.clip_grad_norm_(limit, loss_scale=factor)
         overflow = not bool(torch.isfinite(norm))
         self._optimizer.step_scaled(factor, overflowed=overflow)
         self._optimizer.zero_grad()

@@ -169,7 +169,7 @@ class Bucket:
             if there[index] == 0.0:
                 continue
             mine = share_in(parameter).rows(parameter)
-            rows = self.layout.place(index, own, mine).to(parameter.dtype)
+            rows = self.layout.place(index, own, mine)
             found.append((parameter, rows))
         return found
 

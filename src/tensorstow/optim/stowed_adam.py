@@ -1,5 +1,6 @@
 """``StowedAdam``: torch's optimizer interface over stowed states; base of Adam and AdamW."""
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -274,7 +275,9 @@ class StowedAdam(Optimizer):
 
     @exclusive_call("clip_grad_norm_")
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float = 1.0
+    ) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global 2-norm.
 
         The norm is the root of binary64 sums per parameter, added in parameter order. The factor
@@ -284,6 +287,8 @@ class StowedAdam(Optimizer):
         Args:
             max_norm: The largest norm, at least 0.
             error_if_nonfinite: Whether a norm that is not finite is an error.
+            loss_scale: What the loss was multiplied by, as for ``step_scaled``: the norm is that of
+                the gradients divided by it.
 
         Returns:
             The norm before clipping: a scalar fp64 tensor.
@@ -296,7 +301,7 @@ class StowedAdam(Optimizer):
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
         self._runtime.schedule.check_clipping()
-        norm = self._grad_norm()
+        norm = self._grad_norm() / loss_scale
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
@@ -349,7 +354,8 @@ class StowedAdam(Optimizer):
             gradients.append(gradient)
         found = squared_norms(gradients, self._isa)
         squares = sum_over_shards(parameters, [used.get(i, n) for i, n in enumerate(found)])
-        return torch.tensor(sum(squares), dtype=torch.float64).sqrt()
+        # math's root is rounded right everywhere; torch's is an ulp off on some machines.
+        return torch.tensor(math.sqrt(sum(squares)), dtype=torch.float64)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for all micro-batches of a step but the last.

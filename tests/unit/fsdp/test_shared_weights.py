@@ -285,6 +285,23 @@ def test_gradients_that_are_not_reduced_are_not_stepped_by(ranks: "Ranks") -> No
     ranks(2).run(wait_unreduced)
 
 
+def in_bf16() -> list[float]:
+    """Return the reduced sum of two micro-batches, which bf16 would round."""
+    net = nn.Linear(1, 2, bias=False).bfloat16()
+    model, optimizer = stow(net, partial(AdamW, lr=0.0), plan=Plan(stage=1, accumulation_steps=2))
+    for gradient in (1.0, 2.0**-9):
+        model(torch.full((1, 1), gradient, dtype=torch.bfloat16)).sum().backward()
+    reduced: Any = model.weight.grad
+    optimizer.close()
+    values: list[float] = reduced.full_tensor().flatten().tolist()
+    return values
+
+
+def test_a_sum_of_micro_batches_is_not_rounded_to_bf16(ranks: "Ranks") -> None:
+    for values in ranks(2).run(in_bf16):
+        assert values == [1.0 + 2.0**-9] * 2
+
+
 def in_fp16() -> list[float]:
     """Return the mean of gradients whose sum is beyond fp16."""
     model, optimizer = stow(

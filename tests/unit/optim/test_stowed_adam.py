@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from collections.abc import Callable
@@ -291,6 +292,19 @@ def test_clipping_inside_the_update_is_clipping_before_it(tmp_path: Path) -> Non
     theirs.step()
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)  # the factor holds for one step
+
+
+def test_the_root_of_a_norm_is_rounded_right() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    drawn = torch.Generator().manual_seed(0)
+    with AdamW([weight]) as optimizer:
+        for _ in range(400):  # of which torch's own root is an ulp off for some, on some machines
+            weight.grad = torch.rand(2, generator=drawn)
+            first, second = weight.grad.tolist()
+            wanted = math.sqrt(first * first + second * second)
+            assert optimizer.clip_grad_norm_(math.inf).item() == wanted
+            halved = optimizer.clip_grad_norm_(math.inf, loss_scale=2.0)
+            assert halved.item() == wanted / 2.0
 
 
 def test_a_norm_that_is_not_finite_can_raise() -> None:
