@@ -57,6 +57,7 @@ def test_exported_names() -> None:
         "ops",
         "runtime",
         "summary_of",
+        "take_name",
         "utils",
         "zero",
     ]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tensorstow.deepspeed.config.summary import summary_of
     from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
+    from tensorstow.deepspeed.name import take_name
     from tensorstow.deepspeed.on_device import OnDevice
     from tensorstow.deepspeed.ranks import init_distributed
     from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -53,6 +54,7 @@ __all__ = [
     "ops",
     "runtime",
     "summary_of",
+    "take_name",
     "utils",
     "zero",
 ]
@@ -75,6 +77,7 @@ _MODULES = {
     "log_dist": "utils",
     "logger": "utils",
     "summary_of": "config.summary",
+    "take_name": "name",
 }
 """Where each name is that is no module itself."""
 

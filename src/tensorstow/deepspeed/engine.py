@@ -37,7 +37,7 @@ from tensorstow.deepspeed.states import (
     watch_loads,
 )
 from tensorstow.deepspeed.step import OptimizerStep
-from tensorstow.deepspeed.timer import StepTimer
+from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import current_device, on_every_rank
@@ -112,6 +112,7 @@ class DeepSpeedEngine(ConfiguredModule):
             timed=settings.wall_clock_breakdown,
             logs=self.global_rank == 0,
         )
+        self.tput_timer = ThroughputTimer(settings.batch.train)
         self.monitor = Monitor(settings, writes=self.global_rank == 0)
         self._loss = 0.0
         if optimizer is not None:
@@ -181,6 +182,8 @@ class DeepSpeedEngine(ConfiguredModule):
         """
         dtype = self.settings.autocast
         casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        if self.module.training:
+            self.tput_timer.start()
         with self._timer.measure("forward"), casts:
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
@@ -282,12 +285,14 @@ class DeepSpeedEngine(ConfiguredModule):
             raise OptionError(message)
         self._applied = False
         self._is_stepping = True
+        ends_step = self.is_gradient_accumulation_boundary()
         try:
-            if self.is_gradient_accumulation_boundary():
+            if ends_step:
                 self._step(update, lr_kwargs)
         finally:
             self._is_stepping = False
         self.micro_steps += 1
+        self.tput_timer.stop(global_step=ends_step)
 
     def _step(self, update: OptimizerStep, lr_kwargs: dict[str, Any] | None) -> None:
         """Update and step the scheduler; raises BackwardError."""

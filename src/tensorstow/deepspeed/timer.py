@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 
 logger = logging.getLogger("tensorstow.deepspeed")
+_UNTIMED_STEPS = 2
 _FORMAT = "[%(asctime)s] [%(levelname)s] [Rank 0] %(message)s"
 
 
@@ -49,6 +50,53 @@ class StepTimer:
         if self._logs:
             line = ", ".join(f"{name}={value}" for name, value in {**facts, **seconds}.items())
             _tell(f"step={step}, {line}")
+
+
+class ThroughputTimer:
+    """Samples per second of an engine's steps, by the host's clock: ``engine.tput_timer``."""
+
+    def __init__(self, batch_size: int) -> None:
+        """Count ``batch_size`` samples a step, of all ranks; the first two steps count nothing."""
+        self.batch_size = batch_size
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._start: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Begin a micro-batch."""
+        self._start = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:  # noqa: FBT001, FBT002
+        """End the micro-batch that has begun.
+
+        Args:
+            global_step: Whether a step ends with it.
+            report_speed: Not used.
+        """
+        del report_speed
+        if self._start is None:
+            return
+        if self.global_step_count >= _UNTIMED_STEPS:
+            self.total_elapsed_time += time.perf_counter() - self._start
+        self._start = None
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+
+    def avg_samples_per_sec(self) -> float:
+        """Return the samples per second since the third step.
+
+        Returns:
+            Samples; minus infinity before that step has ended.
+        """
+        timed = self.global_step_count - _UNTIMED_STEPS
+        if timed <= 0:
+            return float("-inf")
+        return self.batch_size * timed / self.total_elapsed_time
 
 
 def _tell(line: str) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import tensorstow.deepspeed as deepspeed
 from tensorstow.base.errors import AbsentError, OptionError
 from tensorstow.deepspeed import comm
+from tensorstow.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from tensorstow.deepspeed.moe.utils import (
     has_moe_layers,
     split_params_into_different_moe_groups_for_optimizer,
@@ -37,6 +38,13 @@ def test_every_schedule_of_a_configuration_is_a_class() -> None:
     assert len(lr_schedules.VALID_LR_SCHEDULES) == 5
     for name in lr_schedules.VALID_LR_SCHEDULES:
         assert issubclass(getattr(lr_schedules, name), lr_schedules.LRSchedule)
+
+
+def test_parts_of_a_model_are_read_and_replaced_by_path() -> None:
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()))
+    assert recursive_getattr(model, "0.1") is model[0][1]
+    recursive_setattr(model, "0.1", torch.nn.Tanh())
+    assert isinstance(model[0][1], torch.nn.Tanh)
 
 
 def test_devices_are_the_texts_of_a_configuration() -> None:

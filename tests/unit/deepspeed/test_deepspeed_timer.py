@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tensorstow.deepspeed.timer import StepTimer
+from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 
 
 def test_every_so_many_steps_are_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -39,6 +39,24 @@ def test_other_ranks_and_never_say_nothing(
     with caplog.at_level(logging.INFO, "tensorstow"):
         StepTimer(every, timed=False, logs=logs).log_step(1, {})
     assert not caplog.records
+
+
+def test_samples_per_second_are_those_behind_the_second_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    timer = ThroughputTimer(batch_size=12)
+    for step in range(4):
+        assert (timer.avg_samples_per_sec() > 0.0) == (step > 2)
+        for ends_step in (False, True):
+            timer.start()
+            timer.stop(global_step=ends_step)
+    timer.stop(global_step=True)  # nothing has begun
+    assert (timer.global_step_count, timer.micro_step_count) == (4, 8)
+    assert (timer.total_elapsed_time, timer.avg_samples_per_sec()) == (4.0, 6.0)
+    timer.update_epoch_count()
+    assert (timer.epoch_count, timer.micro_step_count) == (1, 0)
 
 
 IN_A_SCRIPT = """

@@ -1,5 +1,6 @@
 """``deepspeed.accelerator.real_accelerator``: ``get_accelerator`` over ``torch.accelerator``."""
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,41 @@ import torch
 from tensorstow.fsdp.sharding import backend_of, current_device
 
 __all__ = ["TorchAccelerator", "get_accelerator"]
+
+
+def _zero(device_index: int | None = None) -> int:
+    """Return the bytes that torch counts of the CPU's memory."""
+    del device_index
+    return 0
+
+
+def _nothing(device_index: int | None = None) -> None:
+    """Reset a count that stays 0."""
+    del device_index
+
+
+def _rng_state(device_index: int | None = None) -> torch.Tensor:
+    del device_index
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device_index: int | None = None) -> None:
+    del device_index
+    torch.set_rng_state(new_state)
+
+
+_OF_THE_CPU: Mapping[str, Callable[..., Any]] = {
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "initial_seed": torch.initial_seed,
+    "get_rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+    "memory_reserved": _zero,
+    "max_memory_reserved": _zero,
+    "reset_peak_memory_stats": _nothing,
+    "reset_max_memory_allocated": _nothing,
+}
+"""What ``torch.cpu`` lacks of what scripts call on any device."""
 
 
 class TorchAccelerator:
@@ -23,11 +59,28 @@ class TorchAccelerator:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever torch has
         """Return what the device's module in torch has by this name."""
+        if self._is_host and name in _OF_THE_CPU:
+            return _OF_THE_CPU[name]
         return getattr(self._module(), name)
 
     def _module(self) -> Any:  # noqa: ANN401  # modules have no common type
         """Return the device's module in torch: ``torch.cuda``, ``torch.cpu``, ..."""
         return torch.get_device_module(self._kind)
+
+    random = torch.random
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return a tensor in host memory that the device copies from directly.
+
+        Args:
+            tensor: A tensor in host memory.
+            align_bytes: Not used.
+
+        Returns:
+            A copy; the tensor itself on the CPU.
+        """
+        del align_bytes
+        return tensor if self._is_host else tensor.pin_memory()
 
     def is_synchronized_device(self) -> bool:
         """Return whether calls end when their work has.

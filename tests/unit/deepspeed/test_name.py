@@ -1,0 +1,53 @@
+"""``import deepspeed`` of libraries that import it themselves."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import tensorstow.deepspeed
+from tensorstow.base.errors import AbsentError, OptionError
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    for late in ("accelerate", "transformers.integrations.deepspeed", "lightning.fabric"):
+        monkeypatch.delitem(sys.modules, late, raising=False)
+    tensorstow.deepspeed.take_name()
+    yield
+    for name in [n for n in sys.modules if n.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("named")
+def test_modules_are_this_packages_own() -> None:
+    tensorstow.deepspeed.take_name()  # a second time changes nothing
+    assert importlib.import_module("deepspeed") is tensorstow.deepspeed
+    deeper = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    assert deeper.__name__ == "tensorstow.deepspeed.runtime.zero.partition_parameters"
+    assert deeper.__spec__.name == deeper.__name__
+    assert importlib.util.find_spec("deepspeed") is not None
+    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.no_such"):
+        importlib.import_module("deepspeed.no_such")
+    with pytest.raises(AbsentError, match="stow"):
+        importlib.import_module("deepspeed").init_inference  # noqa: B018
+
+
+@pytest.mark.usefixtures("named")
+def test_libraries_find_the_version() -> None:
+    assert importlib.metadata.version("deepspeed") == tensorstow.deepspeed.__version__
+    assert "torch" in {d.name for d in importlib.metadata.distributions()}
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("no-such-package")
+
+
+def test_what_has_looked_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", sys)
+    before = list(sys.meta_path)
+    with pytest.raises(OptionError, match="when accelerate"):
+        tensorstow.deepspeed.take_name()
+    assert sys.meta_path == before
