@@ -1,5 +1,6 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -256,7 +257,9 @@ class StowedOptimizer(Optimizer):
     # --- beyond torch ---
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float = 1.0
+    ) -> torch.Tensor:
         """Clip the gradients by their global 2-norm, in place; the norm is that of all ranks.
 
         The norm is the root of binary64 sums per parameter, added in parameter order. Gradients are
@@ -265,6 +268,8 @@ class StowedOptimizer(Optimizer):
         Args:
             max_norm: The largest norm, at least 0.
             error_if_nonfinite: Whether a norm that is not finite is an error.
+            loss_scale: What the loss was multiplied by, as for ``step_scaled``: the norm is that of
+                the gradients divided by it.
 
         Returns:
             The norm before clipping: a scalar fp64 tensor.
@@ -276,7 +281,7 @@ class StowedOptimizer(Optimizer):
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it must not be negative."
             raise OptionError(message)
-        norm = self.grad_norm()
+        norm = self.grad_norm() / loss_scale
         if error_if_nonfinite and not torch.isfinite(norm):
             message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
             raise RuntimeError(message)
@@ -293,7 +298,7 @@ class StowedOptimizer(Optimizer):
         parameters = [p for _, p in self._all()]
         squares = squared_norms([gradient_of(p) for p in parameters], None)
         total = sum(sum_over_shards(parameters, squares))
-        return torch.tensor(total, dtype=torch.float64).sqrt()
+        return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
 
     def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         """Take a step by the gradients of a loss that the caller has scaled; they are divided.

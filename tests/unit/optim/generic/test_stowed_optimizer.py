@@ -545,3 +545,13 @@ def test_chunks_are_of_the_policys_size(tmp_path: Path) -> None:
     opt = stowed([weight(4 * CHUNK)], tmp_path)
     [plan] = opt.plan()
     assert (plan.how, plan.pieces, plan.piece_bytes) == ("chunks", 4, 4 * CHUNK)
+
+
+def test_the_norm_of_gradients_of_a_scaled_loss_is_that_without_the_scale() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = StowedOptimizer(optim.SGD, [weight], lr=1.0)
+    weight.grad = torch.tensor([6e-6, 8e-6])
+    norm = optimizer.clip_grad_norm_(1e-6, loss_scale=2.0)
+    assert norm.item() == pytest.approx(5e-6)
+    assert weight.grad.tolist() == pytest.approx([1e-6, 8e-6 / 6.0], rel=1e-6)
+    optimizer.close()
