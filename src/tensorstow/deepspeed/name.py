@@ -52,7 +52,7 @@ class _Distribution(importlib.metadata.Distribution):
 
     def locate_file(self, path: Any) -> Path:  # noqa: ANN401  # what the standard library passes
         """Return where a file of the package is."""
-        return Path(__file__).parent.parent / path
+        return Path(__file__).parent.parent.joinpath(path)
 
 
 class _Loader(Loader):
