@@ -11,15 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tensorstow.base.errors import BackwardError, OptionError
-from tensorstow.checkpoint.serialize import flatten, inflate
+from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
+from tensorstow.checkpoint.serialize import flatten
+from tensorstow.deepspeed.checkpoint.loading import COUNTS, open_checkpoint, tag_to_load
 from tensorstow.deepspeed.checkpoint.sharded import (
     Contents,
     full_weights,
-    latest_tag,
-    load_module,
-    load_states,
-    read_common,
     save,
     validate_same_tag,
 )
@@ -44,7 +41,6 @@ from tensorstow.fsdp.sharding import current_device, on_every_rank
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
 from tensorstow.optim.placed import PlacedOptimizer
 
-_COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
 _NESTED = (
     "no_sync() or coalesce_grad_reduction() was called inside of one of them: one context is"
     " enough. Leave one out."
@@ -477,7 +473,7 @@ class DeepSpeedEngine(ConfiguredModule):
             folder.mkdir(parents=True, exist_ok=True)
             return flatten(client_state or {}, "client_state")
 
-        kept = {name: getattr(self, name) for name in _COUNTS}
+        kept = {name: getattr(self, name) for name in COUNTS}
         kept["client_state"] = on_every_rank(prepare, f"begin a checkpoint in {folder}")
         kept["scale"] = None if self._scale is None else self._scale.state_dict()
         kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
@@ -496,9 +492,12 @@ class DeepSpeedEngine(ConfiguredModule):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what ``save_checkpoint`` wrote, on any number of ranks; call it on every rank.
 
+        Also what DeepSpeed's own wrote under stages 1 to 3, and its universal checkpoints.
+
         Args:
             load_dir: The directory.
-            tag: The subdirectory. Default: None, the one that ``latest`` names.
+            tag: The subdirectory. Default: None, the one that ``latest`` names, or
+                ``latest_universal`` with ``checkpoint.load_universal``.
             load_module_strict: Whether the module must have the checkpoint's names.
             load_optimizer_states: Whether states, groups and the loss scale are loaded.
             load_lr_scheduler_states: Whether the scheduler's state is loaded.
@@ -508,31 +507,44 @@ class DeepSpeedEngine(ConfiguredModule):
             The checkpoint's directory and ``client_state``; (None, None) if nothing was saved.
 
         Raises:
-            StoreFormatError: There is no checkpoint of this engine's.
+            StoreFormatError: There is no checkpoint that can be read.
             OptionError: The checkpoint is of another model, or of other groups; or ranks found
                 different tags, in a directory that they do not share.
             StowError: Another rank could not read. That one raises what it met.
         """
-        tag = latest_tag(Path(load_dir)) if tag is None else str(tag)
-        validate_same_tag(tag, "load_checkpoint()")
-        if tag is None:
+        universal = self.settings.load_universal
+        given = tag_to_load(Path(load_dir), universal=universal) if tag is None else str(tag)
+        validate_same_tag(given, "load_checkpoint()")
+        if given is None and universal:
+            message = (
+                f"{load_dir} has no file latest_universal, which checkpoint.load_universal asks"
+                " for: convert a checkpoint by DeepSpeed's ds_to_universal, or leave the key out."
+            )
+            raise StoreFormatError(message)
+        if given is None:
             return None, None
-        folder = Path(load_dir) / tag
-        kept = on_every_rank(partial(read_common, folder), f"read {folder}")
-        load_module(folder, self.module, strict=load_module_strict)
+        folder = Path(load_dir) / given
+        saved = on_every_rank(partial(open_checkpoint, folder), f"read {folder}")
+        on_every_rank(
+            partial(saved.load_module, self.module, strict=load_module_strict),
+            f"load the weights in {folder}",
+        )
         if self.optimizer is not None:
             drop_unused_masters(self.optimizer)
         if load_module_only:
-            return str(folder), _client_state(kept)
+            return str(folder), saved.client_state
         if load_optimizer_states and self.optimizer is not None:
-            load_states(folder, kept, self.module, self.optimizer)
-            if self._scale is not None and kept["scale"] is not None:
-                self._scale.load_state_dict(kept["scale"])
-        if load_lr_scheduler_states and self.lr_scheduler is not None and kept["scheduler"]:
-            self.lr_scheduler.load_state_dict(kept["scheduler"])
-        for name in _COUNTS:
-            setattr(self, name, kept[name])
-        return str(folder), _client_state(kept)
+            on_every_rank(
+                partial(saved.load_states, self.module, self.optimizer),
+                f"load the states in {folder}",
+            )
+            if self._scale is not None and saved.scale is not None:
+                self._scale.load_state_dict(saved.scale)
+        if load_lr_scheduler_states and self.lr_scheduler is not None and saved.scheduler:
+            self.lr_scheduler.load_state_dict(saved.scheduler)
+        for name, count in saved.counts.items():
+            setattr(self, name, count)
+        return str(folder), saved.client_state
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict.
@@ -742,10 +754,3 @@ class DeepSpeedEngine(ConfiguredModule):
         return 1.0 if self._update is None else self._update.factor
 
     cur_scale = loss_scale
-
-
-def _client_state(kept: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``client_state`` that was given to ``save_checkpoint``."""
-    plain, tensors = kept["client_state"]
-    given: dict[str, Any] = inflate(plain, tensors.__getitem__)
-    return given

@@ -57,7 +57,7 @@ def test_ranks_with_different_tags_are_told(ranks: "Ranks", tmp_path: Path) -> N
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert latest_tag(tmp_path) is None
-    with pytest.raises(StoreFormatError, match=r"no checkpoint of this engine's"):
+    with pytest.raises(StoreFormatError, match=r"it is no checkpoint"):
         read_common(tmp_path)
 
 

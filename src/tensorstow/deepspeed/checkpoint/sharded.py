@@ -113,9 +113,8 @@ def read_common(folder: Path) -> dict[str, Any]:
     file = folder / _KEPT
     if not file.is_file():
         message = (
-            f"{folder} has no {_KEPT}: it is no checkpoint of this engine's. Name a directory that"
-            " save_checkpoint() wrote to, and a tag in it. To load a checkpoint of DeepSpeed,"
-            " convert it to a state_dict with its zero_to_fp32.py."
+            f"{folder} has no {_KEPT}: it is no checkpoint. Name a directory that"
+            " save_checkpoint() wrote to, this engine's or DeepSpeed's, and a tag in it."
         )
         raise StoreFormatError(message)
     found: dict[str, Any] = torch.load(file, weights_only=True)

@@ -260,12 +260,7 @@ _CHECKPOINTS = [
         "tag_validation",
         why="different tags on ranks are an error",
     ),
-    refused(
-        f"{_CK}load_universal",
-        BOOL,
-        off=False,
-        instead="load the weights as safetensors or a state_dict",
-    ),
+    honoured(f"{_CK}load_universal", BOOL, off=False),
     *idle(_CK, BOOL, "use_node_local_storage", why="ranks write into the directory of the call"),
     *idle(f"{_CK}parallel_write.", BOOL, "pipeline_stage", why="there are no pipeline stages"),
     *idle(_CK, ANYTHING, "checkpoint_serialization", "writer", why="there is one way of writing"),

@@ -72,6 +72,7 @@ def _settings(values: Values, world: int) -> Settings:
         bf16=values["bf16.enabled"],
         check_grad_overflow=values["bf16.enabled"] and values["bf16.check_grad_overflow"],
         autocast=_autocast(values),
+        load_universal=values["checkpoint.load_universal"],
         gradient_clipping=values["gradient_clipping"],
         zero=_zero(values),
         aio=Aio(

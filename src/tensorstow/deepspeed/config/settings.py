@@ -135,3 +135,5 @@ class Settings:
     csv_monitor: MonitorFiles = field(default_factory=MonitorFiles)
     wandb: WandbMonitor = field(default_factory=WandbMonitor)
     dataloader_drop_last: bool = False
+    load_universal: bool = False
+    """Whether ``load_checkpoint`` takes the tag in ``latest_universal`` where none is given."""

@@ -1,0 +1,214 @@
+"""A checkpoint that DeepSpeed wrote, loaded into an engine of any number of ranks.
+
+Every rank maps the files of all ranks. One parameter at a time is put together, of which a rank
+keeps its elements.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from tensorstow.deepspeed.checkpoint.zero_files import (
+    FP32,
+    Fragment,
+    Partitions,
+    joined,
+    model_files,
+    partitions_of,
+    read_file,
+)
+from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
+from tensorstow.fsdp.full_tensors import resharded, to_local
+from tensorstow.optim.placed import PlacedOptimizer
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.tensors.dtensor import is_sharded, part_of
+
+_COUNTS = ("global_steps", "skipped_steps", "global_samples")
+_HYPER_PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay", "initial_lr"})
+_OF_ADAM = frozenset({FP32, "exp_avg", "exp_avg_sq"})
+_OF_DEEPSPEED = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes"),
+        *("shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd"),
+        *("sparse_tensor_module_names", "csr_tensor_module_names", "dp_world_size"),
+        *("mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version"),
+        *("universal_checkpoint_info", "num_experts", "ds_autoep_layers", *_COUNTS),
+    }
+)
+
+
+class ZeroCheckpoint:
+    """A folder that DeepSpeed's ``save_checkpoint`` or ``ds_to_universal`` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        """Map the files of weights; raises StoreFormatError for a layout that is not known."""
+        self._folder = folder
+        self._models = [read_file(file) for file in model_files(folder)]
+        self._common = self._models[0]
+        if self._common.get("num_experts") or self._common.get("ds_autoep_layers"):
+            message = (
+                f"{folder} is of a model with DeepSpeed's experts, which have files of their own:"
+                " they are not read."
+            )
+            raise StoreFormatError(message)
+
+    @staticmethod
+    def is_at(folder: Path) -> bool:
+        """Return whether DeepSpeed wrote ``folder``."""
+        return bool(model_files(folder))
+
+    @cached_property
+    def _partitions(self) -> Partitions:
+        return partitions_of(self._folder, self._models)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The engine's counters; micro-batches begin anew, as upstream."""
+        counts = {name: int(self._common[name]) for name in _COUNTS if name in self._common}
+        return {"micro_steps": 0, **counts}
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """What was given to ``save_checkpoint``."""
+        given = {key: value for key, value in self._common.items() if key not in _OF_DEEPSPEED}
+        own: dict[str, Any] = clone_tensors_for_torch_save(given)  # files may be replaced later
+        return own
+
+    @property
+    def scheduler(self) -> Any:  # noqa: ANN401  # a scheduler's own
+        """The scheduler's state; None: there was none."""
+        return clone_tensors_for_torch_save(self._common.get("lr_scheduler"))
+
+    @property
+    def scale(self) -> dict[str, float | int] | None:
+        """The state of a dynamic loss scale; None: there was none."""
+        scaler: Any = self._partitions.scaler
+        if scaler is None or not getattr(scaler, "dynamic", False):
+            return None
+        return {
+            "scale": scaler.cur_scale,
+            "patience": scaler.cur_hysteresis,
+            "good_steps": scaler.cur_iter - scaler.last_overflow_iter - 1,
+            "cur_iter": scaler.cur_iter,
+        }
+
+    @torch.no_grad()
+    def load_module(self, module: nn.Module, *, strict: bool) -> None:
+        """Load weights and buffers; raises OptionError if ``strict`` and the names differ."""
+        here = module.state_dict()
+        there: Mapping[str, torch.Tensor] = self._common["module"]
+        if strict and there.keys() != here.keys():
+            missing, more = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+            message = (
+                f"{self._folder} is of another model: it lacks {missing} and also has {more}. Pass"
+                " load_module_strict=False to load what both have."
+            )
+            raise OptionError(message)
+        named = dict(resharded(module).named_parameters())
+        targets: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **named}
+        both = {name: target for name, target in targets.items() if name in there}
+        for name, target in both.items():
+            shape = self._shapes.get(name, there[name].shape)
+            if shape != target.shape:
+                message = (
+                    f"{name} has the shape {tuple(target.shape)} here and {tuple(shape)} in"
+                    f" {self._folder}: it is of another model."
+                )
+                raise OptionError(message)
+        for name, target in both.items():
+            is_whole = there[name].shape == target.shape
+            _write(target, there[name] if is_whole else self._gathered(name), name)
+
+    @torch.no_grad()
+    def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
+        """Load fp32 weights, states and hyper-parameters.
+
+        Raises OptionError if the checkpoint's groups have other parameters.
+        """
+        saved = self._partitions
+        self._compare_groups(module, optimizer)
+        kept = {key for each in saved.fragments.values() for key in each}
+        if not isinstance(optimizer, StowedAdam) or not kept <= _OF_ADAM:
+            message = (
+                f"{self._folder} has the states {sorted(kept - {FP32})}, and the optimizer is"
+                f" {type(optimizer).__name__}: DeepSpeed's are read for Adam and AdamW. Pass"
+                " load_optimizer_states=False."
+            )
+            raise OptionError(message)
+        named = dict(resharded(module).named_parameters())
+        states: StatesByName = {}
+        for name in saved.shapes:
+            parameter = named[name]
+            whole = saved.whole(name, FP32)
+            _write(parameter, whole, name)
+            step = saved.steps.get(name)
+            entry = {"step": torch.tensor(0.0 if step is None else step)}
+            if parameter.dtype != torch.float32:
+                entry["master"] = _own(whole, parameter, name)
+            elif step is None:
+                continue
+            for key in saved.fragments[name].keys() - {FP32}:
+                entry[key] = _own(saved.whole(name, key), parameter, name)
+            states[name] = entry
+        set_states(module, optimizer, states)
+        for group, there in zip(optimizer.param_groups, saved.groups, strict=True):
+            group.update({k: v for k, v in there.values.items() if k in _HYPER_PARAMETERS})
+
+    def _compare_groups(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
+        names = iter(owned_names(module, optimizer))
+        named = dict(resharded(module).named_parameters())
+        here = [
+            {name for name in (next(names) for _ in group["params"]) if named[name].requires_grad}
+            for group in optimizer.param_groups
+        ]
+        there = [group.names for group in self._partitions.groups]
+        if here != there:
+            message = (
+                f"{self._folder} has groups of {[len(names) for names in there]} parameters and the"
+                f" optimizer of {[len(names) for names in here]}, or their names differ: create the"
+                " same groups, or pass load_optimizer_states=False."
+            )
+            raise OptionError(message)
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of weights that stage 3 has cut: it leaves empty tensors in their places."""
+        groups = self._common.get("param_shapes") or []
+        frozen = self._common.get("frozen_param_shapes") or {}
+        each = [groups] if isinstance(groups, Mapping) else groups
+        return {name: torch.Size(s) for group in (*each, frozen) for name, s in group.items()}
+
+    def _gathered(self, name: str) -> torch.Tensor:
+        """Return a whole weight that stage 3 had cut."""
+        if name in self._partitions.shapes:
+            return self._partitions.whole(name, FP32)
+        cut = [model.get("frozen_param_fragments") or {} for model in self._models]
+        if name not in cut[0]:
+            message = (
+                f"{self._folder} has no values of {name}: it was saved without frozen parameters."
+                " Load them by themselves, and leave it out of the module until then."
+            )
+            raise StoreFormatError(message)
+        shape, fragments, start = self._shapes[name], [], 0
+        for fragment in cut:
+            own = fragment[name].reshape(-1)[: shape.numel() - start]
+            fragments.append(Fragment(start, own))
+            start += own.numel()
+        return joined(fragments, shape, name)
+
+
+def _write(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
+    """Copy a whole tensor into a weight or buffer, of which this rank may have a part."""
+    own = part_of(whole, target, name) if is_sharded(target) else whole
+    to_local(target).copy_(own)
+
+
+def _own(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
+    """Return this rank's elements of a state, in memory of their own."""
+    return part_of(whole, parameter, name).to(torch.float32, copy=True)

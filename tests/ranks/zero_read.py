@@ -1,0 +1,143 @@
+"""Loading checkpoints in DeepSpeed's own layout into engines: what tests call in each rank."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import tensorstow.deepspeed as deepspeed
+from ranks.driven import closing, weights_of_one
+from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tensorstow.fsdp.full_tensors import resharded
+from zero_written import STATES, ZeroRun
+
+HYPER = [
+    {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": decay, "amsgrad": False}
+    for decay in (0.1, 0.0)
+]
+
+
+class Words(nn.Module):
+    """A tied embedding, a frozen layer, a buffer, and sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        """Create the model."""
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.frozen = nn.Linear(5, 5).requires_grad_(requires_grad=False)
+        self.hidden = nn.Linear(5, 3)
+        self.out = nn.Linear(3, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(5.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        x = self.embedding(ids)
+        x = self.frozen(x) * self.table.to(x.dtype)
+        logits = self.head(self.out(torch.tanh(self.hidden(x))))
+        return nn.functional.cross_entropy(logits.float(), ids)
+
+
+@dataclass
+class Held:
+    """What an engine has once it has loaded."""
+
+    trained: dict[str, dict[str, torch.Tensor]]
+    others: dict[str, torch.Tensor]
+    counts: tuple[int, ...]
+    client: dict[str, Any] | None
+    groups: list[dict[str, Any]]
+    scale: float
+    scheduled: int
+    after: dict[str, torch.Tensor]
+    """Weights after a step."""
+
+
+def decays(model: nn.Module) -> list[dict[str, Any]]:
+    """Return two groups, of other weight decay than was saved."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.5},
+    ]
+
+
+def run_of(dtype: torch.dtype = torch.float32, **more: Any) -> ZeroRun:  # noqa: ANN401
+    """Return a run of the model, of numbers drawn."""
+    model, groups = Words(), []
+    names = {id(p): name for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(3)
+    for group in decays(model):
+        groups.append({})
+        for parameter in group["params"]:
+            drawn = [torch.rand(parameter.shape, generator=generator) for _ in range(3)]
+            groups[-1][names[id(parameter)]] = dict(zip(("fp32", *STATES), drawn, strict=True))
+    return ZeroRun(
+        groups,
+        HYPER,
+        {
+            name: torch.rand(p.shape).to(dtype)
+            for name, p in model.named_parameters()
+            if not p.requires_grad
+        },
+        {"table": torch.rand(5)},
+        {"head.weight": "embedding.weight"},
+        list(model.state_dict()),
+        dtype,
+        client={"epoch": 7, "names": ["a", "b"]},
+        scheduler={"last_batch_iteration": 2},
+        **more,
+    )
+
+
+def engine_for(
+    stage: int,
+    dtype: str = "fp32",
+    place: str | None = None,
+    load_universal: bool = False,  # noqa: FBT001, FBT002
+) -> DeepSpeedEngine:
+    """Return an engine of the model; ``place``: the directory of weights and states on disk."""
+    zero: dict[str, Any] = {"stage": stage}
+    if place is not None:
+        for section in ("offload_optimizer", "offload_param"):
+            zero[section] = {"device": "nvme", "nvme_path": place}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 8}},
+        "zero_optimization": zero,
+        "checkpoint": {"load_universal": load_universal},
+        "steps_per_print": 100,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True}
+    model = Words()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=decays(model), config=config)
+    return engine
+
+
+def loaded_from(
+    folder: str, stage: int, dtype: str = "fp32", place: str | None = None, **more: bool
+) -> Held:
+    """Load a checkpoint, look at what is held, and take a step."""
+    with closing(engine_for(stage, dtype, place)) as engine:
+        path, client = engine.load_checkpoint(folder, "saved", **more)
+        assert path == str(Path(folder) / "saved")
+        named = dict(resharded(engine.module).named_parameters())
+        trained, others = {}, dict(engine.module.named_buffers())
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                kept = {k: safe_get_full_optimizer_state(parameter, k) for k in STATES}
+                trained[name] = {"fp32": safe_get_full_fp32_param(parameter), **kept}
+            others[name] = weights_of_one(parameter)
+        counts = (engine.global_steps, engine.skipped_steps, engine.global_samples)
+        groups = [{k: g[k] for k in HYPER[0]} for g in engine.optimizer.param_groups]
+        scale, scheduled = engine.loss_scale, engine.lr_scheduler.last_batch_iteration
+        engine.backward(engine(torch.arange(7)))
+        engine.step()
+        after = {n: safe_get_full_fp32_param(p) for n, p in named.items() if p.requires_grad}
+        return Held(trained, others, counts, client, groups, scale, scheduled, after)
