@@ -1,5 +1,6 @@
 """``deepspeed.initialize``: makes an engine of a model and a configuration."""
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
             configuration's.
         distributed_port: See ``init_distributed``.
         mpu: An object of model parallelism; refused unless its size is 1.
-        dist_init_required: False: the process group is not joined.
+        dist_init_required: False: the process group is not joined; several ranks must have one.
         collate_fn: Makes a batch of a list of samples, for the dataloader.
         config: The configuration: a JSON file or a dict.
         mesh_param: The sizes of a mesh; refused unless all but the first are 1.
@@ -106,8 +107,8 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         raise OptionError(message)
     _refuse_model_parallel(mpu, mesh_param)
     source = _source(args, config, config_params)
-    if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
+    if dist_init_required is not False or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     written = load(source)
     settings = read_settings(written, world_size(), fill=fill)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)

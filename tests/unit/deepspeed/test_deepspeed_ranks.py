@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed import initialize
 from tensorstow.deepspeed.ranks import init_distributed, local_rank, rank_here
 
 
@@ -44,6 +45,17 @@ def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) 
         init_distributed()
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_that_have_not_met_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    with pytest.raises(OptionError, match="there is no process group"):
+        initialize(model=torch.nn.Linear(1, 1), config=config, dist_init_required=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    initialize(model=torch.nn.Linear(1, 1), config=config, dist_init_required=False)[0].destroy()
 
 
 def test_arguments_say_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
