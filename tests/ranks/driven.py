@@ -334,7 +334,7 @@ def gathered(drive: Drive) -> list[list[torch.Tensor]]:
                 inside.append(parameter.data.clone())
                 assert type(inside[-1]) is torch.Tensor
                 assert engine.module.get_parameter(name) is parameter
-                parameter.data.zero_()
+                parameter.data.zero_()  # dropped, which is said
         assert all_equal(before, weights_of(engine.module))
         assert all_equal(before, inside)
         with zero.GatheredParameters(engine.parameters()):

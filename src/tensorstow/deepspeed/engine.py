@@ -112,7 +112,10 @@ class DeepSpeedEngine(ConfiguredModule):
         self.monitor = Monitor(settings, writes=self.global_rank == 0)
         self._loss = 0.0
         if optimizer is not None:
-            self._placed = register(RegisteredModel(module, optimizer))
+            zero = settings.zero
+            self._placed = register(
+                RegisteredModel(module, optimizer, zero.stage, zero.enable_sanity_checks)
+            )
             if settings.zero.stage == 3:
                 mark_parameters(module)
             watch_loads(module, optimizer)

@@ -14,6 +14,9 @@ from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.gathered import note_parameters
 from tensorstow.optim.placed import PlacedOptimizer
 
+SHARDS_PARAMETERS = 3
+"""The stage from which on parameters are sharded."""
+
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class RegisteredModel:
@@ -21,6 +24,10 @@ class RegisteredModel:
 
     module: nn.Module
     optimizer: PlacedOptimizer
+    stage: int = SHARDS_PARAMETERS
+    """ZeRO's."""
+    checks_writes: bool = False
+    """Whether a write that is dropped is an error (``enable_sanity_checks``)."""
 
 
 _OWNERS: Any = WeakIdKeyDictionary()

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.dropped_changes import DroppedChanges
 from tensorstow.deepspeed.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -28,11 +29,12 @@ from tensorstow.deepspeed.external_parameters import (
     unregister_external_parameter,
 )
 from tensorstow.deepspeed.ranks import rank_here
-from tensorstow.deepspeed.registry import owner_of, placed_of, registered
+from tensorstow.deepspeed.registry import SHARDS_PARAMETERS, owner_of, placed_of, registered
 from tensorstow.deepspeed.zero_params import mark_whole
 from tensorstow.fsdp.full_tensors import copy_from_full
-from tensorstow.fsdp.gathered import is_unsharded, whole_in_place
+from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place
 from tensorstow.nn.tiled_linear import TiledLinear
+from tensorstow.tensors.dtensor import is_sharded
 
 __all__ = [
     "GatheredParameters",
@@ -180,8 +182,9 @@ def GatheredParameters(  # noqa: N802  # upstream's name
 
     Args:
         params: A parameter, or several.
-        modifier_rank: The rank whose changes are kept. Default: None, changes are dropped. Those of
-            a model without an engine are kept.
+        modifier_rank: The rank whose changes are kept. Default: None: under stage 3 changes are
+            dropped, which is said once, or an error with ``enable_sanity_checks``. Those of plain
+            parameters (below stage 3 on the CPU, or of a model without an engine) are kept.
         fwd_module: Not used: nothing is fetched in advance.
         enabled: Whether the context has an effect.
 
@@ -189,15 +192,18 @@ def GatheredParameters(  # noqa: N802  # upstream's name
         The parameters.
 
     Raises:
-        OptionError: Parameters are to be written between a forward and its backward.
+        OptionError: Parameters are to be written between a forward and its backward; or were
+            written without a ``modifier_rank``, with ``enable_sanity_checks``: on every rank.
     """
     del fwd_module
     given = [params] if isinstance(params, torch.Tensor) else list(params)
+    changes = DroppedChanges()
     with ExitStack() as whole:
         if enabled:
             for parameter in {id(p): p for p in given}.values():
-                whole.enter_context(_whole(parameter, modifier_rank))
+                whole.enter_context(_whole(parameter, modifier_rank, changes))
         yield given
+    changes.tell()
 
 
 @contextmanager
@@ -217,7 +223,9 @@ def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Mod
 
 
 @contextmanager
-def _whole(parameter: torch.Tensor, modifier_rank: int | None) -> Iterator[None]:
+def _whole(
+    parameter: torch.Tensor, modifier_rank: int | None, changes: DroppedChanges
+) -> Iterator[None]:
     """Make a parameter whole, and keep what ``modifier_rank`` changes."""
     placed = placed_of(parameter)
     owner = owner_of(placed)
@@ -230,11 +238,21 @@ def _whole(parameter: torch.Tensor, modifier_rank: int | None) -> Iterator[None]
             _broadcast(parameter, modifier_rank)
         return
     owner.optimizer.wait([placed])
+    if owner.stage < SHARDS_PARAMETERS and parameter is placed and not is_sharded(placed):
+        yield
+        _broadcast(parameter, modifier_rank)
+        # A write to .data counts no version, by which an update sees that a weight was written.
+        torch.autograd.graph.increment_version(parameter)
+        return
+    is_outermost = not is_whole_in_place(placed)
     with whole_in_place(placed) as shard:
         mark_whole(placed, shard)
         if placed is not parameter:
             parameter.data.copy_(placed.data)
+        if modifier_rank is None and is_outermost:
+            changes.watch(owner, placed, parameter)
         yield
+        changes.note(placed)
         if modifier_rank is not None:
             _broadcast(parameter, modifier_rank)
             if placed is not parameter:

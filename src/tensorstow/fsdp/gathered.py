@@ -83,6 +83,15 @@ def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
             parameter.data = before
 
 
+def is_whole_in_place(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is inside of ``whole_in_place``.
+
+    Args:
+        parameter: A parameter.
+    """
+    return id(parameter) in _INSIDE
+
+
 def note_parameters(module: nn.Module) -> None:
     """Note FSDP2's record of each parameter, to be called once a model is sharded.
 

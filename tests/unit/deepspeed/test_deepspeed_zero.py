@@ -1,5 +1,7 @@
 """Models without memory, and whole values inside of a context."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from ranks.pool import Ranks
 from ranks.stowed import loss_of
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import utils, zero
+from tensorstow.deepspeed.config import values
 from tensorstow.deepspeed.config.settings import OffloadParam, Zero
 
 
@@ -171,4 +174,78 @@ def generated_inside() -> None:
         engine.step()
         assert engine.was_step_applied()
     assert not torch.equal(weights[0], utils.safe_get_full_fp32_param(engine.module[0].weight))
+    engine.destroy()
+
+
+def dropped(writes: str) -> list[str]:
+    """Write without a modifier_rank on the last rank; return what is said: logged, then raised."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    for checks in (False, True):
+        config["zero_optimization"] = {"stage": 3, "enable_sanity_checks": checks}
+        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+        weight = engine.module.weight
+        before = utils.safe_get_full_fp32_param(weight)
+        values.say_once.cache_clear()
+        values.logger.addHandler(handler)
+        try:
+            with zero.GatheredParameters(weight), zero.GatheredParameters(weight):
+                weight.sum()
+            with zero.GatheredParameters(engine.module.parameters()), torch.no_grad():
+                if dist.get_rank() == dist.get_world_size() - 1:
+                    (weight if writes == "counted" else weight.data)[-1] = 7.0
+        except OptionError as error:
+            said.append(f"raised: {error}")
+        finally:
+            values.logger.removeHandler(handler)
+        assert torch.equal(utils.safe_get_full_fp32_param(weight), before)
+        engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("writes", ["counted", "to .data"])
+def test_a_write_that_is_dropped_is_said_or_refused(ranks: "Ranks", writes: str) -> None:
+    first, last = ranks(2).run(dropped, writes)
+    (refused,) = first
+    logged, raised = last
+    assert "1 parameter (written to weight) changed inside of GatheredParameters" in logged
+    assert raised == f"raised: {logged}"
+    assert refused == raised.replace("to weight", "by another rank")
+
+
+def kept_below_stage_3() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    config |= {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+    weight = engine.module.weight
+    for value, modifier in ((2.0, None), (3.0, dist.get_world_size() - 1)):
+        engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+        engine.step()
+        with zero.GatheredParameters(weight, modifier_rank=modifier):
+            if modifier in {None, dist.get_rank()}:
+                weight.data.fill_(value)
+        assert weight.eq(value).all()
+    engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    engine.step()
+    assert utils.safe_get_full_fp32_param(weight).sub(3.0).abs().max() < 0.01
+    engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plain_parameters_keep_what_is_written(ranks: "Ranks", world: int) -> None:
+    ranks(world).run(kept_below_stage_3)
+
+
+def test_the_master_of_a_weight_that_was_written_is_the_weight() -> None:
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
+    config["fp16"] = {"enabled": True, "loss_scale": 1.0}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+    weight = engine.module.weight
+    before = utils.safe_get_full_fp32_param(weight)
+    assert not torch.equal(before, weight.float())
+    with zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data[0] = 3.0
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), weight.float())
     engine.destroy()

@@ -147,7 +147,8 @@ _ZERO = [
     *idle(_Z, BOOL, "memory_efficient_linear", why="torch's linear layers keep no more"),
     *idle(_Z, BOOL, "pipeline_loading_checkpoint", why="checkpoints are read by parts always"),
     *idle(_Z, BOOL, "override_module_apply", why="modules are not patched"),
-    *idle(_Z, BOOL, "log_trace_cache_warnings", "enable_sanity_checks", why="there is no trace"),
+    *idle(_Z, BOOL, "log_trace_cache_warnings", why="there is no trace"),
+    honoured(f"{_Z}enable_sanity_checks", BOOL, off=False),
     *idle(f"{_Z}leaf_module.", ANYTHING, "*", why="a whole block is gathered at once already"),
     *idle(_Z, BOOL, "cpu_offload_use_pin_memory", why="host memory is pinned where that helps"),
     *idle(

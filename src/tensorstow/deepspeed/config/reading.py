@@ -126,6 +126,7 @@ def _zero(values: Values) -> Zero:
         stage=stage,
         offload_optimizer=states,
         offload_param=weights,
+        enable_sanity_checks=values[f"{name}.enable_sanity_checks"],
         hpz_partition_size=values[f"{name}.zero_hpz_partition_size"],
         mics_shard_size=values[f"{name}.mics_shard_size"],
     )

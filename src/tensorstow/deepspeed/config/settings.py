@@ -63,6 +63,8 @@ class Zero:
     stage: int = 0
     offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
     offload_param: OffloadParam = field(default_factory=OffloadParam)
+    enable_sanity_checks: bool = False
+    """Whether a write inside of ``GatheredParameters`` that is dropped is an error."""
     hpz_partition_size: int = 1
     mics_shard_size: int = -1
 

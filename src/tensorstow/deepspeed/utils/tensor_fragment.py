@@ -166,7 +166,9 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     own = _own(param).detach().cpu()
     if own.dtype != torch.float32:
         master = safe_get_local_optimizer_state(param, _MASTER)
-        return own.float() if master is None else master
+        # Written to since: the next update begins with the weight, and so do its masters.
+        is_current = master is not None and torch.equal(master.to(own.dtype), own)
+        return master if is_current else own.float()
     return own.clone()
 
 
