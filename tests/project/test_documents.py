@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -179,7 +180,10 @@ def test_a_block_runs_as_printed(
     names = prelude(tmp_path, block.code)
     if 'update_on="device"' in block.code and not torch.accelerator.is_available():
         make_remote(monkeypatch)  # the CPU stands in
-    on_term = signal.getsignal(signal.SIGTERM)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    has_group, on_term = dist.is_initialized(), signal.getsignal(signal.SIGTERM)
     code = re.sub(r'"(/nvme|/other-disk)', lambda m: f'"{tmp_path}{m[1]}', block.code)
     try:
         exec(compile("\n" * block.line + code, str(block.page), "exec"), names)  # noqa: S102
@@ -194,6 +198,8 @@ def test_a_block_runs_as_printed(
             getattr(getattr(wrapper, "optimizer", None), "close", lambda: None)()
         names.clear()
         gc.collect()
+        if dist.is_initialized() and not has_group:
+            dist.destroy_process_group()
 
 
 def code_of(page: Path) -> list[str]:

@@ -1,16 +1,25 @@
-"""Lightning with our optimizer, which needs no module of ours: its wrappers, checkpoints, moves."""
+"""Lightning with our optimizer, and with models that ``stow`` places."""
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
+import tensorstow
 import trainers
-from tensorstow import AdamW, PipelinePolicy
+from ranks.pool import Ranks
+from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.optimizer_factory import names_of, with_groups
+from tensorstow.integrations.lightning import StowStrategy
 
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 QUIET: dict[str, Any] = {
@@ -20,6 +29,7 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # which shuffles
 }
 pytestmark = [
     # Of a machine with few cores, and of libraries that it uses.
@@ -139,3 +149,128 @@ def test_states_on_disk_stay_there_when_all_are_moved() -> None:
         plain.zero_grad()
     assert trainers.bits(net) == trainers.bits(other)
     optimizer.close()
+
+
+# --- placed models ---
+
+ON_DISK = Plan(parameters="disk", states="disk")
+
+
+class Placed(Module):
+    """Its model is placed where its optimizer is made."""
+
+    def __init__(self, plan: Plan = ON_DISK, **where: Any) -> None:  # noqa: ANN401
+        super().__init__(overlap=None, **where)
+        self.plan = plan
+        self.seen = nn.Parameter(torch.tensor(0.0), requires_grad=False)  # none of the model's
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        groups = names_of(self.net, trainers.plain_groups(self.net))
+        given = {k: v for k, v in self.where.items() if k == "checkpoints"}
+        make = with_groups(partial(AdamW, lr=1e-2, policy=SMALL, **given), groups)
+        where = {k: v for k, v in self.where.items() if k == "dir"}
+        return tensorstow.stow(self.net, make, plan=self.plan, **where)[1]
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self.seen += 1
+
+
+@pytest.fixture
+def _own_group() -> Iterator[None]:
+    """The strategy joins ranks, of which there is one; nobody else does here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "NODE_RANK"):
+            patch.setenv(name, "")  # so that what Lightning sets is taken back
+            patch.delenv(name)
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_own_group")
+@pytest.mark.parametrize("plan", [ON_DISK, Plan(states="disk", overlap="forward")], ids=str)
+def test_a_placed_model_has_the_weights_of_the_plain_loop(plan: Plan) -> None:
+    """Five micro-batches by two, clipped, with validation between steps."""
+    given = {"accumulate_grad_batches": 2, "val_check_interval": 2, "gradient_clip_val": 0.1}
+    assert fit(Placed(plan), 5, strategy=StowStrategy(), **given) == by_hand(5, 2)
+
+
+@pytest.mark.usefixtures("_own_group")
+def test_a_placed_model_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """A ticket brings the weights, the file what is beside the model; snapshots go with files."""
+
+    def trained(path: Path | None = None) -> tuple[Placed, list[bytes]]:
+        module = Placed(dir=tmp_path / "run", checkpoints="ticket")
+        saves = ModelCheckpoint(tmp_path, "{epoch}", monitor="epoch", mode="max", save_top_k=2)
+        given = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 3}
+        strategy = StowStrategy()
+        return module, fit(module, 2, path, gradient_clip_val=0.1, strategy=strategy, **given)
+
+    _, complete = trained()
+    path = tmp_path / "epoch=1.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["state_dict"] == {"seen": torch.tensor(4.0)}
+    assert path.stat().st_size < 1 << 14
+    module, again = trained(path)
+    assert module.seen == 6
+    assert again == complete == by_hand(2, epochs=3)
+    for_names = AdamW(module.net.parameters(), dir=tmp_path / "run")
+    assert [s.step for s in for_names.snapshots()] == [4, 6, 6]
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3  # two runs have saved the last one
+    for_names.close()
+
+
+@pytest.mark.usefixtures("_own_group")
+def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> None:
+    refused: list[tuple[dict[str, Any], Module, str]] = [
+        ({"precision": "bf16-mixed"}, Placed(), "16-bit copy of every weight"),
+        ({}, Module(), "27 more parameters that stow"),
+        (
+            {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+            Placed(),
+            "by their norm",
+        ),
+        ({"enable_checkpointing": True}, Placed(), "weights of a placed model in it"),
+    ]
+    for given, module, message in refused:
+        plain = {"max_epochs": 1, "enable_checkpointing": False, "strategy": StowStrategy()}
+        trainer = lightning.Trainer(**{**plain, **QUIET, **given}, default_root_dir=tmp_path)
+        with pytest.raises(OptionError, match=message):
+            trainer.fit(module, loader(1), loader(1))
+        for optimizer in trainer.optimizers:
+            optimizer.close()
+
+
+def of_two_ranks(place: Path) -> list[list[bytes]]:
+    """Train with checkpoints, then from the first one in new objects."""
+    torch.set_num_threads(1)
+    rank, found = dist.get_rank(), []
+    with pytest.MonkeyPatch.context() as patch:
+        here = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2}
+        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            patch.setenv(name, str(value))  # unused: the group is there
+        for path in (None, place / "epoch=0.ckpt"):
+            module = Placed(dir=place / "run", checkpoints="ticket")
+            saves = ModelCheckpoint(place, "{epoch}", save_top_k=-1)
+            given = {**QUIET, "devices": 2, "max_epochs": 2, "callbacks": [saves]}
+            trainer = lightning.Trainer(**given, strategy=StowStrategy(), limit_val_batches=0)
+            rows = [row for i in range(2) for row in of_rank(rank, i)]
+            batches = torch.utils.data.DataLoader(rows, batch_size=trainers.BATCH)
+            trainer.fit(module, batches, ckpt_path=path, weights_only=True)
+            values = module.net.state_dict().values()
+            found.append([v.full_tensor().numpy().tobytes() for v in values])
+            trainer.optimizers[0].close()
+    return found
+
+
+def of_rank(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
+    first = (2 * step + rank) * trainers.BATCH
+    return trainers.examples(4)[first : first + trainers.BATCH]
+
+
+def test_two_ranks_name_the_snapshot_of_their_ticket(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    """Two ranks with a micro-batch each are one with two."""
+    plain = by_hand(4, 2, clip=None, epochs=2)
+    assert ranks(2).run(of_two_ranks, tmp_path) == [[plain, plain]] * 2
