@@ -16,6 +16,8 @@ set -eu
 
 TORCH_VERSION=2.13.0 # what continuous integration runs; torch has wheels for NEWEST_PYTHON
 NEWEST_PYTHON=3.14
+# torchtitan asks for wandb, and for an older datasets than TRL's newest: it gets what it imports.
+TITAN="torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing torchdata tyro docstring_parser typeguard"
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
 
@@ -170,6 +172,9 @@ case "${1:-}" in
     pip install --quiet --no-compile "tensorstow[$2]"
     [ "$2" != test ] || pip install --quiet "tensorstow[kernel]" ||
       say "no Triton can be installed here: tests of the fused kernel will be skipped"
+    # shellcheck disable=SC2086  # several packages on purpose
+    [ "$2" != test ] || pip install --quiet --no-compile --no-deps $TITAN ||
+      say "no torchtitan can be installed here: its tests will be skipped"
     ;;
   *)
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"

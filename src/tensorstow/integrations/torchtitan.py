@@ -1,0 +1,196 @@
+"""torchtitan: an override by which its optimizers have their states in host memory or on disk."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from io import BytesIO
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer.utils import (
+    get_flat_optim_state_dict,
+    init_optim_state,
+    load_flat_optim_state_dict,
+)
+from torchtitan.config import override
+from torchtitan.config.override import derive
+
+from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.ticket import is_own, new_name
+from tensorstow.optim.adam import Adam, AdamW
+from tensorstow.optim.stowed_adam import StowedAdam
+
+__all__ = ["StowedOptimizers", "stowed"]
+
+_OURS: dict[str, type[StowedAdam]] = {"Adam": Adam, "AdamW": AdamW}
+_BACKWARD = (
+    'overlap="backward" was given: torchtitan asks for the norm of all gradients behind backward,'
+    ' and they have been used by then. Use overlap="none" or "forward".'
+)
+_BF16_STATES = (
+    'implementation="fused_opt_states_bf16" was given, which changes torch\'s own optimizers alone:'
+    ' leave it at "fused", and give "state_format" to the override.'
+)
+_GRAPHS = (
+    'overlap="forward" was given with CUDA graphs, whose replays call no hook that waits for an'
+    " update. Add --training.disable_cuda_graphs."
+)
+_SEVERAL = (
+    "dir={directory!r} was given for {count} optimizers (of pipeline stages, or of several"
+    " classes), and one run is of one: leave dir= out for scratch files."
+)
+
+
+class StowedOptimizers(OptimizersContainer):
+    """torchtitan's container; its Adam and AdamW are ``tensorstow``'s."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """torchtitan's options, and where the states are."""
+
+        where: dict[str, Any] = field(default_factory=dict)
+        """Keywords of ``tensorstow.AdamW``."""
+
+        keep_latest_k: int = 10
+        """Checkpoints that torchtitan keeps: snapshots of older ones are dropped; 0: none is."""
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+        """Make an optimizer for each part of the model, and for each class that groups name.
+
+        Args:
+            config: The options.
+            model_parts: The parts, where they are trained.
+
+        Raises:
+            OptionError: A combination that would fail later, or go wrong in silence.
+        """
+        if config.where.get("overlap") == "backward":
+            raise OptionError(_BACKWARD)
+        if config.implementation == "fused_opt_states_bf16":
+            raise OptionError(_BF16_STATES)
+        self._where, self._kept = dict(config.where), config.keep_latest_k
+        directory, count = self._where.get("dir"), len(model_parts)
+        count *= len({group.optimizer_name for group in config.param_groups})
+        if directory is not None and count > 1:
+            raise OptionError(_SEVERAL.format(directory=directory, count=count))
+        self._has_tickets = directory is not None and self._where.get("durability") != "none"
+        if self._has_tickets:  # commits are for checkpoints alone, which have the trainer's state
+            self._where = {"checkpoints": "ticket", "commit_every": None, **self._where}
+            self._has_tickets = self._where["checkpoints"] == "ticket"
+        super().__init__(config, model_parts=model_parts)
+
+    def _resolve_optimizer_factory(self, name: str) -> Any:  # noqa: ANN401  # torch's or ours
+        if name in _OURS:
+            return partial(self._make, _OURS[name])
+        return super()._resolve_optimizer_factory(name)
+
+    def _make(
+        self,
+        kind: type[StowedAdam],
+        groups: list[dict[str, Any]],
+        **options: Any,  # noqa: ANN401
+    ) -> StowedAdam:
+        first = groups[0]["params"][0]
+        part = next(m for m in self.model_parts if any(p is first for p in m.parameters()))
+        return kind(groups, **{"module": part, **self._where, **options})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+        """Drop gradients, or zero them where they are: CUDA graphs write to the same ones again.
+
+        Args:
+            set_to_none: False with CUDA graphs.
+
+        Raises:
+            OptionError: CUDA graphs with ``overlap="forward"``.
+        """
+        if not set_to_none and self._where.get("overlap") == "forward":
+            raise OptionError(_GRAPHS)
+        super().zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint has: a ticket with ``dir=``, else all states by names.
+
+        Returns:
+            A flat dict, for torch.distributed.checkpoint.
+        """
+        found: dict[str, Any] = {}
+        for key, optimizer in self._by_key():
+            if key is None:
+                init_optim_state(optimizer)
+                found |= get_flat_optim_state_dict(optimizer)
+            else:
+                self._name_snapshot(optimizer)
+                found[key] = _packed(optimizer.state_dict())
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a ticket, or load states.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+        """
+        for key, optimizer in self._by_key():
+            if key is None:
+                init_optim_state(optimizer)
+                load_flat_optim_state_dict(optimizer, state_dict)
+            else:
+                optimizer.load_state_dict(_unpacked(state_dict[key]))
+
+    def _by_key(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield each optimizer and the key of its ticket; None if it saves states."""
+        for index, optimizer in enumerate(self.optimizers):
+            is_ticket = self._has_tickets and isinstance(optimizer, StowedAdam)
+            yield f"ticket.{index}" if is_ticket else None, optimizer
+
+    def _name_snapshot(self, optimizer: StowedAdam) -> None:
+        """Name the current state on every rank, and drop snapshots of checkpoints that are gone."""
+        states = next(iter(optimizer.state.values()), None)
+        if states is None:
+            return  # no step was taken
+        name = [new_name(int(states["step"]))]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(name)
+        optimizer.snapshot(name[0])
+        if self._kept:
+            # The newest checkpoint is not complete yet: one more is kept than torchtitan keeps.
+            own = [n for s in optimizer.snapshots() for n in s.names if is_own(n)]
+            for old in islice(own, max(0, len(own) - self._kept - 1)):
+                optimizer.drop(old)
+
+
+def _packed(ticket: dict[str, Any]) -> bytes:
+    """Return a ticket as one value: a checkpoint has an entry for each value of a dict or list."""
+    torch.save(ticket, file := BytesIO())
+    return file.getvalue()
+
+
+def _unpacked(packed: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(BytesIO(packed), weights_only=True)
+    return found
+
+
+@override(target=OptimizersContainer.Config, description="States in host memory or on disk")
+def stowed(
+    config: OptimizersContainer.Config,
+    *,
+    keep_latest_k: int = 10,
+    **where: Any,  # noqa: ANN401
+) -> StowedOptimizers.Config:
+    """Put the states of torchtitan's Adam and AdamW elsewhere; its ``--override.imports`` names it.
+
+    Args:
+        config: torchtitan's options of optimizers.
+        keep_latest_k: As ``--checkpoint.keep_latest_k``: snapshots of older ones are dropped.
+        **where: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With ``dir``
+            a checkpoint has a ticket in the place of the states.
+
+    Returns:
+        The options of ``StowedOptimizers``.
+    """
+    options: StowedOptimizers.Config = derive(
+        config, StowedOptimizers.Config, where=where, keep_latest_k=keep_latest_k
+    )
+    return options
