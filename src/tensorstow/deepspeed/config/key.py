@@ -134,6 +134,10 @@ def _range(least: float, most: float | None) -> str:
     return f"at least {least}" if most is None else f"from {least} to {most}"
 
 
+ANY_WHOLE = replace(whole(-sys.maxsize), allowed="a whole number")
+ANY_NUMBER = replace(number(-sys.float_info.max), allowed="a number")
+
+
 class Support(Enum):
     """What tensorstow does with a key."""
 

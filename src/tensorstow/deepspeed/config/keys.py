@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import Final
 
 from tensorstow.deepspeed.config.key import (
+    ANY_NUMBER,
+    ANY_WHOLE,
     ANYTHING,
     BOOL,
     OBJECT,
@@ -64,10 +66,10 @@ _PRECISION = [
     honoured("fp16.enabled", BOOL, off=False),
     honoured("fp16.loss_scale", number(), off=0.0),
     honoured("fp16.initial_scale_power", whole(0, 127), off=16),
-    honoured("fp16.loss_scale_window", whole(1), off=1000),
+    honoured("fp16.loss_scale_window", ANY_WHOLE, off=1000),
     honoured("fp16.hysteresis", whole(1), off=2),
     honoured("fp16.consecutive_hysteresis", BOOL, off=False),
-    honoured("fp16.min_loss_scale", positive(), off=1.0),
+    honoured("fp16.min_loss_scale", ANY_NUMBER, off=1.0),
     refused("fp16.auto_cast", BOOL, off=False, instead="cast inputs to half in the model"),
     refused(
         "fp16.fp16_master_weights_and_grads",

@@ -68,7 +68,7 @@ def _settings(values: Values, world: int) -> Settings:
         optimizer=_named(values, "optimizer"),
         allows_untested_optimizer=values["zero_allow_untested_optimizer"],
         scheduler=_named(values, "scheduler"),
-        fp16=Fp16(**_fields(Fp16, "fp16", values)) if values["fp16.enabled"] else None,
+        fp16=_fp16(values),
         bf16=values["bf16.enabled"],
         check_grad_overflow=values["bf16.enabled"] and values["bf16.check_grad_overflow"],
         autocast=_autocast(values),
@@ -88,6 +88,24 @@ def _settings(values: Values, world: int) -> Settings:
         wandb=WandbMonitor(**_fields(WandbMonitor, "wandb", values)),
         dataloader_drop_last=values["dataloader_drop_last"],
     )
+
+
+def _fp16(values: Values) -> Fp16 | None:
+    """Return the loss scale; raises OptionError for numbers that a dynamic one cannot have."""
+    if not values["fp16.enabled"]:
+        return None
+    found = Fp16(**_fields(Fp16, "fp16", values))
+    if found.loss_scale == 0.0:  # a static one reads none of them, as upstream
+        if found.loss_scale_window < 1:
+            message = (
+                f"fp16.loss_scale_window={found.loss_scale_window} was given: it is a whole number,"
+                " at least 1."
+            )
+            raise OptionError(message)
+        if found.min_loss_scale <= 0.0:
+            message = f"fp16.min_loss_scale={found.min_loss_scale} was given: it is above 0."
+            raise OptionError(message)
+    return found
 
 
 def _autocast(values: Values) -> torch.dtype | None:

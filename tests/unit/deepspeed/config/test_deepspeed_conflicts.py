@@ -25,6 +25,8 @@ def read(configuration: dict[str, Any], world: int = 4) -> None:
         ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "computed in bf16"),
         ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, "which is stage 3"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "divisor of 4"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss_scale_window=0 was given"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale=0.0 was given"),
     ],
 )
 def test_contradictions_are_refused(configuration: dict[str, Any], said: str) -> None:
@@ -42,6 +44,15 @@ def test_contradictions_are_refused(configuration: dict[str, Any], said: str) ->
         {"zero_optimization": {"stage": 3, "mics_shard_size": 4, "zero_hpz_partition_size": 0}},
         {"bf16": {"enabled": True}, "communication_data_type": "bf16"},
         {"communication_data_type": "fp32"},
+        {
+            "fp16": {
+                "enabled": True,
+                "loss_scale": 128,
+                "loss_scale_window": 0,
+                "min_loss_scale": -1,
+            }
+        },
+        {"fp16": {"enabled": False, "loss_scale_window": -1, "min_loss_scale": 0}},
     ],
 )
 def test_what_goes_together_is_taken(configuration: dict[str, Any]) -> None:
