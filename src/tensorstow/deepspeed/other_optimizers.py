@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.config.settings import Named, Settings
+from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tensorstow.deepspeed.ops.lion import Lion
 from tensorstow.fsdp.optimizer_factory import IMPLEMENTATION, Groups, names_of, with_groups
 from tensorstow.optim.generic.known_classes import (
@@ -34,7 +35,6 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 _TESTED = frozenset({torch.optim.Adagrad, Lion})
 """Classes beside Adam and AdamW that upstream takes under ZeRO without being told so."""
 _BY_NAME = {"adagrad": torch.optim.Adagrad, "lion": Lion}
-_OF_IMPLEMENTATIONS = frozenset({"fp32_optimizer_states", *IMPLEMENTATION})
 _OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count"})
 """Attributes that schedulers of torch give an optimizer."""
 
@@ -127,7 +127,13 @@ def of_named_class(named: Named, model: nn.Module, groups: Groups) -> OtherMaker
             " SGD. Use one of these, or pass an optimizer object."
         )
         raise OptionError(message)
-    options = {k: v for k, v in named.params.items() if k not in _OF_IMPLEMENTATIONS}
+    options = {k: v for k, v in named.params.items() if k not in IMPLEMENTATION}
+    if not options.pop("fp32_optimizer_states", True):
+        message = (
+            "optimizer.params.fp32_optimizer_states=false was given: states have the parameters'"
+            " dtype, which is fp32. Leave it out."
+        )
+        raise OptionError(message)
     for name, value in options.items():
         if isinstance(value, list):
             options[name] = tuple(value)  # as JSON has pairs
@@ -149,6 +155,8 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
     Raises OptionError for one that has, and for one that its groups and defaults do not make.
     """
     kind = type(optimizer)
+    if kind is DeepSpeedCPUAdagrad:
+        kind = torch.optim.Adagrad
     refuse_class(kind)
     if any(not _is_first(entry) for entry in optimizer.state.values()):
         message = (
@@ -164,7 +172,7 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
     options = {
         name: value
         for name, value in optimizer.defaults.items()
-        if name in taken and name not in _OF_IMPLEMENTATIONS
+        if name in taken and name not in IMPLEMENTATION
     }
     _refuse_more(optimizer, Stepper(kind, groups, options).inner)
     named = names_of(model, groups)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from pathlib import Path
 
@@ -25,6 +26,10 @@ from ranks.other_classes import (
 from ranks.pool import Ranks
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
+from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from tensorstow.deepspeed.ops.lion import DeepSpeedCPULion, Lion
+from tensorstow.deepspeed.optimizers import maker_of
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.5, "nesterov": True, "weight_decay": 0.01}
 DISK = {"offload_optimizer": "nvme"}
@@ -99,6 +104,21 @@ def test_an_object_is_made_anew_with_its_groups_and_its_schedule() -> None:
     engine.destroy()
 
 
+def test_optimizers_by_upstream_s_names_are_taken_without_being_declared() -> None:
+    model = Narrow()
+    for make, kind in (
+        (partial(DeepSpeedCPUAdagrad, lr=0.5), torch.optim.Adagrad),
+        (partial(DeepSpeedCPULion, betas=(0.5, 0.75)), Lion),
+    ):
+        made = maker_of(None, make, model, model.parameters())
+        assert made.optimizer_class is kind
+        made.for_settings(Settings(Batch(2, 2, 1), zero=Zero(2)), 2, None, torch.device("cpu"))
+        with pytest.raises(OptionError, match="fp32_optimizer_states"):
+            make.func(model.parameters(), fp32_optimizer_states=False)
+    with pytest.raises(OptionError, match="rates are not negative"):
+        Lion(model.parameters(), lr=-1.0)
+
+
 class Clipped(torch.optim.SGD):
     def __init__(self, params: object, lr: float = 0.1, limit: float = 1.0) -> None:
         super().__init__(params, lr)
@@ -118,6 +138,7 @@ NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "."}}
 REFUSED = [
     (None, {"optimizer": SGD}, '"zero_allow_untested_optimizer": true'),
     (None, {"optimizer": {"type": "Lamb"}, **UNTESTED}, 'of type "Lamb" was requested'),
+    (None, {"optimizer": {"type": "Lion", "params": {"fp32_optimizer_states": False}}}, "=false"),
     (None, {"optimizer": {"type": "Muon"}, **UNTESTED}, 'of type "Muon" was requested'),
     (None, {"optimizer": {"type": "SGD", "params": {"rate": 1}}, **UNTESTED}, "argument 'rate'"),
     (None, {"optimizer": SGD, "bf16": {"enabled": True}, **UNTESTED}, 'SGD was given with "bf16"'),

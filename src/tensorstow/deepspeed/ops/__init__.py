@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
-from tensorstow.deepspeed.ops import adam, aio, op_builder
+from tensorstow.deepspeed.ops import adagrad, adam, aio, lion, op_builder
 
-__all__ = ["adam", "aio", "op_builder"]
+__all__ = ["adagrad", "adam", "aio", "lion", "op_builder"]
 
 _BUILDERS = (op_builder.AsyncIOBuilder, op_builder.CPUAdamBuilder, op_builder.FusedAdamBuilder)
 

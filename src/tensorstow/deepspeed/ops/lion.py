@@ -24,9 +24,10 @@ class Lion(Optimizer):
         lr: The learning rate. Default: 1e-3.
         betas: The weight of the average in the sign, and its decay rate. Default: (0.9, 0.999).
         weight_decay: The weight decay. Default: 0.
+        fp32_optimizer_states: Must be True.
 
     Raises:
-        OptionError: A value out of its range.
+        OptionError: A value out of its range, or ``fp32_optimizer_states`` is False.
     """
 
     def __init__(
@@ -35,8 +36,15 @@ class Lion(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002  # upstream's
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
+        if not fp32_optimizer_states:
+            message = (
+                "fp32_optimizer_states=False was given: states have the parameters' dtype, which is"
+                " fp32. Leave it out."
+            )
+            raise OptionError(message)
         if lr < 0.0 or weight_decay < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
             message = (
                 f"lr={lr}, betas={betas}, weight_decay={weight_decay} were given: rates are not"
