@@ -26,16 +26,17 @@ class Narrow(nn.Module):
     """Layers of which one is large enough for states on disk, also as a shard."""
 
     def __init__(self) -> None:
-        """Make three layers, the same at each call."""
+        """Make three layers and a scalar, the same at each call."""
         super().__init__()
         torch.manual_seed(5)
         self.layers = nn.ModuleList([nn.Linear(6, 90), nn.Linear(90, 130), nn.Linear(130, 3)])
+        self.scale = nn.Parameter(torch.tensor(0.75))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x.square().mean()
+        return (x * self.scale).square().mean()
 
 
 @dataclass(frozen=True)
@@ -184,15 +185,15 @@ def read_and_set(case: Case, folder: str) -> None:
     """Read weights and states by upstream's functions, and set one."""
     config = case.config(dist.get_world_size(), folder)
     engine, *_ = deepspeed.initialize(model=Narrow(), config=config)
-    second = list(engine.parameters())[2]
+    second = engine.module.layers[1].weight
     assert safe_get_full_optimizer_state(second, "momentum_buffer") is None
     train(engine, range(1))
-    assert torch.equal(safe_get_full_fp32_param(second), whole_of(engine.module)[2])
+    assert torch.equal(safe_get_full_fp32_param(second), whole_of(engine.module)[3])
     value = torch.arange(130 * 90.0).view(130, 90)
     safe_set_full_optimizer_state(second, value, "momentum_buffer")
     assert torch.equal(safe_get_full_optimizer_state(second, "momentum_buffer"), value)
-    before = whole_of(engine.module)[2]
+    before = whole_of(engine.module)[3]
     train(engine, range(1, 2))
-    assert not torch.equal(whole_of(engine.module)[2], before)
+    assert not torch.equal(whole_of(engine.module)[3], before)
     assert engine.get_mom() == [0.5]
     engine.destroy()

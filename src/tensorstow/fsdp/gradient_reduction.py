@@ -275,13 +275,17 @@ class GradientReduction:
 
     # --- in backward ---
 
-    @torch.no_grad()
-    def _take(self, parameter: torch.Tensor) -> None:
+    def begin(self) -> None:
+        """Reduce at the end of the backward that runs, whether or not it has gradients here."""
         if not self._is_in_backward:
             self.include_unfrozen()
             self._is_in_backward, self._next = True, 0
             self._graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
             _engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def _take(self, parameter: torch.Tensor) -> None:
+        self.begin()
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return

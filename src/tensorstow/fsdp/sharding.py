@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -170,6 +170,8 @@ class Sharding:
     reshard_after_forward: bool
     reduction: Any = field(default_factory=InPlaceReduceScatter)
     """What reduces gradients where the mesh has one rank and the device is the CPU."""
+    scalars: Collection[nn.Parameter] = ()
+    """What stays plain, which FSDP2 does not see ([Note: Scalars] in shared_weights)."""
     unsharded: frozenset[str] = frozenset()
     """Units that are not resharded after forward all the same."""
     h2d_prefetcher: H2DPrefetcher | None = None
@@ -334,6 +336,7 @@ def _fully_shard(unit: Unit, sharding: Sharding) -> None:
         reshard_after_forward=sharding.reshard_after_forward
         and unit.name not in sharding.unsharded,
         mp_policy=sharding.precision,
+        ignored_params=set(sharding.scalars) or None,
     )
     if sharding.is_in_place and isinstance(unit.module, FSDPModule):
         unit.module.set_custom_reduce_scatter(sharding.reduction)

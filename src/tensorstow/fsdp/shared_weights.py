@@ -1,4 +1,10 @@
-"""Weights that are whole on every rank, as plain parameters ([Note: Shares])."""
+"""Weights that are whole on every rank, as plain parameters ([Note: Shares]).
+
+[Note: Scalars] FSDP2 shards no scalars. Beside what it shards they stay plain, and every rank
+updates them alike by the mean of all ranks' gradients. That is reduced when backward ends, behind
+FSDP2's own reductions: collectives come in one order on every rank. Each backward through the
+model's outputs reduces, also on a rank whose scalars had no part in it.
+"""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -8,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import to_local
@@ -87,18 +95,45 @@ class SharedWeights:
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
-        def set_reduces(reduces: bool) -> None:  # noqa: FBT001  # torch's
-            itself.set_reduces(reduces)
-
-        root: Any = model()
+        root = model()
+        shards_the_rest = isinstance(root, FSDPModule)
         if root is not None:
-            root.set_requires_gradient_sync = set_reduces  # FSDP2's name; copies share the function
+            self._let_set_reduces(root)
             root.register_forward_pre_hook(pre_forward, prepend=True)
+            if shards_the_rest:
+                self._begin_with_backward(root)
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_update_hook(gather)
         optimizer.register_resume_hook(around_resume)
 
     # --- inside ---
+
+    def _let_set_reduces(self, root: Any) -> None:  # noqa: ANN401  # modules take any attribute
+        """Give the model FSDP2's method; copies share the function."""
+        itself, of_fsdp = self, getattr(root, "set_requires_gradient_sync", None)
+
+        def set_reduces(reduces: bool, **options: bool) -> None:  # noqa: FBT001  # torch's
+            itself.set_reduces(reduces)
+            if of_fsdp is not None:
+                of_fsdp(reduces, **options)
+
+        root.set_requires_gradient_sync = set_reduces
+
+    def _begin_with_backward(self, root: nn.Module) -> None:
+        """Reduce in each backward through the model's outputs ([Note: Scalars])."""
+        model, reduction = self._model, self._reduction
+
+        def begin(_: torch.Tensor) -> None:
+            reduction.begin()
+
+        def post_forward(called: nn.Module, _: object, output: object) -> None:
+            if called is model() and torch.is_grad_enabled():
+                for tensor in tree_leaves(output):
+                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                        hooked: Any = tensor
+                        hooked.register_hook(begin)
+
+        root.register_forward_hook(post_forward)
 
     def _layouts(self) -> list[RowLayout]:
         """Return where all parameters are gathered, also frozen ones, which a commit has too."""
@@ -117,6 +152,8 @@ class SharedWeights:
         pending: tuple[RowLayout, torch.Tensor, Any] | None = None
         for layout in layouts:
             optimizer.wait(layout.parameters)
+            if not any(p.ndim for p in layout.parameters):
+                continue  # every rank updates them
             own = torch.zeros(layout.length, dtype=layout.parameters[0].dtype)
             for index, parameter in enumerate(layout.parameters):
                 rows = layout.rows(parameter.data, layout.rank)

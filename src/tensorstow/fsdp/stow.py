@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -48,7 +48,7 @@ from tensorstow.fsdp.sharding import (
 from tensorstow.fsdp.shared_weights import SharedWeights
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
 from tensorstow.fsdp.traced_model import ExampleBatch
-from tensorstow.fsdp.units import Unit, aliases_of, found_in, units_of
+from tensorstow.fsdp.units import ROOT, Unit, aliases_of, found_in, units_of
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
@@ -58,6 +58,7 @@ from tensorstow.fsdp.validation import (
     refuse_batch,
     refuse_budget,
     stays_on_device,
+    takes_scalars,
     validate_arguments,
     validate_budget,
     validate_class,
@@ -266,7 +267,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
         return model, made
     ranks = world_size() if mesh is None else mesh.size()
     is_shared = ranks > 1 and _is_shared(plan, chosen, device, compute_dtype)
-    (validate_no_hooks_of if is_shared else validate_parameters)(chosen)
+    takes = None if is_shared else takes_scalars(plan, device, compute_dtype)
+    validate_no_hooks_of(chosen) if takes is None else validate_parameters(chosen, scalars=takes)
     mesh = mesh or make_mesh(device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(mesh, plan, device)
     group = host_group()
@@ -419,8 +421,14 @@ def _place_sharded(request: _Request, sharding: Sharding) -> PlacedOptimizer:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
     model, plan = request.model, request.plan
     request.values.check(request.units, aliases_of(model))
+    scalars = _take_scalars(request)
+    if scalars is not None:
+        sharding = replace(sharding, scalars=scalars.parameters.values())
     unshard = UnshardHooks(model, request.units, sharding.reduction.reset)
     stored = _shard_all(request, sharding)
+    whole = None
+    if scalars is not None:
+        whole = SharedWeights(model, [scalars], sharding.mesh, sharding.precision.reduce_dtype)
     offloaded: list[torch.Tensor] = [p for p, _ in stored]
     # Beside backward the optimizer itself fetches those of parameters on the device.
     waits = _gradients_wait_on_host(plan)
@@ -442,6 +450,8 @@ def _place_sharded(request: _Request, sharding: Sharding) -> PlacedOptimizer:
     if sharding.h2d_prefetcher is not None and isinstance(made, StowedAdam):  # no other is there
         sharding.h2d_prefetcher.register(model, made)
         request.links.append(sharding.h2d_prefetcher.link)
+    if whole is not None:
+        whole.register(made)
     unshard.register(made, stage=2 if plan.unsharded else plan.stage)
     register_output_hooks(model)
     register_state_dict_hooks(model)
@@ -449,6 +459,19 @@ def _place_sharded(request: _Request, sharding: Sharding) -> PlacedOptimizer:
     if plan.stage == 1 and isinstance(model, FSDPModule):
         MicroBatches(reduce_with_last(model), plan.accumulation_steps).register(model, made)
     return made
+
+
+def _take_scalars(request: _Request) -> Unit | None:
+    """Take scalars out of their units, with values; None: there are none."""
+    found = {n: p for unit in request.units for n, p in unit.parameters.items() if not p.ndim}
+    if not found:
+        return None
+    scalars = Unit(ROOT, request.model, found)
+    request.values.fill([scalars], aliases_of(request.model))
+    for unit in request.units:
+        for name in found:
+            unit.parameters.pop(name, None)
+    return scalars
 
 
 def _shard_all(request: _Request, sharding: Sharding) -> list[tuple[DTensor, ShardStorage]]:
@@ -603,7 +626,8 @@ def _sum_wide_on_device(model: nn.Module, offloaded: Collection[int]) -> None:
         offloaded: ``id`` of the parameters whose gradients leave the device.
     """
     for parameter in model.parameters():
-        if parameter.requires_grad and id(parameter) not in offloaded:
+        is_sharded_there = parameter.requires_grad and isinstance(parameter, DTensor)
+        if is_sharded_there and id(parameter) not in offloaded:
             hook: Any = parameter.register_post_accumulate_grad_hook
             hook(widen_gradient)
 

@@ -294,7 +294,19 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
 # --- parameters ---
 
 
-def validate_parameters(units: Iterable[Unit]) -> None:
+def takes_scalars(plan: Plan, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
+    """Return whether scalars may stay plain beside what FSDP2 shards ([Note: Scalars]).
+
+    Args:
+        plan: The plan.
+        device: What this rank computes on.
+        compute_dtype: What FSDP2 casts to, and would not cast scalars to; None: nothing.
+    """
+    within_step = plan.overlap != "backward" and plan.micro_batches == 1
+    return device.type == "cpu" and compute_dtype is None and within_step
+
+
+def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None:
     """Check that FSDP2 can shard every parameter, also at the first step.
 
     Raises:
@@ -302,9 +314,11 @@ def validate_parameters(units: Iterable[Unit]) -> None:
     """
     for unit in units:
         for name, parameter in unit.parameters.items():
-            if parameter.ndim == 0:
+            if parameter.ndim == 0 and not (scalars and not parameter.is_meta):
                 message = (
-                    f"{name} is a scalar, which FSDP2 cannot shard: make it one of shape (1,)."
+                    f"{name} is a scalar, which FSDP2 cannot shard, and which stays plain on the"
+                    ' CPU alone, with values, without compute_dtype= and overlap="backward": make'
+                    " it one of shape (1,)."
                 )
                 raise OptionError(message)
             if parameter.numel() == 0:

@@ -249,3 +249,28 @@ def test_the_master_of_a_weight_that_was_written_is_the_weight() -> None:
         weight.data[0] = 3.0
     assert torch.equal(utils.safe_get_full_fp32_param(weight), weight.float())
     engine.destroy()
+
+
+def of_a_scalar() -> None:
+    model = nn.Linear(3, 4)
+    model.scale = nn.Parameter(torch.tensor(0.5))
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
+    config |= {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    scale = engine.module.scale
+    with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        scale.data.fill_(2.0 + dist.get_rank())
+    assert utils.safe_get_full_fp32_param(scale).item() == 2.0
+    engine.backward((engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum() * scale).float())
+    assert utils.safe_get_full_grad(scale).shape == ()
+    utils.safe_set_full_grad(scale, torch.tensor(0.25))
+    engine.step()
+    assert utils.safe_get_full_fp32_param(scale).item() == pytest.approx(1.999)
+    assert utils.safe_get_full_optimizer_state(scale, "exp_avg").item() == pytest.approx(0.025)
+    utils.safe_set_full_fp32_param(scale, torch.tensor(4.0))
+    assert utils.safe_get_full_fp32_param(scale).item() == 4.0
+    engine.destroy()
+
+
+def test_scalars_are_read_and_written_under_stage_3(ranks: "Ranks") -> None:
+    ranks(2).run(of_a_scalar)

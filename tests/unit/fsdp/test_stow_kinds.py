@@ -1,10 +1,14 @@
 """Kinds of parameters and of models: frozen, thawed, unused, shared, short, and what is refused."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks.pool import Ranks
@@ -191,10 +195,93 @@ def refused(make: Callable[[], nn.Module]) -> tuple[str, bool]:
     return "not refused", False
 
 
+class Scaled(Layers):
+    """Has scalars: in blocks, at the root, one that rank 0 alone uses, a frozen and an idle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.25))
+        self.sometimes, self.idle, self.frozen = (nn.Parameter(torch.tensor(0.5)) for _ in range(3))
+        self.frozen.requires_grad_(requires_grad=False)
+        for number, block in enumerate(self.blocks):
+            block.scale = nn.Parameter(torch.tensor(1.0 + number))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2)) -> torch.Tensor:
+        is_of_rank_0 = torch.equal(x, seen(0, 0)) or torch.equal(x, seen(0, 1))
+        for number in order:
+            block = self.blocks[number]
+            x = torch.tanh(block(x) * block.scale)
+        x = self.head(x) * self.gain * self.temperature * self.frozen
+        return x * self.sometimes if is_of_rank_0 else x
+
+
+SCALARS = [
+    Plan(states="disk"),
+    Plan(overlap="forward"),
+    FETCHED,
+    Plan(stage=2),
+]
+
+
+def with_scalars(plan: Plan) -> None:
+    """Train with micro-batches, and clip."""
+    both = Twins(Scaled, loss, plan)
+    for step in range(2):
+        both.backward(0)
+        both.backward(1)
+        both.compare_gradients()
+        norms = both.each(lambda _, optimizer: optimizer.clip_grad_norm_(0.05))
+        assert norms[0].item() == pytest.approx(norms[1].item(), rel=1e-12)
+        both.step()
+        both.stowed.set_requires_gradient_sync(step == 0)
+        both.stowed.set_requires_gradient_sync(True)
+    assert not isinstance(both.stowed.temperature, DTensor)
+    assert both.stowed.blocks[1].scale.item() != 2.0
+    assert both.stowed.idle not in both.ours.state or not both.ours.state[both.stowed.idle]["step"]
+    both.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("plan", SCALARS, ids=str)
+def test_scalars_stay_plain_and_every_rank_updates_them_alike(
+    ranks: Pool, plan: Plan, world: int
+) -> None:
+    ranks(world).run(with_scalars, plan)
+
+
+def resumed_with_scalars(folder: str) -> None:
+    """Commit, train on, and go back: the scalars too."""
+    make = partial(tensorstow.AdamW, lr=0.1)
+    model, optimizer = tensorstow.stow(Scaled(), make, plan=Plan(), dir=folder, mesh=mesh_here())
+    rank = dist.get_rank()
+    kept = []
+    for step in range(2):
+        loss(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append([p.item() for p in model.parameters() if not p.ndim])
+        if step == 0:
+            optimizer.commit()
+    assert optimizer.resume() == 1
+    assert [p.item() for p in model.parameters() if not p.ndim] == kept[0] != kept[1]
+    loss(model, rank, 1).backward()
+    optimizer.step()
+    assert [p.item() for p in model.parameters() if not p.ndim] == kept[1]
+    optimizer.close()
+
+
+def test_scalars_are_committed(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2).run(resumed_with_scalars, str(tmp_path))
+
+
 def with_scalar() -> nn.Module:
     model = Layers()
     model.temperature = nn.Parameter(torch.ones(()))
     return model
+
+
+def with_scalar_elsewhere() -> nn.Module:
+    return with_scalar().to("meta")
 
 
 def with_nothing() -> nn.Module:
@@ -212,7 +299,7 @@ def mixed() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (with_scalar, ["temperature is a scalar", "(1,)"]),
+        (with_scalar_elsewhere, ["temperature is a scalar", "(1,)"]),
         (with_nothing, ["unused has no elements", "leave the parameter out"]),
         (mixed, ["'blocks.1'", "blocks.1.weight is torch.bfloat16", "compute_dtype="]),
     ],
