@@ -35,6 +35,7 @@ from tensorstow.deepspeed.plans import (
 from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
+from tensorstow.deepspeed.utils.logging import set_log_level_from_string
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.fsdp.stow import stow
@@ -111,6 +112,8 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     written = load(source)
     settings = read_settings(written, world_size(), fill=fill)
+    if settings.log_level is not None:
+        set_log_level_from_string(settings.log_level)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
     made: PlacedOptimizer | None = None
     with _named_as_configured(settings):

@@ -1,5 +1,7 @@
 """Batch sizes of an engine that is there already."""
 
+import logging
+
 import pytest
 import torch
 
@@ -57,3 +59,13 @@ def test_sizes_that_cannot_be_had_are_refused() -> None:
     assert engine.get_batch_info() == (2, 2, 1)
     assert engine.managed_gradient_accumulation()
     engine.destroy()
+
+
+def test_the_log_has_the_level_of_the_configuration() -> None:
+    level = deepspeed.logger.level
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "log_level": "ERROR"}
+    try:
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)[0].destroy()
+        assert deepspeed.logger.level == logging.ERROR
+    finally:
+        deepspeed.logger.setLevel(level)

@@ -275,7 +275,7 @@ _WATCHING = [
     honoured("wall_clock_breakdown", BOOL, off=False),
     *idle("", BOOL, "memory_breakdown", why="use torch.cuda.memory_summary()"),
     *idle("", BOOL, "dump_state", why="print deepspeed.summary_of(config)"),
-    *idle("", ANYTHING, "log_level", why='use logging.getLogger("tensorstow")'),
+    honoured("log_level", one_of("debug", "info", "warning", "error", "critical"), off=None),
     *(
         key
         for name in ("tensorboard", "csv_monitor")

@@ -83,6 +83,7 @@ def _settings(values: Values, world: int) -> Settings:
         ),
         steps_per_print=values["steps_per_print"],
         wall_clock_breakdown=values["wall_clock_breakdown"],
+        log_level=values["log_level"],
         tensorboard=MonitorFiles(**_fields(MonitorFiles, "tensorboard", values)),
         csv_monitor=MonitorFiles(**_fields(MonitorFiles, "csv_monitor", values)),
         wandb=WandbMonitor(**_fields(WandbMonitor, "wandb", values)),

@@ -133,6 +133,8 @@ class Settings:
     )
     steps_per_print: int = 10
     wall_clock_breakdown: bool = False
+    log_level: str | None = None
+    """A name of one of ``logging``'s levels, in small letters."""
     tensorboard: MonitorFiles = field(default_factory=MonitorFiles)
     csv_monitor: MonitorFiles = field(default_factory=MonitorFiles)
     wandb: WandbMonitor = field(default_factory=WandbMonitor)
