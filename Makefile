@@ -2,6 +2,8 @@
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Most packages are compiled when they are first imported (tools/setup.sh): once, and not in each process.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help demo test docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv

@@ -1,10 +1,13 @@
 """What every trainer is tested with: a tiny language model, its batches, and the plain loop."""
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
 from tensorstow import AdamW
@@ -106,6 +109,17 @@ def plain_loop(
         schedule.step()
         optimizer.zero_grad()
     return bits(net)
+
+
+def yaml_of_guide(heading: str, place: Path) -> dict[str, Any]:
+    """Return the first indented block below a heading of docs/guides/trainers.md."""
+    page = Path(__file__).parents[1] / "docs/guides/trainers.md"
+    text = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2]
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    "))
+    block = takewhile(lambda line: line.startswith("    "), lines[start:])
+    found: dict[str, Any] = yaml.safe_load(dedent("\n".join(block)).replace("/nvme", str(place)))
+    return found
 
 
 def nbytes_beside_weights(folder: Path) -> int:

@@ -16,8 +16,10 @@ set -eu
 
 TORCH_VERSION=2.13.0 # what continuous integration runs; torch has wheels for NEWEST_PYTHON
 NEWEST_PYTHON=3.14
-# torchtitan asks for wandb, and for an older datasets than TRL's newest: it gets what it imports.
-TITAN="torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing torchdata tyro docstring_parser typeguard"
+# Trainers that ask for more than the tests use, or for other versions: without what they ask for,
+# and with what they import.
+TRAINERS="torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing torchdata tyro docstring_parser typeguard
+  axolotl==0.19.0 addict llamafactory==0.9.5 torchtune==0.6.1 omegaconf antlr4-python3-runtime==4.9.3"
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
 
@@ -173,8 +175,8 @@ case "${1:-}" in
     [ "$2" != test ] || pip install --quiet "tensorstow[kernel]" ||
       say "no Triton can be installed here: tests of the fused kernel will be skipped"
     # shellcheck disable=SC2086  # several packages on purpose
-    [ "$2" != test ] || pip install --quiet --no-compile --no-deps $TITAN ||
-      say "no torchtitan can be installed here: its tests will be skipped"
+    [ "$2" != test ] || pip install --quiet --no-compile --no-deps $TRAINERS ||
+      say "torchtitan, axolotl and others cannot be installed here: their tests will be skipped"
     ;;
   *)
     sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
