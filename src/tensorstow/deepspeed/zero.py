@@ -169,11 +169,11 @@ def _keep_values_of_first_rank(parameters: Iterable[torch.nn.Parameter]) -> None
 
 @contextmanager
 def GatheredParameters(  # noqa: N802  # upstream's name
-    params: torch.Tensor | Iterable[torch.Tensor],
+    params: torch.Tensor | Iterable[torch.Tensor | None],
     modifier_rank: int | None = None,
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,  # noqa: FBT001, FBT002
-) -> Iterator[list[torch.Tensor]]:
+) -> Iterator[list[torch.Tensor | None]]:
     """Make parameters whole inside the context; call it on every rank.
 
     The parameters themselves are whole: variables that were set to them before, and the attributes
@@ -181,7 +181,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     current inside the context.
 
     Args:
-        params: A parameter, or several.
+        params: A parameter, or several; None stands for one that a layer lacks.
         modifier_rank: The rank whose changes are kept. Default: None: under stage 3 changes are
             dropped, which is said once, or an error with ``enable_sanity_checks``. Those of plain
             parameters (below stage 3 on the CPU, or of a model without an engine) are kept.
@@ -200,7 +200,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     changes = DroppedChanges()
     with ExitStack() as whole:
         if enabled:
-            for parameter in {id(p): p for p in given}.values():
+            for parameter in {id(p): p for p in given if p is not None}.values():
                 whole.enter_context(_whole(parameter, modifier_rank, changes))
         yield given
     changes.tell()

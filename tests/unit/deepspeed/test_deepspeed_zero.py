@@ -81,6 +81,12 @@ def made_inside() -> None:
     engine.destroy()
 
 
+def test_what_a_layer_lacks_is_left_out() -> None:
+    layer = nn.Linear(2, 2, bias=False)
+    with zero.GatheredParameters([layer.weight, layer.bias], modifier_rank=0) as given:
+        assert given == [layer.weight, None]
+
+
 def test_modules_are_made_in_the_dtype_that_was_asked() -> None:
     with zero.Init(dtype=torch.bfloat16):
         assert nn.Linear(3, 2).weight.dtype == torch.bfloat16

@@ -3,13 +3,17 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import tensorstow.deepspeed
 from tensorstow.base.errors import AbsentError, OptionError
+from tree import ROOT
 
 
 @pytest.fixture
@@ -51,3 +55,53 @@ def test_what_has_looked_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(OptionError, match="when accelerate"):
         tensorstow.deepspeed.take_name()
     assert sys.meta_path == before
+
+
+IN_A_TRAINER = """
+import tensorstow.deepspeed
+
+tensorstow.deepspeed.take_name()
+import sys
+from pathlib import Path
+
+import trainers
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+folder = Path(sys.argv[1])
+trainers.model().save_pretrained(folder / "given")
+
+
+def run(**resumed):
+    config = {
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+    }
+    args = {**trainers.OF_A_TRAINER, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}
+    args = TrainingArguments(str(folder / "out"), deepspeed=config, **args)
+    model = AutoModelForCausalLM.from_pretrained(folder / "given")  # inside of zero.Init
+    model.loss_type = "ForCausalLM"
+    trainer = Trainer(model, args, train_dataset=trainers.examples(3))
+    trainer.train(**resumed)
+    trainer.save_model(str(folder / "saved"))
+    return trainers.bits(AutoModelForCausalLM.from_pretrained(folder / "saved"))
+
+
+wanted = trainers.plain_loop(trainers.windows(3, 1), inside=True)
+assert run() == wanted
+assert run(resume_from_checkpoint=str(folder / "out" / "checkpoint-2")) == wanted
+"""
+
+
+def test_a_trainer_trains_saves_and_resumes_with_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_TRAINER, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT / "tests",
+        timeout=120,
+        env={**os.environ, **alone, "MASTER_ADDR": "127.0.0.1"},
+    )
+    assert done.returncode == 0, done.stderr

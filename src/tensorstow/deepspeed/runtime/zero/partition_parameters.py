@@ -1,6 +1,41 @@
 """``deepspeed.runtime.zero.partition_parameters``: sharded parameters, and what they are now."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
 from tensorstow.deepspeed.zero import GatheredParameters, Init
 from tensorstow.deepspeed.zero_params import ZeroParamStatus, is_zero_param
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "is_zero_param"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "is_zero_param",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+
+_orig_torch_arange = torch.arange  # transformers compares with it
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor],
+    target_fp_dtype: torch.dtype | None = None,
+    target_device: torch.device | None = None,
+) -> Callable[..., Any]:
+    """Return a function of torch as it is: ``zero.Init`` exchanges none.
+
+    transformers puts another function here while it creates a model, so that ``zero.Init`` keeps
+    the dtype of ``torch.arange``.
+
+    Args:
+        fn: The function.
+        target_fp_dtype: Not used.
+        target_device: Not used.
+
+    Returns:
+        The same function.
+    """
+    del target_fp_dtype, target_device
+    return fn
