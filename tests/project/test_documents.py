@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import json
 import re
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -223,6 +225,28 @@ def test_commands_and_files_that_are_named_are_there(page: Path) -> None:
             assert (ROOT / code).exists(), f"{page.name}: {code}"
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text("utf-8")):
         assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_commands_that_pages_show_as_blocks_have_options_that_are_there() -> None:
+    shown = [
+        shlex.split(line, comments=True)[1:]
+        for page in PAGES
+        for line in re.findall(r"^ {4}(tensorstow .*)", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(shown) >= 3
+    for words in shown:
+        assert make_parser().parse_args(words)
+
+
+def test_the_release_workflow_is_one_that_can_be_read() -> None:
+    """Jobs wait for jobs that are there, and each step does one thing."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text("utf-8"))
+    jobs = workflow["jobs"]
+    assert [job.get("needs") for job in jobs.values()] == [None, "build", "install"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step.get("uses", "a/b@c")) for step in steps)
+    assert any("--only-binary :all:" in step.get("run", "") for step in steps)
 
 
 def test_one_line_examples_of_the_public_classes_can_be_called() -> None:

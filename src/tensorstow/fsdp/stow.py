@@ -63,6 +63,7 @@ from tensorstow.fsdp.validation import (
     validate_budget,
     validate_class,
     validate_device,
+    validate_directory,
     validate_factory,
     validate_init,
     validate_mesh,
@@ -236,6 +237,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_budget(budget)
     validate_tokens(tokens)
     validate_init(init)
+    validate_directory(dir)
     device = current_device()
     choice: ChosenPlan | None = None
     if optimizer is None:

@@ -7,6 +7,7 @@ which would wait for each other for ever.
 
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -165,6 +166,21 @@ def validate_init(init: object) -> None:
         message = (
             f"init={init!r} was given: it is a function that is called with a module, as"
             " model._init_weights of transformers is."
+        )
+        raise OptionError(message)
+
+
+def validate_directory(directory: object) -> None:
+    """Check that ``dir`` is one directory, or none.
+
+    Raises:
+        OptionError: It is several, or something else.
+    """
+    if directory is not None and not isinstance(directory, str | os.PathLike):
+        message = (
+            f"dir={directory!r} was given to stow: it is one directory, of weights and states. For"
+            " states over several give them to the optimizer, partial(AdamW, dir=[...]), and leave"
+            " dir= of stow out."
         )
         raise OptionError(message)
 

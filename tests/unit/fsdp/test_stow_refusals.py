@@ -43,6 +43,7 @@ def an_optimizer() -> object:
         ({"plan": {"stage": 3}}, ["plan={'stage': 3}"]),
         ({"plan": None}, ["plan=None"]),
         ({"plan": "auto", "budget": {"host": "1GiB"}}, ["budget={'host'", "tensorstow.Budget"]),
+        ({"dir": ["a", "b"]}, ["dir=['a', 'b']", "partial(AdamW, dir=[...])"]),
         ({"init": "normal"}, ["init='normal'", "called with a module"]),
         ({"compute_dtype": "bf16"}, ["compute_dtype='bf16'", "torch.bfloat16"]),
         ({"compute_dtype": torch.int8}, ["compute_dtype=torch.int8"]),
