@@ -7,8 +7,9 @@ to 3), which an elementwise class alone can step.
 """
 
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,10 @@ _OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count"})
 """Attributes that schedulers of torch give an optimizer."""
 
 
+def _nothing() -> None:
+    """Return None: no object is replaced."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class OtherMaker:
     """Makes a ``StowedOptimizer`` of a class over a placed model."""
@@ -51,12 +56,17 @@ class OtherMaker:
     """Whether the configuration declares that a class may be used."""
     by_rows: bool = False
     """Whether ranks have rows of parameters."""
+    replaces: Callable[[], Optimizer | None] = _nothing
+    """Returns the user's object while it is alive."""
 
     def __call__(self, named: Any, **placement: Any) -> StowedOptimizer:  # noqa: ANN401
         """Make the optimizer over named parameters, as ``stow`` calls it."""
         for name in ("module", "durability"):  # it neither waits for weights nor commits
             placement.pop(name, None)
         placement.setdefault("states", "host")
+        before = self.replaces()
+        if before is not None:
+            before.state.clear()  # of the model as it was
         make = partial(
             StowedOptimizer,
             self.optimizer_class,
@@ -105,13 +115,8 @@ class OtherMaker:
                 " elementwise class (SGD, Adagrad, Lion, RMSprop, ...)."
             )
             raise OptionError(message)
-        return OtherMaker(
-            self.optimizer_class,
-            self.options,
-            self.groups,
-            settings.allows_untested_optimizer or known,
-            by_rows,
-        )
+        declared = settings.allows_untested_optimizer or known
+        return replace(self, allows_untested=declared, by_rows=by_rows)
 
 
 def of_named_class(named: Named, model: nn.Module, groups: Groups) -> OtherMaker:
@@ -175,9 +180,7 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
         if name in taken and name not in IMPLEMENTATION
     }
     _refuse_more(optimizer, Stepper(kind, groups, options).inner)
-    named = names_of(model, groups)
-    optimizer.state.clear()  # its place is given to the one over the placed model
-    return OtherMaker(kind, options, named)
+    return OtherMaker(kind, options, names_of(model, groups), replaces=weakref.ref(optimizer))
 
 
 def _is_first(entry: object) -> bool:

@@ -46,8 +46,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "world"), [*((case, 2) for case in CASES), (CASES[1], 1), (CASES[4], 1)], ids=str
+)
 def test_a_class_has_its_own_bits(ranks: "Ranks", tmp_path: Path, case: Case, world: int) -> None:
     *weights, norm = in_ram(case, world)
     for *got, its_norm in ranks(world).run(through_engine, case, str(tmp_path)):
@@ -88,10 +89,16 @@ def test_an_object_is_made_anew_with_its_groups_and_its_schedule() -> None:
     groups = [{"params": [model.layers[0].weight], "lr": 0.25}, {"params": model.layers[2].weight}]
     theirs = torch.optim.Adagrad(groups, lr=0.5, eps=1e-5)
     schedule = StepLR(theirs, 1, gamma=0.5)
+    with pytest.raises(OptionError, match='Adagrad was given with "bf16"'):
+        deepspeed.initialize(
+            model=model, optimizer=theirs, config=config_of(bf16={"enabled": True})
+        )
+    assert len(theirs.state) == 2
     engine, ours, _, _ = deepspeed.initialize(
         model=model, optimizer=theirs, lr_scheduler=schedule, config=config_of()
     )
     assert isinstance(ours, tensorstow.StowedOptimizer)
+    assert not theirs.state
     assert [g["param_names"] for g in ours.param_groups] == [
         ["layers.0.weight"],
         ["layers.2.weight"],

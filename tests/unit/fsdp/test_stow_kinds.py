@@ -241,8 +241,11 @@ def with_scalars(plan: Plan) -> None:
     both.close()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("plan", SCALARS, ids=str)
+@pytest.mark.parametrize(
+    ("plan", "world"),
+    [*((plan, 2) for plan in SCALARS), (FETCHED, 1)],
+    ids=["z3", "forward", "fetched", "z2", "fetched-alone"],
+)
 def test_scalars_stay_plain_and_every_rank_updates_them_alike(
     ranks: Pool, plan: Plan, world: int
 ) -> None:

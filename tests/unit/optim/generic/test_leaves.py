@@ -1,13 +1,16 @@
 """What a class steps in place of a sharded parameter."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from ranks.pool import Ranks
 from ranks.twin import mesh_here
-from tensorstow import StowedOptimizer
+from tensorstow import PipelinePolicy, StowedOptimizer
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.optim.generic.leaves import leaf_of, leaf_with_gradient, own_states, sharded_states
 
@@ -69,10 +72,41 @@ def test_a_sharded_parameter_is_stepped_saved_and_loaded(ranks: "Ranks") -> None
     ranks(1).run(of_dtensors)
 
 
+def of_chunks() -> None:
+    """Step rows in chunks on disk, as the class steps them whole; save, load, and go on."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    whole = torch.randn(301, 70)
+    mine = slice(0, 151) if mesh.get_local_rank() == 0 else slice(151, 301)
+    plain = nn.Parameter(whole[mine].clone())
+    theirs = torch.optim.RMSprop([plain], lr=0.1, momentum=0.5, foreach=False)
+    policy = PipelinePolicy(chunk_elements=1 << 12)
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    make = partial(StowedOptimizer, torch.optim.RMSprop, lr=0.1, momentum=0.5, policy=policy)
+    ours = make([parameter])
+    assert ours.plan()[0].how == "chunks"
+    for step in range(3):
+        gradient = torch.randn(301, 70)
+        plain.grad, parameter.grad = gradient[mine], distribute_tensor(gradient, mesh, [Shard(0)])
+        theirs.step()
+        ours.step()
+        if step == 1:
+            saved = ours.state_dict()
+            ours.close()
+            ours = make([parameter])
+            ours.load_state_dict(saved)
+    assert torch.equal(parameter.to_local(), plain)
+    assert torch.equal(ours.states_of(parameter)["square_avg"], theirs.state[plain]["square_avg"])
+    assert ours.memory().disk_bytes
+    ours.close()
+
+
+def test_rows_are_stepped_in_chunks(ranks: "Ranks") -> None:
+    ranks(2).run(of_chunks)
+
+
 def of_rows() -> str:
     """Return what is said of a class that needs whole matrices."""
-    from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
-
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
     with pytest.raises(OptionError, match="not known to be elementwise") as error:
