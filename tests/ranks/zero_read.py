@@ -98,26 +98,53 @@ def engine_for(
     stage: int,
     dtype: str = "fp32",
     place: str | None = None,
-    load_universal: bool = False,  # noqa: FBT001, FBT002
+    *,
+    model: nn.Module | None = None,
+    kind: str | None = "AdamW",
+    load_universal: bool = False,
 ) -> DeepSpeedEngine:
     """Return an engine of the model; ``place``: the directory of weights and states on disk."""
     zero: dict[str, Any] = {"stage": stage}
     if place is not None:
         for section in ("offload_optimizer", "offload_param"):
             zero[section] = {"device": "nvme", "nvme_path": place}
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1.0}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.04, "warmup_num_steps": 8}},
         "zero_optimization": zero,
         "checkpoint": {"load_universal": load_universal},
         "steps_per_print": 100,
     }
+    if kind is not None:
+        momentum = {"momentum": 0.9} if kind == "SGD" else {}
+        config["optimizer"] = {"type": kind, "params": {"lr": 0.1, **momentum}}
+        params = {"warmup_max_lr": 0.04, "warmup_num_steps": 8}
+        config["scheduler"] = {"type": "WarmupLR", "params": params}
     if dtype != "fp32":
         config[dtype] = {"enabled": True}
-    model = Words()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=decays(model), config=config)
+    model = Words() if model is None else model
+    groups = decays(model) if kind is not None else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config)
     return engine
+
+
+def trained_states(module: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """Return whole fp32 weights and states."""
+    found = {}
+    for name, parameter in resharded(module).named_parameters():
+        if parameter.requires_grad:
+            kept = {k: safe_get_full_optimizer_state(parameter, k) for k in STATES}
+            found[name] = {"fp32": safe_get_full_fp32_param(parameter), **kept}
+    return found
+
+
+def saved_by_engine(folder: str, stage: int, dtype: str) -> dict[str, dict[str, torch.Tensor]]:
+    """Train two steps, save, and return what was held."""
+    with closing(engine_for(stage, dtype)) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.arange(7)))
+            engine.step()
+        engine.save_checkpoint(folder, "one", {"epoch": 7})
+        return trained_states(engine.module)
 
 
 def loaded_from(
@@ -128,12 +155,8 @@ def loaded_from(
         path, client = engine.load_checkpoint(folder, "saved", **more)
         assert path == str(Path(folder) / "saved")
         named = dict(resharded(engine.module).named_parameters())
-        trained, others = {}, dict(engine.module.named_buffers())
-        for name, parameter in named.items():
-            if parameter.requires_grad:
-                kept = {k: safe_get_full_optimizer_state(parameter, k) for k in STATES}
-                trained[name] = {"fp32": safe_get_full_fp32_param(parameter), **kept}
-            others[name] = weights_of_one(parameter)
+        trained, others = trained_states(engine.module), dict(engine.module.named_buffers())
+        others |= {name: weights_of_one(parameter) for name, parameter in named.items()}
         counts = (engine.global_steps, engine.skipped_steps, engine.global_samples)
         groups = [{k: g[k] for k in HYPER[0]} for g in engine.optimizer.param_groups]
         scale, scheduled = engine.loss_scale, engine.lr_scheduler.last_batch_iteration

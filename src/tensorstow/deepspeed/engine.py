@@ -521,7 +521,7 @@ class DeepSpeedEngine(ConfiguredModule):
         if given is None and universal:
             message = (
                 f"{load_dir} has no file latest_universal, which checkpoint.load_universal asks"
-                " for: convert a checkpoint by DeepSpeed's ds_to_universal, or leave the key out."
+                " for: convert a checkpoint by ds_to_universal, or leave the key out."
             )
             raise StoreFormatError(message)
         if given is None:

@@ -252,6 +252,21 @@ def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
     return whole
 
 
+def read_states(folder: Path, name: str) -> Tensors:
+    """Return the whole states of a parameter that are tensors; this rank reads them by itself."""
+    there = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefix = f"{_OPTIMIZER}{name}."
+    room: Tensors = {}
+    for key, saved in there.items():
+        state = key.removeprefix(prefix)
+        if key != state and "." not in state and isinstance(saved, TensorStorageMetadata):
+            room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
+    if room:
+        with _quietly():
+            dcp_load(room, checkpoint_id=folder, no_dist=True)
+    return {key.removeprefix(prefix): values for key, values in room.items()}
+
+
 def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
     """Return the full parameters and buffers, in host memory of rank 0; collective.
 
