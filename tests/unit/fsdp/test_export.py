@@ -60,7 +60,7 @@ def test_what_is_written_is_loaded_anywhere(
     ranks: Pool, tmp_path: Path, plan: Plan, world: int
 ) -> None:
     folder = tmp_path / "model"
-    for most in (500, 1 << 30):
+    for most in (500, 1 << 30) if world == 1 else (500,):
         ranks(world).run(saved, plan, str(folder), most)
         files = sorted(file.name for file in folder.iterdir())
         if most == 500:

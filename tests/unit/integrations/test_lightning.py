@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -41,9 +42,9 @@ pytestmark = [
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, **where: Any) -> None:  # noqa: ANN401
+    def __init__(self, net: Any = None, **where: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self.net, self.where = trainers.model().train(), where
+        self.net, self.where = (trainers.model() if net is None else net).train(), where
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
         return self.net(input_ids=batch["input_ids"], labels=batch["labels"]).loss
@@ -87,9 +88,13 @@ def fit(module: Module, batches: int, path: Path | None = None, **given: Any) ->
 
 
 def by_hand(
-    batches: int, accumulation: int = 1, clip: float | None = 0.1, epochs: int = 1
+    batches: int,
+    accumulation: int = 1,
+    clip: float | None = 0.1,
+    epochs: int = 1,
+    net: Any = None,  # noqa: ANN401
 ) -> list[bytes]:
-    net = trainers.model().train()
+    net = (trainers.model() if net is None else net).train()
     optimizer = AdamW(trainers.plain_groups(net), lr=1e-2)
     for window in trainers.windows(batches, accumulation) * epochs:
         for batch in window:
@@ -159,8 +164,8 @@ ON_DISK = Plan(parameters="disk", states="disk")
 class Placed(Module):
     """Its model is placed where its optimizer is made."""
 
-    def __init__(self, plan: Plan = ON_DISK, **where: Any) -> None:  # noqa: ANN401
-        super().__init__(overlap=None, **where)
+    def __init__(self, plan: Plan = ON_DISK, net: Any = None, **where: Any) -> None:  # noqa: ANN401
+        super().__init__(net, overlap=None, **where)
         self.plan = plan
         self.seen = nn.Parameter(torch.tensor(0.0), requires_grad=False)  # none of the model's
 
@@ -241,6 +246,24 @@ def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> N
             optimizer.close()
 
 
+class WithoutTransformers(nn.Module):
+    """Which ranks need not import then: seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(trainers.WORDS, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, trainers.WORDS)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits = self.head(x).flatten(0, 1)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels.flatten()))
+
+
 def of_two_ranks(place: Path) -> list[list[bytes]]:
     """Train with checkpoints, then from the first one in new objects."""
     torch.set_num_threads(1)
@@ -250,7 +273,7 @@ def of_two_ranks(place: Path) -> list[list[bytes]]:
         for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
             patch.setenv(name, str(value))  # unused: the group is there
         for path in (None, place / "epoch=0.ckpt"):
-            module = Placed(dir=place / "run", checkpoints="ticket")
+            module = Placed(net=WithoutTransformers(), dir=place / "run", checkpoints="ticket")
             saves = ModelCheckpoint(place, "{epoch}", save_top_k=-1)
             given = {**QUIET, "devices": 2, "max_epochs": 2, "callbacks": [saves]}
             trainer = lightning.Trainer(**given, strategy=StowStrategy(), limit_val_batches=0)
@@ -272,5 +295,5 @@ def test_two_ranks_name_the_snapshot_of_their_ticket(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Two ranks with a micro-batch each are one with two."""
-    plain = by_hand(4, 2, clip=None, epochs=2)
+    plain = by_hand(4, 2, clip=None, epochs=2, net=WithoutTransformers())
     assert ranks(2).run(of_two_ranks, tmp_path) == [[plain, plain]] * 2
