@@ -9,6 +9,7 @@ from torch import nn
 import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from tensorstow.activations.offload import ActivationOffload, offload_activations
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import checkpointing
 
 WIDTH, BLOCKS = 64, 4
@@ -95,3 +96,11 @@ def test_inputs_of_what_is_recomputed_leave_the_device(
         checkpointing.reset()
     assert torch.equal(weight.grad, want)
     assert [each.nbytes().bytes_down for each in made] == [2 * x.nbytes] * in_cpu
+
+
+def test_classes_other_than_adam_are_refused_before_anything_is_placed() -> None:
+    model = nn.Linear(3, 4)
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    with pytest.raises(OptionError, match="SGD was given with an accelerator"):
+        deepspeed.initialize(model=model, config={"train_batch_size": 1, "optimizer": sgd})
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
