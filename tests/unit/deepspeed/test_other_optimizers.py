@@ -139,6 +139,43 @@ def stepped(model: Narrow) -> torch.optim.Optimizer:
     return optimizer
 
 
+class Counting(torch.optim.Optimizer):
+    """Keeps a number and a tensor of one element for each parameter."""
+
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["count"] = state.get("count", 0) + 1
+                    state["total"] = state.get("total", torch.zeros(1)) + 1
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / state["count"])
+
+
+def test_numbers_of_each_parameter_are_saved(tmp_path: Path) -> None:
+    for steps in (2, 1):
+        model = Narrow()
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=Counting(model.parameters()), config=config_of(**UNTESTED)
+        )
+        if steps == 1:
+            engine.load_checkpoint(tmp_path)
+        for step in range(steps):
+            engine.backward(engine(batch_of(0, step, 0)))
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        for parameter in (model.scale, model.layers[0].weight):
+            assert optimizer.states_of(parameter) == {
+                "count": 4 - steps,
+                "total": torch.tensor([4.0 - steps]),
+            }
+        engine.destroy()
+
+
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 UNTESTED = {"zero_allow_untested_optimizer": True}
 NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "."}}

@@ -196,10 +196,13 @@ def _take_numbers(
     numbers: StatesByName = {}
     for name, entry in states.items():
         for state, value in list(entry.items()):
-            is_small = not isinstance(value, torch.Tensor) or not value.ndim
-            if state == "step" and isinstance(value, torch.Tensor) and value.dtype == torch.float32:
+            is_tensor = isinstance(value, torch.Tensor)
+            if state == "step" and is_tensor and value.dtype == torch.float32:
                 steps[name] = float(entry.pop(state))
-            elif is_small and (state == "step" or named[name].ndim):  # not a scalar's own states
+                continue
+            # Those of a scalar's own element are tensors as others'.
+            is_element = is_tensor and not named[name].ndim and state != "step"
+            if not is_tensor or (not value.ndim and not is_element):
                 numbers.setdefault(name, {})[state] = entry.pop(state)
     return steps, numbers
 
