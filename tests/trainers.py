@@ -1,14 +1,18 @@
 """What every trainer is tested with: a tiny language model, its batches, and the plain loop."""
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tensorstow import AdamW
 
@@ -109,6 +113,44 @@ def plain_loop(
         schedule.step()
         optimizer.zero_grad()
     return bits(net)
+
+
+def forget_state() -> None:
+    """Drop what accelerate has one of in a process."""
+    from accelerate.state import (  # noqa: PLC0415  # seconds
+        AcceleratorState,
+        GradientState,
+        PartialState,
+    )
+
+    for kind in (AcceleratorState, GradientState, PartialState):
+        kind._reset_state()
+
+
+@contextmanager
+def one_of_two(rank: int) -> Iterator[None]:
+    """Let Trainers of transformers be those of two ranks, whose process group is there."""
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported: trainers call the collector
+    with pytest.MonkeyPatch.context() as patch:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # unused
+        where |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        for name, value in {"RANK": rank, "LOCAL_RANK": rank, **where}.items():
+            patch.setenv(name, str(value))
+        forget_state()
+        yield
+        forget_state()
+    gc.unfreeze()
+
+
+def whole(made: Any) -> list[bytes]:  # noqa: ANN401
+    """Return the weights of a ``Stowed`` trainer on each rank, and close its optimizer."""
+    optimizer = made._optimizer()
+    optimizer.wait()
+    values = made.model.state_dict().values()
+    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in values]
+    optimizer.close()
+    return [t.numpy().tobytes() for t in tensors]
 
 
 def yaml_of_guide(heading: str, place: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
+from accelerate.state import AcceleratorState, DistributedType
 from torch import nn
 
 import tensorstow
@@ -27,19 +27,14 @@ SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 def _alone() -> Iterator[None]:
     """Drop what a process has one of."""
     yield
-    forget_state()
-
-
-def forget_state() -> None:
-    for kind in (AcceleratorState, GradientState, PartialState):
-        kind._reset_state()
+    trainers.forget_state()
 
 
 class Loop:
     """A script of accelerate's."""
 
     def __init__(self, batches: int, accumulation: int = 1, **where: Any) -> None:  # noqa: ANN401
-        forget_state()
+        trainers.forget_state()
         self.accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=accumulation
         )
@@ -156,7 +151,7 @@ def sharded_by_accelerate(rank: int, where: dict[str, Any]) -> list[bytes] | str
         here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
         for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
             patch.setenv(name, str(value))  # unused: the group is there
-        forget_state()
+        trainers.forget_state()
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
         accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
         # accelerate shards on accelerators alone; gloo does as well.
@@ -178,7 +173,7 @@ def sharded_by_accelerate(rank: int, where: dict[str, Any]) -> list[bytes] | str
             return str(error)
         finally:
             optimizer.close()
-            forget_state()
+            trainers.forget_state()
         return [p.full_tensor().detach().numpy().tobytes() for p in model.parameters()]
 
 

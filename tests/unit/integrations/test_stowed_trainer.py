@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch.distributed.tensor import DTensor
 
 import tensorstow
 import trainers
@@ -208,15 +206,9 @@ def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
 # --- several ranks ---
 
 
-def two_ranks(place: Path, rank: int) -> list[list[bytes]]:
+def numbered(place: Path) -> list[list[bytes]]:
     """Train with a checkpoint in each step, then from the third in new objects."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # unused: the group is there
-        where |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank, **where}.items():
-            patch.setenv(name, str(value))
-        forget_state()
+    with trainers.one_of_two(dist.get_rank()):
         plan = Plan(parameters="disk", states="disk")
         given: dict[str, Any] = {"batches": 8, "durable": True, "max_grad_norm": 0}
         saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
@@ -224,34 +216,13 @@ def two_ranks(place: Path, rank: int) -> list[list[bytes]]:
         assert first.args.world_size == 2
         first.train()
         assert [s.step for s in first._optimizer().snapshots()] == [3, 4]
-        found = [whole(first)]
+        found = [trainers.whole(first)]
         dist.barrier()
         second = trainer(place, plan, callbacks=[Worse()], **given, **BEST)
         second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
         assert second.state.global_step == 4
         assert str(second.state.best_model_checkpoint).endswith("checkpoint-4")
-        found.append(whole(second))
-        forget_state()
-    return found
-
-
-def forget_state() -> None:
-    """Drop what a process has one of."""
-    for kind in (AcceleratorState, GradientState, PartialState):
-        kind._reset_state()
-
-
-def whole(made: Stowed) -> list[bytes]:
-    optimizer = made._optimizer()
-    optimizer.wait()
-    values = made.model.state_dict().values()
-    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in values]
-    optimizer.close()
-    return [t.numpy().tobytes() for t in tensors]
-
-
-def numbered(place: Path) -> list[list[bytes]]:
-    return two_ranks(place, dist.get_rank())
+        return [*found, trainers.whole(second)]
 
 
 def test_ranks_name_the_snapshot_that_a_ticket_needs(ranks: Pool, tmp_path: Path) -> None:
@@ -283,7 +254,7 @@ def test_what_would_go_wrong_in_silence_is_refused(name: str, tmp_path: Path) ->
     given, where, message = REFUSED[name]
     with pytest.raises(OptionError, match=message):
         Stowed(trainers.model(), arguments(tmp_path, **given), stow=where)
-    forget_state()  # of another precision
+    trainers.forget_state()  # of another precision
 
 
 MADE = SimpleNamespace(

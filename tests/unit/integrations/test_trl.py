@@ -1,18 +1,21 @@
 """TRL's trainers with our optimizer: against a loop by hand over the same losses."""
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import trainers
+from ranks.pool import Ranks
 from tensorstow import AdamW, PipelinePolicy, Plan
 from tensorstow.integrations.transformers import DropSnapshots, Stowed, adamw, attach
 
@@ -102,7 +105,7 @@ def grpo(place: Path, **given: Any) -> Any:  # noqa: ANN401
 def by_hand(
     made: Any,  # noqa: ANN401
     accumulation: int = 1,
-    clip: float = 1.0,
+    clip: float | None = 1.0,
     *,
     inside: bool = False,
 ) -> list[bytes]:
@@ -118,9 +121,9 @@ def by_hand(
             items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
         for batch in window:
             made.compute_loss(net, batch, num_items_in_batch=items).backward()
-        if inside:
+        if clip is not None and inside:
             optimizer.clip_grad_norm_(clip)
-        else:
+        elif clip is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
         optimizer.step()
         schedule.step()
@@ -205,3 +208,23 @@ def test_whole_models_on_disk(tmp_path: Path) -> None:
     made = sft(tmp_path, stow=placement, eval_strategy="steps", eval_steps=2)
     made.train()
     assert finish(made) == by_hand(sft(tmp_path), inside=True)
+
+
+def numbered(place: Path) -> list[list[bytes]]:
+    """Train with checkpoints, then from the first of them, on two ranks."""
+    placement = {"plan": Plan(parameters="disk", states="disk"), "dir": place / "run"}
+    given: dict[str, Any] = {"stow": {**placement, "policy": SMALL}, "max_grad_norm": 0}
+    with trainers.one_of_two(dist.get_rank()):
+        first = sft(place, save_strategy="steps", save_steps=1, **given)
+        first.train()
+        found = [trainers.whole(first)]
+        dist.barrier()
+        second = sft(place, **given)
+        second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-1"))
+        return [*found, trainers.whole(second)]
+
+
+def test_two_ranks_share_a_model(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+    """Two ranks with a micro-batch each are one with two."""
+    plain = by_hand(sft(tmp_path), accumulation=2, clip=None)
+    assert ranks(2).run(numbered, tmp_path) == [[plain, plain]] * 2
