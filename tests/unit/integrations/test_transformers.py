@@ -110,6 +110,29 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert finish(second) == complete == trainers.plain_loop(trainers.windows(5, 1))
 
 
+class Copies(transformers.TrainerCallback):
+    """Reads weights past forward, as an average of weights or a reference model does."""
+
+    def __init__(self) -> None:
+        self.read: list[list[bytes]] = []
+
+    def on_step_end(self, *_: object, model: nn.Module, **__: object) -> None:  # type: ignore[override]
+        self.read.append([p.data.clone().numpy().tobytes() for p in model.parameters()])
+
+
+def test_weights_that_are_read_past_forward_are_new_ones(tmp_path: Path) -> None:
+    found = []
+    for where in ({"states": "disk", "overlap": "forward"}, {"states": "host"}):
+        copies = Copies()
+        made = trainer(tmp_path, where, batches=3, callbacks=[copies])
+        made.train()
+        finish(made)
+        found.append(copies.read)
+    beside, plain = found
+    assert beside == plain
+    assert plain[0] != plain[1] != plain[2]
+
+
 def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     where = {"states": "disk", "dir": True}
