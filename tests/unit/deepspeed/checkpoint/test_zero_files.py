@@ -123,3 +123,23 @@ def test_elastic_and_old_ones_are_read(tmp_path: Path) -> None:
             for key, values in kept.items():
                 assert torch.equal(found.whole(name, key), values)
     assert [group.values for group in found.groups] == [{}, {}]
+
+
+def test_groups_that_stage_3_has_cut_are_one(tmp_path: Path) -> None:
+    """``sub_group_size`` cuts groups: their numbers are a group's params."""
+    run = run_of()
+    run.write(tmp_path / "saved", 3, 1)
+    (file,) = optimizer_files(tmp_path / "saved")
+    saved = read_file(file)
+    states = saved["optimizer_state_dict"]["optimizer_state_dict"]
+    states["param_groups"] = [{"lr": 0.5, "params": [0, 1]}]
+    optimizer = {
+        "fp32_flat_groups": saved["optimizer_state_dict"]["fp32_flat_groups"],
+        "optimizer_state_dict": states,
+    }
+    file.unlink()
+    torch.save({"optimizer_state_dict": optimizer}, file)
+    models = [read_file(each) for each in model_files(tmp_path / "saved")]
+    (group,) = partitions_of(tmp_path / "saved", models).groups
+    assert group.names == {name for each in run.groups for name in each}
+    assert group.values["lr"] == 0.5
