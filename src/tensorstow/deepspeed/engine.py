@@ -495,7 +495,9 @@ class DeepSpeedEngine(ConfiguredModule):
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what ``save_checkpoint`` wrote, on any number of ranks; call it on every rank.
 
-        Also what DeepSpeed's own wrote under stages 1 to 3, and its universal checkpoints.
+        Also what DeepSpeed's own wrote under stages 1 to 3, and its universal checkpoints. The next
+        backward is of a step's first micro-batch: gradients that wait for ``step()``, here or when
+        it was saved, are dropped.
 
         Args:
             load_dir: The directory.
@@ -527,6 +529,10 @@ class DeepSpeedEngine(ConfiguredModule):
         if given is None:
             return None, None
         folder = Path(load_dir) / given
+        if self._update is not None:
+            self._update.drop_gradients()
+        self._backwards, self._loss = 0, 0.0
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         saved = on_every_rank(partial(open_checkpoint, folder), f"read {folder}")
         on_every_rank(
             partial(saved.load_module, self.module, strict=load_module_strict),
@@ -547,6 +553,8 @@ class DeepSpeedEngine(ConfiguredModule):
             self.lr_scheduler.load_state_dict(saved.scheduler)
         for name, count in saved.counts.items():
             setattr(self, name, count)
+        # A step has other micro-batches with another number of ranks; it begins with its first.
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return str(folder), saved.client_state
 
     def module_state_dict(self) -> dict[str, Any]:

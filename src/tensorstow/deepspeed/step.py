@@ -45,6 +45,11 @@ class OptimizerStep:
         """The number that a loss is multiplied by."""
         return 1.0 if self._scale is None else self._scale.scale
 
+    def drop_gradients(self) -> None:
+        """Begin a step anew: forget what backwards have left."""
+        self._optimizer.zero_grad()
+        self.unscaled = 0
+
     def run(self) -> bool:
         """Take or skip a step, drop the gradients, and return whether it was taken."""
         taken = self._end() if self._beside_backward else self._begin_and_end()

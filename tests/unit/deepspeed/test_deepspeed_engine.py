@@ -282,6 +282,40 @@ def test_a_part_of_a_checkpoint_is_loaded(
     assert (engine.global_steps, engine.micro_steps) == (0, 0)
 
 
+@pytest.mark.parametrize("accumulation", [2, 3])
+def test_a_loaded_run_begins_with_a_steps_first_micro_batch(
+    tmp_path: Path, accumulation: int
+) -> None:
+    """Gradients of a step that had begun are in no checkpoint, and those here are of other weights."""
+    ends = []
+    for micro_batches in (2, accumulation, accumulation):
+        model, batch = torch.nn.Linear(2, 1), torch.ones(1, 2)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": micro_batches,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        }
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        if not ends:
+            for _ in range(3):
+                engine.backward(engine(batch).sum())
+                engine.step()
+            engine.save_checkpoint(tmp_path)
+        elif len(ends) == 1:
+            engine.backward(engine(-batch).sum() * 99.0)
+            engine.step()
+        engine.load_checkpoint(tmp_path)
+        applied = []
+        for number in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(batch).square().sum() * number)
+            engine.step()
+            applied.append(engine.was_step_applied())
+        assert applied == [False] * (len(applied) - 1) + [True]
+        ends.append([p.detach().clone() for p in engine.parameters()])
+        engine.destroy()
+    assert all_equal(ends[1], ends[2])
+
+
 def test_rates_and_loaders_are_made_by_hand(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.set_lr(0.25)
     assert engine.get_lr() == [0.25]
