@@ -286,7 +286,7 @@ def test_a_part_of_a_checkpoint_is_loaded(
 def test_a_loaded_run_begins_with_a_steps_first_micro_batch(
     tmp_path: Path, accumulation: int
 ) -> None:
-    """Gradients of a step that had begun are in no checkpoint, and those here are of other weights."""
+    """Gradients of a step that had begun are in no checkpoint; those here are of other weights."""
     ends = []
     for micro_batches in (2, accumulation, accumulation):
         model, batch = torch.nn.Linear(2, 1), torch.ones(1, 2)

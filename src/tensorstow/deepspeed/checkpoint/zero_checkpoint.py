@@ -21,7 +21,7 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
     joined,
     model_files,
     partitions_of,
-    read_file,
+    read_dict,
 )
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
 from tensorstow.fsdp.full_tensors import resharded, to_local
@@ -49,7 +49,7 @@ class ZeroCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Map the files of weights; raises StoreFormatError for a layout that is not known."""
         self._folder = folder
-        self._models = [read_file(file) for file in model_files(folder)]
+        self._models = [read_dict(file, "module") for file in model_files(folder)]
         self._common = self._models[0]
         if self._common.get("num_experts") or self._common.get("ds_autoep_layers"):
             message = (

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch.serialization import safe_globals
@@ -48,26 +49,39 @@ _STOOD_IN = (
 )
 
 
-def read_file(file: Path) -> dict[str, Any]:
+def read_file(file: Path) -> Any:  # noqa: ANN401  # universal checkpoints have lone tensors
     """Return what a file of DeepSpeed's holds, its tensors mapped; no code of a file is run.
 
-    Raises StoreFormatError for an object of a class that is not known to be harmless.
+    Raises StoreFormatError for an object of a class that is not known to be harmless, and for a
+    file that is damaged.
     """
     known: list[Any] = [(PickledValue, name) for name in _STOOD_IN]
     try:
         with safe_globals([*known, Namespace]):
-            found: dict[str, Any] = torch.load(
-                file, map_location="cpu", weights_only=True, mmap=True
-            )
-    except UnpicklingError as error:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what reading damaged bytes raises may be of any kind
         named = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"an object of {named[1]}" if named else "an object that torch does not read"
+        if not isinstance(error, UnpicklingError) or named is None:
+            message = (
+                f"{file} cannot be read: it is damaged, cut short, or no file of torch.save()."
+            )
+            raise StoreFormatError(message) from error
         message = (
-            f"{file} has {what}, whose code would run to read it: only tensors and plain values are"
-            " taken. If the file is one that you trust, name the class to"
+            f"{file} has an object of {named[1]}, whose code would run to read it: only tensors and"
+            " plain values are taken. If the file is one that you trust, name the class to"
             " torch.serialization.add_safe_globals(), or save the checkpoint without it."
         )
         raise StoreFormatError(message) from error
+
+
+def read_dict(file: Path, key: str) -> dict[str, Any]:
+    """Return what a file holds that has ``key``; raises StoreFormatError where it has not."""
+    found: Any = read_file(file)
+    if not isinstance(found, dict) or key not in found:
+        message = f'{file} has no "{key}", as such a file of a DeepSpeed checkpoint has.'
+        raise StoreFormatError(message)
     return found
 
 
@@ -189,7 +203,7 @@ def partitions_of(folder: Path, models: Sequence[Mapping[str, Any]]) -> Partitio
             " those of all ranks into one directory."
         )
         raise StoreFormatError(message)
-    ranks = [read_file(file)[_OPTIMIZER] for file in files]
+    ranks = [read_dict(file, _OPTIMIZER)[_OPTIMIZER] for file in files]
     if "fp32_flat_groups" in ranks[0]:
         return _stage_3(folder, ranks, shapes)
     return _stages_1_and_2(ranks, shapes)
@@ -257,7 +271,7 @@ def _stage_3(
 
 
 def _universal(folder: Path, shapes: Sequence[Mapping[str, torch.Size]]) -> Partitions:
-    common = read_file(folder / "optimizer_state.pt")
+    common = read_dict(folder / "optimizer_state.pt", _OPTIMIZER)
     found = _empty(shapes, common.get("loss_scaler"))
     for number, group in enumerate(shapes):
         for name in group:

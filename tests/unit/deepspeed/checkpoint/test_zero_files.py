@@ -1,5 +1,6 @@
 """What is read of DeepSpeed's files, and what is refused by name."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,28 @@ def test_code_of_a_file_is_not_run(tmp_path: Path, value: object, named: str) ->
     torch.save({"args": value}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(StoreFormatError, match=f"an object of \\S*{named}, whose code would run"):
         ZeroCheckpoint(tmp_path)
+
+
+def test_files_that_are_damaged_or_of_something_else_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_of().write(folder, 2, 1)
+    (model,), (states,) = model_files(folder), optimizer_files(folder)
+    whole = model.read_bytes()
+    for damaged in (b"", b"hello", whole[: len(whole) // 2], pickle.dumps({"module": 1})[:-3]):
+        model.write_bytes(damaged)
+        with pytest.raises(StoreFormatError, match=f"{model} cannot be read: it is damaged"):
+            ZeroCheckpoint(folder)
+    model.write_bytes(whole)
+    for file, key in [(states, "optimizer_state_dict"), (model, "module")]:
+        for other in ([1], {"other": 1}):
+            torch.save(other, file)
+            with pytest.raises(StoreFormatError, match=f'{file} has no "{key}"'):
+                _ = ZeroCheckpoint(folder).scale
+
+
+def test_files_of_before_torch_1_6_are_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "file", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_file(tmp_path / "file")["a"], torch.ones(3))
 
 
 def test_files_are_mapped(tmp_path: Path) -> None:
