@@ -82,6 +82,7 @@ def _refuse_mismatches(written: Mapping[str, Any], pairs: Mapping[str, tuple[Any
         value: Any = written
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
+        value = list(value) if isinstance(value, tuple) else value  # as JSON has pairs
         if value not in (None, "auto", theirs):
             lines.append(f"{path}={value!r}, and {name}={theirs!r}")
     if lines:
@@ -115,7 +116,8 @@ def _refuse_sections(written: Mapping[str, Any]) -> None:
     if other:
         message = (
             f"The DeepSpeed configuration has an optimizer with {', '.join(other)}: in a Trainer it"
-            " is AdamW. Use tensorstow.deepspeed.initialize in a loop of your own."
+            " is AdamW. Keep deepspeed= in the Trainer, behind tensorstow.deepspeed.take_name()"
+            " (docs/guides/trainers.md)."
         )
         raise OptionError(message)
 
@@ -131,7 +133,8 @@ def _refuse_what_a_trainer_lacks(settings: Settings, world: int) -> None:
     if found:
         message = (
             f"The DeepSpeed configuration has {found}: in a Trainer the optimizer's states are"
-            " placed, and nothing else. Use tensorstow.deepspeed.initialize in a loop of your own."
+            " placed, and nothing else. Keep deepspeed= in the Trainer, behind"
+            " tensorstow.deepspeed.take_name() (docs/guides/trainers.md)."
         )
         raise OptionError(message)
     for name in ("tensorboard", "csv_monitor", "wandb"):

@@ -107,6 +107,14 @@ def test_what_contradicts_or_is_more_than_a_place_is_refused(name: str) -> None:
         placed(config)
 
 
+def test_a_pair_of_a_dict_is_that_of_the_trainer() -> None:
+    betas = {**AUTO, "optimizer": {"type": "AdamW", "params": {"betas": (0.9, 0.999)}}}
+    assert placed(betas)["betas"] == (0.9, 0.999)
+    other = {**AUTO, "optimizer": {"type": "AdamW", "params": {"betas": (0.8, 0.999)}}}
+    with pytest.raises(OptionError, match=r"betas=\[0\.8, 0\.999\], and adam_beta1"):
+        placed(other)
+
+
 def test_several_ranks_that_shard_are_refused() -> None:
     with pytest.raises(OptionError, match="stage=2 on 2 processes"):
         placed(with_zero(), args={"world_size": 2})
