@@ -65,7 +65,11 @@ class StowStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the module; of several ranks each has its shards."""
+        """Return the state dict of the module; of several ranks each has its shards.
+
+        Returns:
+            Tensors by name.
+        """
         found: dict[str, Any] = self.lightning_module.state_dict()  # type: ignore[union-attr]
         return found
 
@@ -74,6 +78,9 @@ class StowStrategy(ModelParallelStrategy):
 
         Args:
             optimizer: Of the module.
+
+        Returns:
+            The state dict.
         """
         real = getattr(optimizer, "_optimizer", optimizer)
         policy = getattr(real, "offload_policy", None)  # StowedOptimizer has none, and no commits
@@ -122,6 +129,9 @@ class StowStrategy(ModelParallelStrategy):
         Args:
             checkpoint_path: The file.
             weights_only: As of ``torch.load``.
+
+        Returns:
+            What ``save_checkpoint`` was given.
         """
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
