@@ -47,6 +47,11 @@ def test_parts_of_a_model_are_read_and_replaced_by_path() -> None:
     assert isinstance(model[0][1], torch.nn.Tanh)
 
 
+def test_experts_are_refused_where_a_script_makes_them() -> None:
+    with pytest.raises(AbsentError, match="experts are plain modules"):
+        deepspeed.moe.layer.MoE  # noqa: B018
+
+
 def test_devices_are_the_texts_of_a_configuration() -> None:
     assert "optim_states" in [*OffloadStateTypeEnum]
     assert [*OffloadDeviceEnum] == ["none", "cpu", "nvme"]

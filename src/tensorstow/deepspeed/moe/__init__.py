@@ -1,5 +1,5 @@
 """``deepspeed.moe``: parameter groups of models with experts."""
 
-from tensorstow.deepspeed.moe import utils
+from tensorstow.deepspeed.moe import layer, utils
 
-__all__ = ["utils"]
+__all__ = ["layer", "utils"]
