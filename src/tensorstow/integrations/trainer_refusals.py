@@ -36,6 +36,9 @@ _BATCH_SIZE = (
     " of the first one there. Choose per_device_train_batch_size yourself."
 )
 
+_ALIKE = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""Names of ``optim=`` that mean AdamW."""
+
 
 def uses_fsdp(args: transformers.TrainingArguments) -> bool:
     """Return whether accelerate would shard: by the arguments, or its launcher's variable."""
@@ -55,8 +58,18 @@ def refuse_for_optimizer(args: transformers.TrainingArguments, where: Mapping[st
         message = _RANKS.format(directory=where["dir"], world=args.world_size)
     elif is_durable(where) and args.auto_find_batch_size:
         message = _BATCH_SIZE.format(directory=where["dir"])
+    elif (other := _other_optimizer(args)) is not None:
+        message = f"{other} was given, and the optimizer is tensorstow.AdamW: leave it out."
     if message is not None:
         raise OptionError(message)
+
+
+def _other_optimizer(args: Any) -> str | None:  # noqa: ANN401
+    """Return the argument that asks for another optimizer than AdamW, as it was given."""
+    kind = str(getattr(args.optim, "value", args.optim))
+    if kind not in _ALIKE:
+        return f'optim="{kind}"'
+    return f'optim_args="{args.optim_args}"' if args.optim_args else None
 
 
 def refuse_to_attach(trainer: transformers.Trainer, *, whole: bool) -> None:
@@ -131,7 +144,7 @@ def _placed_twice(trainer: transformers.Trainer) -> _Reasons:
     args: Any = trainer.args
     precision, here = trainer.accelerator.mixed_precision, current_device().type
     optimizer = trainer.optimizer or trainer.optimizer_cls_and_kwargs
-    kind = str(getattr(args.optim, "value", args.optim))
+    other = _other_optimizer(args)
     yield (
         trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
         "deepspeed= or fsdp= was given, which place the model too: leave it out",
@@ -176,8 +189,8 @@ def _placed_twice(trainer: transformers.Trainer) -> _Reasons:
         ),
     )
     yield (
-        not kind.startswith("adamw_torch"),
-        f'optim="{kind}" was given, and a placed model has AdamW: leave it out',
+        other is not None,
+        f"{other} was given, and a placed model has AdamW: leave it out",
     )
 
 

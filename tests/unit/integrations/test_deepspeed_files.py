@@ -27,6 +27,8 @@ ARGS: dict[str, Any] = {
     "deepspeed": None,
     "fsdp": None,
     "auto_find_batch_size": False,
+    "optim": "adamw_torch_fused",
+    "optim_args": None,
 }
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",

@@ -238,7 +238,7 @@ def test_ranks_name_the_snapshot_that_a_ticket_needs(ranks: Pool, tmp_path: Path
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "autocast": ({"bf16": True}, {}, "16-bit copy of every weight"),
     "cast": ({"bf16_full_eval": True}, {}, "casts the model"),
-    "optimizer": ({"optim": "adafactor"}, {}, 'optim="adafactor" was given'),
+    "optimizer": ({"optim": "adamw_torch_8bit"}, {}, 'optim="adamw_torch_8bit" was given'),
     "tries": ({"auto_find_batch_size": True}, {}, "second try"),
     "clipping": ({}, {"plan": Plan(overlap="backward")}, "max_grad_norm=1.0"),
     "count": (
@@ -275,6 +275,7 @@ ARGUMENTS = SimpleNamespace(
     max_grad_norm=1.0,
     n_gpu=1,
     optim="adamw_torch",
+    optim_args=None,
     save_only_model=False,
     save_strategy="steps",
     torch_compile=False,

@@ -202,6 +202,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fsdp": ({"fsdp": True}, {}, "exchanges the parameters"),
     "ranks": ({"world_size": 2}, {"dir": "/nvme"}, "for 2 processes"),
     "tries": ({"auto_find_batch_size": True}, {"dir": "/nvme"}, "second try"),
+    "optimizer": ({"optim": "adafactor"}, {}, 'optim="adafactor" was given'),
+    "8 bit": ({"optim": "adamw_torch_8bit"}, {}, 'optim="adamw_torch_8bit" was given'),
+    "arguments": ({"optim_args": "amsgrad=True"}, {}, 'optim_args="amsgrad=True" was given'),
 }
 
 
@@ -209,6 +212,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_would_go_wrong_in_silence_is_refused(name: str) -> None:
     given, where, message = REFUSED[name]
     plain = {"deepspeed": None, "fsdp": None, "world_size": 1, "auto_find_batch_size": False}
+    plain |= {"optim": "adamw_torch_fused", "optim_args": None}
     with pytest.raises(OptionError, match=message):
         adamw(SimpleNamespace(**{**plain, **given}), **where)  # type: ignore[arg-type]
 
