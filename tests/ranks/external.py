@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import tensorstow.deepspeed as deepspeed
+from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import zero
 
 WIDTH = 6
@@ -60,3 +61,38 @@ def trained_with_an_external_weight(config: dict[str, object]) -> list[torch.Ten
             found.append(parameter.data.clone())
     engine.destroy()
     return found
+
+
+class Encoding(nn.Module):
+    """Blocks of which a method other than forward is called, or a weight is read."""
+
+    def __init__(self, *, reads: bool) -> None:
+        """Make the blocks."""
+        super().__init__()
+        self.blocks = nn.ModuleList(Borrowing() for _ in range(2))
+        self.reads = reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a sum."""
+        for block in self.blocks:
+            x = block(x, None) * block.linear.bias if self.reads else block.linear(x)
+        return x.square().sum()
+
+
+def used_outside_of_blocks(config: dict[str, object]) -> list[str]:
+    """Return what is said where the use is not registered, and where it is."""
+    said = []
+    for reads in (True, False):
+        for is_registered in (False, True):
+            model = Encoding(reads=reads)
+            for block in model.blocks if is_registered else ():
+                zero.register_external_parameter(model, block.linear.bias)
+            engine, *_ = deepspeed.initialize(model=model, config=config)
+            try:
+                engine.backward(engine(torch.ones(2, WIDTH)))
+                engine.step()
+                said.append("")
+            except OptionError as error:
+                said.append(str(error))
+            engine.destroy()
+    return said

@@ -24,6 +24,7 @@ from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
 from tensorstow.deepspeed.engine_settings import ConfiguredModule
+from tensorstow.deepspeed.external_parameters import uses_outside_of_blocks_named
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.ranks import local_rank, rank_here
@@ -178,12 +179,16 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Returns:
             What the module returned.
+
+        Raises:
+            OptionError: The module uses a weight outside of its block, under stage 3, and
+                ``zero.register_external_parameter`` was not called for it.
         """
         dtype = self.settings.autocast
         casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
         if self.module.training:
             self.tput_timer.start()
-        with self._timer.measure("forward"), casts:
+        with self._timer.measure("forward"), casts, uses_outside_of_blocks_named():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             if self.optimizer is not None:

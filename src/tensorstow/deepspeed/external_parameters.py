@@ -6,6 +6,8 @@ forward to the end of backward.
 """
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -39,6 +41,27 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         )
         raise OptionError(message)
     _USERS.setdefault(parameter, weakref.WeakSet()).add(module)
+
+
+@contextmanager
+def uses_outside_of_blocks_named() -> Iterator[None]:
+    """Have a forward say which call it lacks where it uses a weight of which a rank has a shard.
+
+    Raises:
+        OptionError: It does.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        message = (
+            "A weight was used outside of the forward of its block, where a rank has a shard of it"
+            " (stage 3): the block's attribute was read, or another method of it called. Before"
+            " initialize() call zero.register_external_parameter(model, weight) with one such"
+            " weight of each of these blocks; or call the block itself."
+        )
+        raise OptionError(message) from error
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

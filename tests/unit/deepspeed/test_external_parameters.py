@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tensorstow.deepspeed as deepspeed
-from ranks.external import Chain, trained_with_an_external_weight
+from ranks.external import Chain, trained_with_an_external_weight, used_outside_of_blocks
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import zero
@@ -27,6 +27,16 @@ def test_it_trains_as_a_plain_loop(ranks: "Ranks", world: int, device: str) -> N
     for got in ranks(world).run(trained_with_an_external_weight, config):
         for ours, plain in zip(got, want, strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=1e-6)
+
+
+def test_a_use_outside_of_a_block_is_named_with_the_call_that_takes_it(ranks: "Ranks") -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": 3}}
+    for refused, taken, method_refused, method_taken in ranks(2).run(
+        used_outside_of_blocks, config
+    ):
+        assert "zero.register_external_parameter(model, weight)" in refused
+        assert method_refused == refused
+        assert taken == method_taken == ""
 
 
 def test_the_other_blocks_stay_units() -> None:
