@@ -244,12 +244,13 @@ def written_before_a_step(folder: str) -> torch.Tensor:
 
 
 def saving_by_rank(drive: Drive, folder: str) -> list[str]:
-    """Save to no directory, and by a tag of each rank; return what is said."""
+    """Save to no directory, by a tag and to a directory of each rank; return what is said."""
     said = []
+    own = str(dist.get_rank())
     with closing(engine_of(drive.settings(dist.get_world_size()))) as engine:
-        for place in ("", folder):
+        for place, tag in (("", own), (folder, f"rank{own}"), (f"{folder}/{own}", "same")):
             try:
-                engine.save_checkpoint(place, f"rank{dist.get_rank()}")
+                engine.save_checkpoint(place, tag)
             except OptionError as error:
                 said.append(str(error))
         engine.save_checkpoint(f"{folder}/there")

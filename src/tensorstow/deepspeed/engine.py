@@ -18,7 +18,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     Contents,
     full_weights,
     save,
-    validate_same_tag,
+    validate_same_folder,
 )
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
@@ -467,14 +467,14 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Raises:
             TypeError: A value in ``client_state`` of another type.
-            OptionError: There is no directory, or ranks gave different tags.
+            OptionError: There is no directory, or ranks gave different ones or different tags.
             StowError: Another rank could not write. That one raises what it met.
         """
         if not save_dir:
             message = f"save_checkpoint({save_dir!r}) was called: name a directory."
             raise OptionError(message)
         tag = str(f"global_step{self.global_steps}" if tag is None else tag)
-        validate_same_tag(tag, "save_checkpoint()")
+        validate_same_folder(save_dir, tag, "save_checkpoint()")
         folder = Path(save_dir) / tag
 
         def prepare() -> object:
@@ -519,12 +519,12 @@ class DeepSpeedEngine(ConfiguredModule):
         Raises:
             StoreFormatError: There is no checkpoint that can be read.
             OptionError: The checkpoint is of another model, or of other groups; or ranks found
-                different tags, in a directory that they do not share.
+                different tags, or have different directories on one host.
             StowError: Another rank could not read. That one raises what it met.
         """
         universal = self.settings.load_universal
         given = tag_to_load(Path(load_dir), universal=universal) if tag is None else str(tag)
-        validate_same_tag(given, "load_checkpoint()")
+        validate_same_folder(load_dir, given, "load_checkpoint()")
         if given is None and universal:
             message = (
                 f"{load_dir} has no file latest_universal, which checkpoint.load_universal asks"

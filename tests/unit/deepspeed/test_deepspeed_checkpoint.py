@@ -47,11 +47,13 @@ def test_another_number_of_ranks_loads_it(
     assert ranks(loaded_by).run(going_on, drive, str(tmp_path))
 
 
-def test_ranks_with_different_tags_are_told(ranks: "Ranks", tmp_path: Path) -> None:
+def test_ranks_with_different_folders_are_told(ranks: "Ranks", tmp_path: Path) -> None:
     for told in ranks(2).run(saving_by_rank, DRIVES[0], str(tmp_path)):
         assert told[0] == "save_checkpoint('') was called: name a directory."
         assert "save_checkpoint() was called with the tags ['rank0', 'rank1']" in told[1]
-        assert "load_checkpoint() was called with the tags ['global_step0', None]" in told[2]
+        places = [f"{tmp_path}/{rank}" for rank in range(2)]
+        assert f"save_checkpoint() was called with the directories {places}" in told[2]
+        assert "load_checkpoint() was called with the tags ['global_step0', None]" in told[3]
     assert [each.name for each in tmp_path.iterdir()] == ["there"]
 
 

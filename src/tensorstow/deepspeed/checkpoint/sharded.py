@@ -7,6 +7,7 @@ replaced when all of that is there, so it never names half a checkpoint.
 """
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -83,23 +84,31 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     on_every_rank(write, f"write to {folder}")
 
 
-def validate_same_tag(tag: str | None, call: str) -> None:
-    """Raise OptionError on every rank if one has another tag: each has a part of one folder.
+def validate_same_folder(directory: str | os.PathLike[str], tag: str | None, call: str) -> None:
+    """Raise OptionError on every rank if one has another folder: each has a part of one.
 
-    ``tag``: None where the directory has no file ``latest``.
+    Hosts may have the directory in different places. ``tag``: None where there is no file
+    ``latest``.
     """
     group = host_group()
     if group is None:
         return
-    tags: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(tags, tag, group=group)
+    own = (tag, socket.gethostname(), os.path.realpath(directory))
+    given: list[tuple[str | None, str, str]] = [own] * dist.get_world_size(group)
+    dist.all_gather_object(given, own, group=group)
+    tags = [each[0] for each in given]
     if len(set(tags)) > 1:
-        message = (
-            f"{call} was called with the tags {tags} on ranks 0 to {len(tags) - 1}: each rank has"
-            " a part of one checkpoint. Give the same tag on every rank, and a directory that all"
-            " of them share."
-        )
-        raise OptionError(message)
+        what, values = "tags", tags
+    elif len({each[1:] for each in given}) > len({each[1] for each in given}):
+        what, values = "directories", [each[2] for each in given]
+    else:
+        return
+    message = (
+        f"{call} was called with the {what} {values} on ranks 0 to {len(given) - 1}: each rank has"
+        " a part of one checkpoint. Give the same tag on every rank, and a directory that all of"
+        " them share."
+    )
+    raise OptionError(message)
 
 
 def latest_tag(directory: Path) -> str | None:
