@@ -16,6 +16,9 @@ IMPORT_ALL = """
 import importlib, pkgutil, sys
 sys.path[:0] = sys.argv[1:]
 import tensorstow
+assert "torch" not in sys.modules  # which takes a second: names are imported on first use
+tensorstow.AdamW
+assert not {"torch.distributed.fsdp", "torch.distributed.tensor"} & sys.modules.keys()
 names = [m.name for m in pkgutil.walk_packages(tensorstow.__path__, "tensorstow.")]
 for name in names:
     # The demonstration is the extra [demo], Triton is the extra [kernel], and who imports

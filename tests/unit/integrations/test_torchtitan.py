@@ -1,9 +1,12 @@
 """torchtitan's Trainer with our override: against a plain loop, and between checkpoints."""
 
 import gc
+import inspect
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +17,9 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from largest_tensor import LargestTensor
 from ranks.pool import Ranks
+from tensorstow import AdamW
 from tensorstow.base.errors import OptionError
+from tree import ROOT
 
 Pool = Callable[[int], Ranks]
 SAVES: dict[str, Any] = {}
@@ -41,6 +46,16 @@ def titan(_libraries_apart: None) -> Iterator[ModuleType]:
 
 def given(**where: Any) -> str:  # noqa: ANN401
     return f"={json.dumps({name: str(v) if name == 'dir' else v for name, v in where.items()})}"
+
+
+def test_lines_of_the_guide_name_the_override(titan: Any) -> None:  # noqa: ANN401, ARG001
+    page = (ROOT / "docs/guides/trainers.md").read_text("utf-8")
+    found = re.findall(r"--override\.imports '(\S+?)=(\{.*?\})'", page)
+    assert len(found) == 2
+    for name, options in found:
+        module, _, function = name.rpartition(".")
+        assert callable(getattr(import_module(module), function))
+        assert json.loads(options).keys() <= inspect.signature(AdamW).parameters.keys()
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
