@@ -176,6 +176,24 @@ def test_numbers_of_each_parameter_are_saved(tmp_path: Path) -> None:
         engine.destroy()
 
 
+def test_states_of_another_class_are_refused(tmp_path: Path) -> None:
+    engines = [
+        deepspeed.initialize(model=Narrow(), config=config_of(optimizer={"type": kind}))[0]
+        for kind in ("Lion", "AdamW", "Adam")
+    ]
+    for engine in engines:
+        engine.backward(engine(batch_of(0, 0, 0)))
+        engine.step()
+    for engine, other, said in [(0, 1, "Lion, and .* Adam:"), (1, 0, "Adam, and .* Lion:")]:
+        engines[engine].save_checkpoint(tmp_path, str(engine))
+        with pytest.raises(OptionError, match=f"has the states of {said} create the same one"):
+            engines[other].load_checkpoint(tmp_path)
+        engines[other].load_checkpoint(tmp_path, load_optimizer_states=False)
+    engines[2].load_checkpoint(tmp_path, "1")
+    for engine in engines:
+        engine.destroy()
+
+
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 UNTESTED = {"zero_allow_untested_optimizer": True}
 NVME = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "."}}

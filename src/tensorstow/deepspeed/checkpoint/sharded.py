@@ -29,7 +29,7 @@ from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, s
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
 from tensorstow.fsdp.sharding import host_group, on_every_rank
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.optim.placed import PlacedOptimizer
+from tensorstow.optim.placed import PlacedOptimizer, name_of_class
 from tensorstow.tensors.dtensor import is_sharded, shard_of
 
 LATEST = "latest"
@@ -70,8 +70,9 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     names = iter([] if optimizer is None else owned_names(module, optimizer))
     for group in groups:
         group["params"] = [next(names) for _ in group["params"]]
-    told = {"groups": groups, "steps": steps, "numbers": numbers, "frozen": frozen}
+    told: dict[str, Any] = {"groups": groups, "steps": steps, "numbers": numbers, "frozen": frozen}
     told["tied"] = aliases_of(module)
+    told["class"] = None if optimizer is None else name_of_class(optimizer)
     with _quietly():
         dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
 
@@ -157,8 +158,15 @@ def load_states(
 ) -> None:
     """Load the states and hyper-parameters of a checkpoint into the optimizer; collective.
 
-    Raises OptionError if the checkpoint's groups have other parameters.
+    Raises OptionError if the checkpoint's groups have other parameters, or it is of another class.
     """
+    theirs, ours = kept.get("class"), name_of_class(optimizer)  # older ones lack it
+    if theirs not in {None, ours}:
+        message = (
+            f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
+            " one, or pass load_optimizer_states=False."
+        )
+        raise OptionError(message)
     names = iter(owned_names(module, optimizer))
     here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
     if here != [group["params"] for group in kept["groups"]]:
