@@ -61,6 +61,12 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert latest_tag(tmp_path) is None
     with pytest.raises(StoreFormatError, match=r"it is no checkpoint"):
         read_common(tmp_path)
+    torch.save({"groups": []}, tmp_path / "engine.pt")
+    whole = (tmp_path / "engine.pt").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2]):
+        (tmp_path / "engine.pt").write_bytes(damaged)
+        with pytest.raises(StoreFormatError, match=r"engine.pt cannot be read: it is damaged"):
+            read_common(tmp_path)
 
 
 def test_frozen_weights_that_a_state_dict_lacks_are_left_out_too(tmp_path: Path) -> None:

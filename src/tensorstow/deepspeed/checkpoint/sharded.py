@@ -119,7 +119,7 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """Return what is the same on every rank; raises StoreFormatError if there is no checkpoint."""
+    """Return what is the same on every rank; raises StoreFormatError if there is none."""
     file = folder / _KEPT
     if not file.is_file():
         message = (
@@ -127,7 +127,13 @@ def read_common(folder: Path) -> dict[str, Any]:
             " save_checkpoint() wrote to, this engine's or DeepSpeed's, and a tag in it."
         )
         raise StoreFormatError(message)
-    found: dict[str, Any] = torch.load(file, weights_only=True)
+    try:
+        found: dict[str, Any] = torch.load(file, weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # what reading damaged bytes raises may be of any kind
+        message = f"{file} cannot be read: it is damaged or cut short. Load another checkpoint."
+        raise StoreFormatError(message) from error
     return found
 
 
