@@ -271,7 +271,7 @@ def _stage_3(
 
 
 def _universal(folder: Path, shapes: Sequence[Mapping[str, torch.Size]]) -> Partitions:
-    common = read_dict(folder / "optimizer_state.pt", _OPTIMIZER)
+    common = read_dict(folder / "optimizer_state.pt", "param_groups")
     found = _empty(shapes, common.get("loss_scaler"))
     for number, group in enumerate(shapes):
         for name in group:
