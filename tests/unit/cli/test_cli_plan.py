@@ -19,8 +19,10 @@ from tensorstow.base.profile import (
     write_profile,
 )
 from tensorstow.cli.main import main
+from tree import ROOT
 
 MODEL = f"{__name__}:build"
+GIB = 1 << 30
 
 
 def build() -> nn.Module:
@@ -472,3 +474,25 @@ def test_activations_that_do_not_fit_are_placed_elsewhere(
     plan = next(line for line in found["code"] if line.startswith("plan ="))
     exec(f"import tensorstow; {plan}", namespace)  # noqa: S102  # what it tells people to run
     assert namespace["plan"].activations == found["plan"]["activations"]
+
+
+@pytest.mark.soak  # 70 billion parameters are traced
+def test_the_readme_s_table_of_what_fits_where_is_what_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    readme = (ROOT / "README.md").read_text()
+    names = {"1B": "llama-3.2-1b", "8B": "llama-3-8b", "13B": "llama-2-13b", "70B": "llama-2-70b"}
+    options = ["--device", "24GiB", "--host", "64GiB", "--disk", "2TiB"]
+    options += ["--batch", "1", "--seq", "2048", "--json"]
+    rows = re.findall(r"^\| Llama (\d+B) \| (.+) \| (.+) \| (.+) \| (.+) \|$", readme, re.MULTILINE)
+    assert [row[0] for row in rows] == [*names]
+    for size, *cells in rows:
+        assert main(["plan", names[size], *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        held = [found["tiers"][tier]["bytes"] for tier in ("device", "host", "disk")]
+        for told, held_bytes in zip(cells, [16 * found["model"]["parameters"], *held], strict=True):
+            (amount,) = re.findall(r"([\d,]+) GiB", told.replace("nothing", "0 GiB"))
+            assert int(amount.replace(",", "")) == round(held_bytes / GIB), (size, told)
+        if (units := re.match(r"(\d+) of (\d+) units", cells[1])) is not None:
+            assert int(units[1]) == len(found["plan"]["units"])
+            assert int(units[2]) == found["model"]["units"]
