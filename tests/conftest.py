@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -38,12 +39,31 @@ def _no_rates_are_known(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         yield
 
 
+@contextmanager
+def _environment_put_back() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
-    """Leave no process group to the next file: which file that is differs from run to run."""
-    yield
+    """Leave no process group to the next file: which file that is differs from run to run.
+
+    Nor variables of a rank, by which trainers would wait for others.
+    """
+    with _environment_put_back():
+        yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def kept_environment() -> Iterator[None]:
+    """Put back what libraries write to the environment."""
+    with _environment_put_back():
+        yield
 
 
 @pytest.fixture

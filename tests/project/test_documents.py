@@ -174,6 +174,7 @@ def blocks() -> Iterator[Block]:
 @pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true")  # transformers'
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")  # Lightning's
+@pytest.mark.usefixtures("kept_environment")  # Lightning writes a rank's variables
 @pytest.mark.parametrize("block", list(blocks()), ids=str)
 def test_a_block_runs_as_printed(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,9 +183,6 @@ def test_a_block_runs_as_printed(
     names = prelude(tmp_path, block.code)
     if 'update_on="device"' in block.code and not torch.accelerator.is_available():
         make_remote(monkeypatch)  # the CPU stands in
-    for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets them
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
     has_group, on_term = dist.is_initialized(), signal.getsignal(signal.SIGTERM)
     code = re.sub(r'"(/nvme|/other-disk)', lambda m: f'"{tmp_path}{m[1]}', block.code)
     try:

@@ -16,6 +16,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _environment(kept_environment: None) -> None:
+    """Trainers write a rank's variables, by which the next ones would join others."""
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _libraries_apart() -> Iterator[None]:
     """Hide what is imported from the collector, which trainers call: 0.3 s each time else."""
