@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Most packages are compiled when they are first imported (tools/setup.sh): once, and not in each process.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test test-programs docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,25 +19,32 @@ help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(DONE)/demo ## Set everything up and run the demonstration (three to four minutes)
-	$(BIN)/tensorstow demo
+	$(BIN)/python examples/demo
 
-# Whole files, in the order of their names: what a file's tests share is made once. The second run
-# starts though the first fails, so that one run tells all.
+# Whole files, in the order of their names: what a file's tests share is made once. Both runs go at
+# once, as copies of the simulated accelerator sleep, and each ends though the other fails.
 CORES := $(shell nproc 2>/dev/null || echo 2)
 TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 
-test: $(DONE)/test native-tests ## Set everything up and run every test, in TEST_PROCESSES (cores, up to 4)
-	PYTHONPATH=tests $(BIN)/python -m pytest -p simulated.plugin -p unskipped \
-	  -n $(TEST_PROCESSES) tests/gpu; gpu=$$?; \
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore tests/gpu \
-	&& exit $$gpu
+PYTEST = $(BIN)/python -m pytest --durations 30 -n $(TEST_PROCESSES)
+
+test: $(DONE)/test native-tests ## Set everything up and run the tests, in TEST_PROCESSES (cores, up to 4)
+	@mkdir -p build
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/programs \
+	  > build/tests.log 2>&1 & rest=$$!; \
+	PYTHONPATH=tests $(PYTEST) -p simulated.plugin -p unskipped tests/gpu; gpu=$$?; \
+	tail -n +1 -f --pid=$$rest build/tests.log; wait $$rest && exit $$gpu
+
+test-programs: $(DONE)/test ## Run the demo, examples, benchmarks, the wheel and every block of the pages
+	$(PYTEST) --dist loadfile --no-loadscope-reorder tests/programs
 
 mutations: $(DONE)/test ## Take each wait for a device away in turn: a test must fail (half an hour)
 	PYTHONPATH=tests $(BIN)/python -m mutations.run
 
 KILLS ?= 300
 
-soak: $(DONE)/test mutations aarch64 ## Both, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each
+soak: $(DONE)/test mutations aarch64 ## Both, and attack files and system calls, kill training runs, KILLS times (300) each; drop 200 of each; kernels of other processors
+	PYTHONPATH=tests $(BIN)/python -m parity.processors
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/faults/test_given_back.py
@@ -57,8 +64,9 @@ bench: $(DONE)/bench ## Measure, print and save the figures
 lint: $(DONE)/dev
 	$(BIN)/ruff format --check $(PYTHON_DIRS)
 	$(BIN)/ruff check $(PYTHON_DIRS)
-	$(BIN)/mypy --strict src
+	$(BIN)/mypy --strict src examples/demo
 	PYTHONPATH=src $(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/imports.py
 	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
 
 docs: $(DONE)/docs ## Build the documentation as a site in build/site, with warnings as errors

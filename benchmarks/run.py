@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -26,15 +27,20 @@ SUBJECTS = {
     "vertical": "eight micro-batches with weights on disk: vertical order, and accumulation",
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
+    "lora": "adapters over a frozen base on disk, and the same without stow: memory and losses",
     "trainer": "a step of transformers' Trainer with our optimizer, and the same loop by hand",
     "deepspeed_step": "a step at stage 2 on two ranks, and DeepSpeed's, where installed",
     "deepspeed_numbers": "what DeepSpeed's door computes, against a plain loop: 288 cells",
     "seed_example": "the seed example with and without offload, in fresh processes",
+    "lecture": "no offload, naive offloading, ZeRO-Offload and ZeRO-Infinity side by side",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
 
 FOLDERS = dict.fromkeys(("gpu", "accelerator_model", "plan_bytes"), "accelerator")
 """Of the others: cpu."""
+
+PICTURES = {"lecture": "lecture_picture"}
+"""Modules that draw what a subject saved."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -68,13 +74,22 @@ def main(arguments: list[str] | None = None) -> None:
                 figures.append(figure)
         finally:  # what was measured is kept
             machine = module.machine_of(settings) if hasattr(module, "machine_of") else None
-            measure.save(options.out, name, settings, machine or facts, figures)
+            path = measure.save(options.out, name, settings, machine or facts, figures)
         everything += figures
+        if name in PICTURES and all(figure.measured is not None for figure in figures):
+            print(f"  {_draw(name, path)}", flush=True)
     print()
     measure.print_table(everything)
     print(f"\nSaved beside the JSON: {measure.save_table(options.out)}")
     if options.simulated and (hazards := simulated.take_hazards()):
         sys.exit(f"{len(hazards)} hazards, first:\n" + "\n".join(sorted(set(hazards))[:6]))
+
+
+def _draw(name: str, path: Path) -> str:
+    """Draw what was saved of a subject, and return a line about it for people."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "not drawn: matplotlib is not installed"
+    return f"drawn: {importlib.import_module(f'benchmarks.cpu.{PICTURES[name]}').draw(path)}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,9 @@ activation checkpointing, stage 2, ``offload_optimizer`` on the CPU.
 """
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,16 +73,23 @@ class GPT(nn.Module):
             Block(hidden, args.num_attention_heads) for _ in range(args.num_layers)
         )
         self.norm = nn.LayerNorm(hidden)
+        self.keeps_inputs_alone = args.checkpoint_activations
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits; blocks keep their inputs alone."""
+        """Return logits; blocks keep their inputs alone, unless they keep all activations."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = deepspeed.checkpointing.checkpoint(block, x)
+            checkpointed = deepspeed.checkpointing.checkpoint if self.keeps_inputs_alone else _call
+            x = checkpointed(block, x)
         return functional.linear(self.norm(x), self.tokens.weight)
 
 
-def parse(given: list[str] | None = None) -> argparse.Namespace:
+def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Return the block's output, with all activations kept for backward."""
+    return block(x)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line; without arguments it is the tutorial's."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (
@@ -90,12 +99,31 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
         ("sequence", 1024),
         ("vocabulary", 50304),
         ("steps", 10),
+        ("batch-size", 10),
+        ("model-parallel-size", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--bytes", action="store_true", help="print what it takes, and end")
+    parser.add_argument(
+        "--checkpoint-activations", action=argparse.BooleanOptionalAction, default=True
+    )
     deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(CONFIG))
-    return parser.parse_args(given)
+    args = parser.parse_args(words)
+    if args.model_parallel_size != 1:
+        parser.error(
+            "--model-parallel-size above 1 is Megatron's: here torchrun's ranks share the states"
+            " (stages 1 to 3). Leave it out."
+        )
+    if args.bytes and not args.checkpoint_activations:
+        parser.error("--bytes counts the inputs of blocks alone: use --checkpoint-activations.")
+    return args
+
+
+def config_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the configuration, with the batch of the command line."""
+    config = json.loads(Path(args.deepspeed_config).read_text("utf-8"))
+    return {**config, "train_micro_batch_size_per_gpu": args.batch_size}
 
 
 def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
@@ -107,7 +135,7 @@ def needs(args: argparse.Namespace, ranks: int = 1) -> dict[Tier, int]:
     """
     with torch.device("meta"):
         model = GPT(args).to(torch.bfloat16)
-    settings = read_settings(args.deepspeed_config, ranks)
+    settings = read_settings(config_of(args), ranks)
     sizes = Sizes.of(units_of(model), ranks)
     conditions = Conditions(device_is_host=False, state_format=state_format_of(torch.bfloat16))
     held = dict(bytes_of(plan_of(settings, device_is_host=False), sizes, conditions))
@@ -121,7 +149,7 @@ def train(args: argparse.Namespace) -> list[float]:
     torch.manual_seed(0)
     with torch.device("meta"):  # zero.Init would hold all of it in host memory first
         model = GPT(args)
-    engine, *_ = deepspeed.initialize(args=args, model=model)
+    engine, *_ = deepspeed.initialize(model=model, config=config_of(args))
     losses = []
     for _ in range(args.steps):
         shape = (engine.train_micro_batch_size_per_gpu(), args.sequence)

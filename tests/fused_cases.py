@@ -1,6 +1,5 @@
 """Updates by the fused kernel beside the reference's, for tests with and without an accelerator."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,8 @@ from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.reference import adam_scalars
 from tensorstow.formats.state_format import StateFormat, StreamSpec
 from tensorstow.states.layout import Family
-from tensorstow.step.update_rule import SegmentUpdate, update_by_reference
+from tensorstow.step.segment_update import SegmentUpdate
+from tensorstow.step.update_rule import update_by_reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (
@@ -127,7 +127,8 @@ def updated_by_kernel(case: Case, device: torch.device) -> Case:
     """Return the chunk after a step of the fused kernel on ``device``, on the CPU again."""
     parts = [there(part, device) for part in case.segments]
     streams = [stream.clone().to(device) for stream in case.streams]
-    fused_kernel = importlib.import_module("tensorstow.step.fused_kernel")  # needs Triton
+    from tensorstow.step import fused_kernel  # noqa: PLC0415  # needs Triton
+
     table = torch.empty(fused_kernel.table_bytes(len(parts)), dtype=torch.uint8)
     blocks = fused_kernel.fill_table(parts, table)
     with np.errstate(all="ignore"):  # Triton's interpreter is numpy

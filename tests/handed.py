@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 import tensorstow
@@ -23,6 +24,7 @@ from tensorstow.fsdp.gradient_offload import HostGradient, HostSum
 from tensorstow.optim.stowed_adam import StowedAdam
 
 SOURCE = Path(tensorstow.__file__).parent
+_FSDP = str(Path(torch.distributed.fsdp.__file__).parent)
 WIDTH = 8
 NUMBERS = (0.3125, 0.4375, 0.5625)
 """Of the gradients of the three weights, before they are doubled by what comes in."""
@@ -105,9 +107,14 @@ def _is_ours(frame: FrameType) -> bool:
 
 
 def _caller_of(frame: FrameType) -> FrameType | None:
-    """Return the function of ours that this one was called for, past torch's; None for a hook."""
+    """Return the function of ours that this one was called for, past torch's; None for a hook.
+
+    What FSDP2 calls is a hook of its own, whoever has called FSDP2.
+    """
     caller = frame.f_back
     while caller is not None and not _is_ours(caller):
+        if caller.f_code.co_filename.startswith(_FSDP):
+            return None
         caller = caller.f_back
     return caller
 

@@ -4,10 +4,12 @@ A ``LateLink`` makes every copy as late as it may, and checks the rules of its c
 sources that live and do not change until the mark behind their copy is over.
 """
 
+import gc
 import random
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,6 +18,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorstow.io import device_link
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, Pairs
+
+_TURN = threading.RLock()
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """Use a link alone: other threads wait, and no garbage is collected.
+
+    Finalizers of host memory wait for its link. A collection inside a copy would run them in the
+    thread that makes this copy, and they would start the next copy before this one is over.
+    """
+    with _TURN:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 class Later:
@@ -45,13 +66,15 @@ class Stream:
     done: int = 0
 
     def add(self, work: Callable[[], None]) -> int:
-        self.work.append(work)
-        return self.done + len(self.work)
+        with _turn():
+            self.work.append(work)
+            return self.done + len(self.work)
 
     def run_to(self, position: int) -> None:
-        while self.done < position:
-            self.work.popleft()()
-            self.done += 1
+        with _turn():
+            while self.done < position:
+                self.work.popleft()()
+                self.done += 1
 
 
 class LateLink:
@@ -67,10 +90,12 @@ class LateLink:
 
     def record_event(self) -> DeviceEvent:
         """Mark the caller's stream, whose work is over; it has waited for what it has joined."""
-        return Caller(self, [copy for copy in self.unseen if copy.joined])
+        with _turn():
+            return Caller(self, [copy for copy in self.unseen if copy.joined])
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        position = self.d2h_stream.done + len(self.d2h_stream.work)
+        with _turn():
+            position = self.d2h_stream.done + len(self.d2h_stream.work)
         for to, source in pairs:
             position = self.d2h_stream.add(late_copy(to, source, after=tuple(after)))
             self.bytes_down += to.nbytes
@@ -78,23 +103,25 @@ class LateLink:
         return Later(self.d2h_stream, position, self.random.randrange(3))
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        for copy in self.unseen:
-            copy.check()
-        position = self.h2d_stream.done + len(self.h2d_stream.work)
-        for to, source in pairs:
-            self.unseen.append(Unseen(Place.of(source), source.clone()))
-            position = self.h2d_stream.add(late_copy(to, source, after=tuple(after)))
-            self.bytes_up += to.nbytes
-        self.copies_up += 1
-        return Later(self.h2d_stream, position, self.random.randrange(3))
+        with _turn():
+            for copy in self.unseen:
+                copy.check()
+            position = self.h2d_stream.done + len(self.h2d_stream.work)
+            for to, source in pairs:
+                self.unseen.append(Unseen(Place.of(source), source.clone()))
+                position = self.h2d_stream.add(late_copy(to, source, after=tuple(after)))
+                self.bytes_up += to.nbytes
+            self.copies_up += 1
+            return Later(self.h2d_stream, position, self.random.randrange(3))
 
     def join(self, mark: DeviceEvent) -> None:
         """Let the caller's stream wait, which here is the caller; the host has seen nothing."""
         if isinstance(mark, Caller):  # of another stream of the caller's, whose work is over
             return
-        mark.synchronize()
-        for copy in self.unseen:
-            copy.joined = True
+        with _turn():
+            mark.synchronize()
+            for copy in self.unseen:
+                copy.joined = True
 
     def update_stream(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -117,10 +144,11 @@ class Caller:
         return False
 
     def synchronize(self) -> None:
-        for copy in self.joined:
-            if copy in self.link.unseen:
-                copy.check()
-                self.link.unseen.remove(copy)
+        with _turn():
+            for copy in self.joined:
+                if copy in self.link.unseen:
+                    copy.check()
+                    self.link.unseen.remove(copy)
 
 
 @dataclass(eq=False)

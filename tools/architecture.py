@@ -11,9 +11,10 @@ FILE = ROOT / "ARCHITECTURE.md"
 SOURCE = ROOT / "src" / "tensorstow"
 BEGIN, END = "<!-- written by tools/architecture.py -->\n", "<!-- end of what it writes -->\n"
 LAYERS = (
-    *("base", "io", "tensors", "nn", "formats", "store", "states", "step", "activations"),
+    *("base", "io", "memory", "tensors", "nn", "formats", "store", "states", "step", "activations"),
     *("losses", "checkpoint", "report", "optim"),
-    *("planner", "fsdp", "measure", "deepspeed", "colossalai", "integrations", "tensornvme", "cli"),
+    *("planner", "fsdp", "measure", "doorkit", "deepspeed", "colossalai"),
+    *("integrations", "tensornvme", "cli"),
 )
 """The packages, lowest first."""
 

@@ -1,8 +1,9 @@
 """Gather the pages and pictures of the site in one folder, for Sphinx: `make docs`.
 
 Beside docs/ these are files of the root, and pages of what code has: commands, keys of DeepSpeed's
-configuration, decisions. Links between files are written as they are in the repository, where
-people read them too; here they are moved to where the site has the pages.
+configuration, keywords of ColossalAI's classes, decisions. Links between files are written as they
+are in the repository, where people read them too; here they are moved to where the site has the
+pages.
 """
 
 import argparse
@@ -11,11 +12,15 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
+from inspect import Parameter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tensorstow.cli.main import make_parser
+from tensorstow.colossalai.booster import plugin
+from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
 from tensorstow.deepspeed.config.keys import KEYS
+from tensorstow.doorkit.keyword_table import defaults_of, table_of
 
 ROOT = Path(__file__).resolve().parent.parent
 MOVED = {
@@ -40,6 +45,8 @@ PEERS = {
     "fio": "fio",
 }
 """What a figure is named by, and whose code that is."""
+PLACERS = (GeminiDDP, GeminiOptimizer)
+"""The classes of ColossalAI that place a model without a booster."""
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(#[^)\s]*)?(?=\))")
 """The target of a link to another file."""
 
@@ -61,6 +68,7 @@ def gather(folder: Path) -> None:
         ("comparison.md", comparison()),
         ("reference/commands.md", commands()),
         ("reference/deepspeed-keys.md", keys()),
+        ("reference/colossalai-keywords.md", keywords()),
     ):
         _write(folder / target, "\n".join(lines) + "\n")
 
@@ -124,6 +132,24 @@ def keys() -> Iterator[str]:
     for key in KEYS.values():
         cells = (f"`{key.path}`", key.kind.allowed, key.support.value, key.note)
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def keywords() -> Iterator[str]:
+    """Yield a page of all keywords of ColossalAI's classes that place models."""
+    yield from ("# Keywords of ColossalAI's classes", "")
+    yield "What each does here. A keyword with no meaning changes nothing, and a log line says why."
+    yield "A refused one is an error with any value but its default."
+    for cls in (*(vars(plugin)[name] for name in plugin.__all__ if name != "Plugin"), *PLACERS):
+        yield from ("", f"## {cls.__name__}", "", "| keyword | default | | |", "|---|---|---|---|")
+        table = table_of(cls)
+        for name, default in defaults_of(cls).items():
+            note = table[name].note.replace("``", "`")
+            cells = (f"`{name}`", _cell(default), table[name].support.value, note)
+            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _cell(default: object) -> str:
+    return "" if default is Parameter.empty else f"`{default!r}`"
 
 
 def comparison() -> Iterator[str]:

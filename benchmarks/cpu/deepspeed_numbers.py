@@ -234,7 +234,7 @@ def engine_run(how: Arithmetic, zero: dict[str, Any], steps: int, folder: str) -
     masters = [deepspeed.utils.safe_get_full_fp32_param(p) for p in engine.parameters()]
     engine.save_16bit_model(folder, "weights.bin")
     dist.barrier()
-    weights = list(torch.load(Path(folder, "weights.bin")).values())
+    weights = list(torch.load(Path(folder, "weights.bin"), weights_only=True).values())
     engine.destroy()
     dist.barrier()
     return Trained(losses, norms, masters, weights)

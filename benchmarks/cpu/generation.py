@@ -141,7 +141,7 @@ def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
         head = config.hidden_size // config.num_attention_heads
         width = 2 * config.num_key_value_heads * head * config.num_hidden_layers
         result["grown"] = (peak_bytes() or 0) - before
-        result["lent"] = stream.host.capacity
+        result["lent"] = stream.host.memory.capacity
         result["cache"] = 4 * width * _BATCH * (_PROMPT + tokens)
         result["weights"] = sum(p.nbytes for p in model.parameters())
         for each in result["rounds"]:

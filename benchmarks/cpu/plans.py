@@ -307,7 +307,7 @@ def _predicted(plan: Plan, sizes: Sizes, conditions: Conditions) -> dict[Tier, i
     """
     predicted = dict.fromkeys(Tier, 0)
     for item in items_of(plan, sizes, conditions):
-        predicted[item.tier] += item.nbytes * (item.what != "activations")
+        predicted[item.tier] += item.nbytes * (item.purpose != "activations")
     return predicted
 
 

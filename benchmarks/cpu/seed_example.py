@@ -255,7 +255,7 @@ def main() -> None:
     optimizer.zero_grad()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    files = list(_scratch_files())
+    files = list(scratch_files())
     result |= {
         "rss_bytes": _rss_bytes(),
         "page_cache_bytes": sum(page_cache_bytes(fd) for fd in files),
@@ -334,7 +334,7 @@ def _rss_bytes() -> int:
     raise RuntimeError(message)
 
 
-def _scratch_files() -> Iterator[int]:
+def scratch_files() -> Iterator[int]:
     """Yield the descriptors of this process's unlinked regular files."""
     for entry in Path("/proc/self/fd").iterdir():
         try:

@@ -220,6 +220,17 @@ void bind_waits(nb::class_<PyPipeline>& c) {
              return self.wait([&](Pipeline& native) { return native.progress().wait_chunk(chunk); },
                               self.parameters_of.at(chunk));
            })
+      .def("changes", [](PyPipeline& self) { return self.get().progress().changes(); })
+      .def(
+          "wait_change",
+          [](PyPipeline& self, std::int64_t seen) {
+            return self.wait([&](Pipeline& native) { return native.progress().wait_change(seen); });
+          })
+      .def("signal",
+           [](PyPipeline& self) {
+             nb::gil_scoped_release release;
+             self.get().progress().signal();
+           })
       .def("wait_written",
            [](PyPipeline& self) {
              return self.wait([](Pipeline& native) { return native.progress().wait_written(); });

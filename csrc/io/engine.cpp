@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <system_error>
 
@@ -58,6 +59,11 @@ void Engine::submit(Transfer* transfer) {
     std::lock_guard lock(mutex_);
     if (transfer->file < 0 || transfer->file >= static_cast<int>(files_.size())) {
       throw std::invalid_argument("no file has the number " + std::to_string(transfer->file));
+    }
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() - (1 << 30);
+    if (transfer->offset < 0 || transfer->length < 0 ||
+        transfer->offset > kMost - transfer->length) {
+      throw std::invalid_argument("no bytes are at offset " + std::to_string(transfer->offset));
     }
     transfer->cut = 0;
     transfer->in_flight = 0;

@@ -4,9 +4,26 @@
 #include <stdexcept>
 
 namespace stow {
+namespace {
+
+// What else is wrong with numbers that were read from a file, Python has checked; these would have
+// memory written that is nobody's.
+void check_segments(const ChunkSpec& spec) {
+  std::int64_t end = 0;
+  for (const Segment& s : spec.segments) {
+    if (s.parameter < 0 || s.parameter_offset < 0 || s.count < 0 || s.chunk_offset < end ||
+        s.chunk_offset > spec.elements || s.count > spec.elements - s.chunk_offset) {
+      throw std::invalid_argument("add_chunk: segments in order, inside of the chunk");
+    }
+    end = s.chunk_offset + s.count;
+  }
+}
+
+}  // namespace
 
 PipelineChunk& ChunkTable::add(ChunkSpec spec, bool blank, std::vector<std::uint32_t> states,
                                std::vector<std::uint32_t> weights) {
+  check_segments(spec);
   const int number = static_cast<int>(chunks_.size());
   auto chunk = std::make_unique<PipelineChunk>(number, std::move(spec));
   const std::size_t blocks = chunk->parts.blocks.size();

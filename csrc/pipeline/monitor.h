@@ -37,7 +37,11 @@ class PipelineMonitor {
     work_ = true;
     scheduler_wakes_.notify_one();
   }
-  void wake_callers() { callers_wake_.notify_all(); }
+  void wake_callers() {
+    ++changes_;
+    callers_wake_.notify_all();
+  }
+  std::int64_t changes() const { return changes_; }
 
   // The scheduler blocks until it has been woken; false: it is to end.
   bool wait_for_work(Lock& lock) {
@@ -84,9 +88,10 @@ class PipelineMonitor {
   mutable std::mutex mutex_;
   std::condition_variable scheduler_wakes_;
   std::condition_variable callers_wake_;
-  int waiters_ = 0;        // callers that are blocked
-  bool work_ = false;      // something may have become possible
-  bool updating_ = false;  // the scheduler is in the kernel, on the caller's gradients
+  std::int64_t changes_ = 0;  // how often callers were woken
+  int waiters_ = 0;           // callers that are blocked
+  bool work_ = false;         // something may have become possible
+  bool updating_ = false;     // the scheduler is in the kernel, on the caller's gradients
   bool stopping_ = false;
   Failure failure_;
 };

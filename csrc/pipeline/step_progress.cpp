@@ -42,10 +42,22 @@ bool StepProgress::is_updated(int chunk) const {
 }
 
 Failure StepProgress::wait_chunk(int chunk) {
-  return wait([&] {
-    return !data_.step.is_under_way() || data_.chunks.at(chunk).stage == StepStage::out ||
-           data_.queues.has_acquirable();
-  });
+  return wait(
+      [&] { return !data_.step.is_under_way() || data_.chunks.at(chunk).stage == StepStage::out; });
+}
+
+std::int64_t StepProgress::changes() const {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  return data_.monitor.changes();
+}
+
+Failure StepProgress::wait_change(std::int64_t seen) {
+  return wait([&] { return data_.monitor.changes() != seen; });
+}
+
+void StepProgress::signal() {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  data_.monitor.wake_callers();
 }
 
 Failure StepProgress::wait_written() {

@@ -20,8 +20,14 @@ class StepProgress {
 
   // Whether the step is done with the chunk: its weights are new, its gradients the caller's again.
   bool is_updated(int chunk) const;
-  // Blocks until it is, or until a chunk can be acquired.
+  // Blocks until it is.
   Failure wait_chunk(int chunk);
+
+  // The number of changes that callers may wait for: chunks that are updated or can be acquired,
+  // and calls of `signal`. `wait_change` blocks until it is not `seen` any more.
+  std::int64_t changes() const;
+  Failure wait_change(std::int64_t seen);
+  void signal();
 
   // Blocks until every write of the step is over.
   Failure wait_written();

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -250,20 +251,35 @@ void test_an_unreadable_sector_is_no_end(Make make) {
   CHECK(ENODATA != kEndOfFile);
 }
 
+bool is_refused(Engine& engine, int file, std::int64_t length, std::int64_t offset) {
+  Transfer transfer;
+  transfer.file = file;
+  transfer.length = length;
+  transfer.offset = offset;
+  try {
+    engine.submit(&transfer);
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
 void test_no_such_file(Make make) {
   const auto engine = make({2, kPage});
-  for (const int number : {-1, 0, 7}) {
-    Transfer transfer;
-    transfer.file = number;
-    bool refused = false;
-    try {
-      engine->submit(&transfer);
-    } catch (const std::invalid_argument&) {
-      refused = true;
-    }
-    CHECK(refused);
-  }
+  for (const int number : {-1, 0, 7}) CHECK(is_refused(*engine, number, 0, 0));
   engine->drain();  // nothing is owed
+}
+
+void test_no_such_bytes(Make make) {
+  const auto engine = make({2, kPage});
+  const Scratch scratch;
+  const int file = engine->add_file(scratch.facts());
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  CHECK(is_refused(*engine, file, -1, 0));
+  CHECK(is_refused(*engine, file, 1, -1));
+  CHECK(is_refused(*engine, file, 1, kMost));
+  CHECK(is_refused(*engine, file, kMost, 1));
+  engine->drain();
 }
 
 void test_the_page_cache_is_left_empty(Make make) {
@@ -376,6 +392,7 @@ int main() {
     test_the_tail_of_a_file_that_is_no_multiple(make);
     test_an_unreadable_sector_is_no_end(make);
     test_no_such_file(make);
+    test_no_such_bytes(make);
     test_the_page_cache_is_left_empty(make);
     test_a_bad_descriptor(make);
     test_many_threads_submit(make);

@@ -158,6 +158,19 @@ void test_wrong_calls_are_refused(Make make) {
   }));
   CHECK(throws<std::invalid_argument>(
       [&] { pipeline.add_chunk(rig.file().spec(0), true, {1, 2, 3}); }));
+  const auto is_refused = [&](std::int32_t parameter, std::int64_t from, std::int64_t to,
+                              std::int64_t count) {
+    ChunkSpec spec = rig.file().spec(0);
+    spec.segments.push_back({parameter, from, to, count});
+    return throws<std::invalid_argument>([&] { pipeline.add_chunk(spec, true, {}); });
+  };
+  const std::int64_t elements = rig.file().spec(0).elements;
+  CHECK(is_refused(-1, 0, elements, 0));
+  CHECK(is_refused(0, -1, elements, 0));
+  CHECK(is_refused(0, 0, elements, 1));
+  CHECK(is_refused(0, 0, elements + 1, 0));
+  CHECK(is_refused(0, 0, elements, std::int64_t{1} << 62));
+  CHECK(is_refused(0, 0, 0, 1));  // it lies over those before
   rig.begin(1, rig.training().all_but(2), kOpen);
   CHECK(throws<std::logic_error>([&] { rig.begin(1, rig.training().all_but(), {}); }));
   rig.add_gradient(0);

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tensorstow.base.errors import StowError
     from tensorstow.base.plan import Plan
     from tensorstow.base.tiers import Tier
+    from tensorstow.base.update_on import DelayedUpdate
     from tensorstow.checkpoint.optimizer_export import state_dict_of
     from tensorstow.checkpoint.quantized_weights import quantize_to_int8
     from tensorstow.fsdp.export import save_safetensors
@@ -27,6 +28,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Budget",
+    "DelayedUpdate",
     "PipelinePolicy",
     "Plan",
     "StowError",
@@ -48,6 +50,7 @@ _MODULES = {
     "Adam": "tensorstow.optim.adam",
     "AdamW": "tensorstow.optim.adam",
     "Budget": "tensorstow.base.budget",
+    "DelayedUpdate": "tensorstow.base.update_on",
     "PipelinePolicy": "tensorstow.states.policy",
     "Plan": "tensorstow.base.plan",
     "StowError": "tensorstow.base.errors",

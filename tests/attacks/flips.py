@@ -3,20 +3,20 @@
 import random
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from powerloss.contents import commit, make_content, release_all
+from powerloss.contents import commit, damages_in, make_content, release_all
 from tensorstow.base.errors import StowError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
 NAMES = ("a", "b")
 MANIFEST = "a/manifest.sqlite"
 LOG = "a/manifest.sqlite-wal"
+COPIES = ("a/manifest-copy.sqlite", "a/manifest-copy.sqlite-wal")
 DATA = ("a/states-0.bin", "b/states-1.bin")
 HEADER_BYTES = 3 * 4096
 ENGINE = open_engine("threads")
@@ -54,12 +54,18 @@ def copy(root: Path, target: Path) -> None:
     shutil.copytree(root, target)
 
 
+def drop_copy(root: Path) -> None:
+    """Leave one manifest alone, without the copy that would be put in its place."""
+    for path in (root / "a").glob("manifest-copy.sqlite*"):
+        path.unlink()
+
+
 def facts(root: Path) -> str:
     """Return all that a store says; raise what it says is wrong. The run goes on behind it."""
     with Store.open(directories(root), ENGINE, disk=UnsyncedDisk()) as store:
         kept = [store.load(summary) for summary in store.generations()]
         newest = store.generation()
-        damages = [damage for progress in scrub(store) for damage in progress.found]
+        damages = damages_in(store)
         commit(store, 99)
     if damages:
         message = f"scrub: {damages[0]}"
@@ -86,16 +92,27 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit % 8)]))
 
 
-def flips(golden: Path, target: Path, name: str, count: int, seed: int) -> Iterator[str]:
-    """Flip ``count`` bits of a file, one at a time; yield what came of each."""
-    copy(golden, target / "golden")
-    wanted = facts(target / "golden")
-    size = (golden / name).stat().st_size
-    if name in DATA:
+def some_bits(path: Path, count: int, seed: int) -> list[int]:
+    """Return ``count`` bits of a file at random."""
+    size = path.stat().st_size
+    if path.name.startswith("states-"):
         size = HEADER_BYTES  # what lies behind it is under the checksums of its chunks
     dice = random.Random(seed)  # noqa: S311
-    for _ in range(count):
-        bit = dice.randrange(8 * size)
+    return [dice.randrange(8 * size) for _ in range(count)]
+
+
+def spread_bits(path: Path, count: int) -> list[int]:
+    """Return a bit of every k-th byte of a database or a log, and of more in its header."""
+    size, head = path.stat().st_size, 100
+    offsets = [*range(0, head, 1 + 2 * head // count), *range(head, size, 1 + 2 * size // count)]
+    return [8 * offset + index % 8 for index, offset in enumerate(offsets)]
+
+
+def flips(golden: Path, target: Path, name: str, bits: Iterable[int]) -> Iterator[str]:
+    """Flip ``bits`` of a file, one at a time; yield what came of each."""
+    copy(golden, target / "golden")
+    wanted = facts(target / "golden")
+    for bit in bits:
         copy(golden, target / "flipped")
         flip(target / "flipped" / name, bit)
         yield f"{judge(target / 'flipped', wanted)} (bit {bit} of {name})"
@@ -124,6 +141,7 @@ def changes(golden: Path) -> list[tuple[str, tuple[object, ...]]]:
 def change(golden: Path, target: Path, what: tuple[str, tuple[object, ...]], wanted: str) -> str:
     """Make one change; return what came of it, "refused" where SQLite does not let it happen."""
     copy(golden, target)
+    drop_copy(target)
     connection = sqlite3.connect(target / MANIFEST, isolation_level=None)
     try:
         before = connection.total_changes

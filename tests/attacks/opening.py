@@ -11,7 +11,7 @@ import torch
 from attacks.faults import Faults
 from tensorstow import AdamW
 from tensorstow.base.errors import StowError
-from tensorstow.io.buffer_pool import BufferPool
+from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.store.inspect import inspect_store
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.recovery import hold_recovery

@@ -1,4 +1,4 @@
-"""Every attack at size, in `make soak`: flips, values, calls of the system that fail, texts."""
+"""Every attack at size, in `make soak`: flips, values, rows, system calls that fail, texts."""
 
 import argparse
 import errno as codes
@@ -11,8 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from attacks.flips import DATA, LOG, MANIFEST, change, changes, copy, facts, flips, make_run
+from attacks.flips import (
+    DATA,
+    LOG,
+    MANIFEST,
+    change,
+    changes,
+    copy,
+    drop_copy,
+    facts,
+    flips,
+    make_run,
+    some_bits,
+    spread_bits,
+)
 from attacks.opening import ACTS, OpeningFaults
+from attacks.rows import outcomes
 from attacks.texts import attack
 
 
@@ -20,7 +34,17 @@ def flipped(place: Path, count: int, seed: int) -> Iterator[str]:
     """Flip ``count`` bits of each file of a run."""
     make_run(place / "rest", place / "live")
     for state, name in (("rest", MANIFEST), ("live", MANIFEST), ("live", LOG), *_data("rest")):
-        yield from flips(place / state, place / "target", name, count, seed)
+        bits = some_bits(place / state / name, count, seed)
+        yield from flips(place / state, place / "target", name, bits)
+        if name not in DATA:
+            bits = spread_bits(place / state / name, count)
+            for outcome in flips(place / state, place / "target", name, bits):
+                yield outcome if outcome.startswith("the same") else f"WRONG: {outcome}"
+    for state in ("rest", "live"):
+        drop_copy(place / state)
+    for state, name in (("rest", MANIFEST), ("live", MANIFEST), ("live", LOG)):
+        bits = some_bits(place / state / name, count, seed)
+        yield from flips(place / state, place / "target", name, bits)
 
 
 def changed(place: Path) -> Iterator[str]:
@@ -43,6 +67,12 @@ def refused(place: Path) -> Iterator[str]:
                     yield faults.fail(act, at, code)
 
 
+def altered(place: Path, count: int, seed: int) -> Iterator[str]:
+    """Alter rows and compute their digests anew, then resume; each in a process of its own."""
+    for name, outcome in outcomes(place, count, seed):
+        yield outcome if not outcome.startswith("WRONG") else f"{outcome} ({name})"
+
+
 def _data(state: str) -> list[tuple[str, str]]:
     return [(state, name) for name in DATA]
 
@@ -56,12 +86,13 @@ def main() -> None:
     print(f"seed {asked.seed}", flush=True)  # noqa: T201
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="tensorstow-attacks-", dir=Path.cwd()) as name:
-        places = [Path(name, str(k)) for k in range(4)]
+        places = [Path(name, str(k)) for k in range(5)]
         for place in places:
             place.mkdir()
         wrong += _tell("flips", flipped(places[0], asked.count, asked.seed))
         wrong += _tell("values", changed(places[1]))
         wrong += _tell("refusals", refused(places[2]))
+        wrong += _tell("rows", altered(places[4], 5 * asked.count, asked.seed))
         wrong += _tell("texts", (f"WRONG: {w}" for w in attack(places[3], asked.count, asked.seed)))
     if wrong:
         sys.exit("\n".join(wrong))

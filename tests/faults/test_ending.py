@@ -1,8 +1,10 @@
 """A run that ends commits what was trained, or says how many steps no commit has."""
 
 import gc
+import logging
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,93 @@ def test_commits_by_hand_are_left_to_hands(
     assert f"2 steps since the last commit of {tmp_path} are not committed" in caplog.text
     assert "commit_every=None" in caplog.text
     check(tmp_path, 3, want)
+
+
+def save_state_dict(optimizer: AdamW, directory: Path) -> None:
+    torch.save(optimizer.state_dict(), directory / "optimizer.pt")
+
+
+def save_safetensors(optimizer: AdamW, directory: Path) -> None:
+    optimizer.save_safetensors(directory / "optimizer.safetensors")
+
+
+@pytest.mark.parametrize("save", [save_state_dict, save_safetensors])
+def test_steps_that_are_saved_are_not_lost(
+    save: Callable[[AdamW, Path], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    with make(net, tmp_path / "run", commit_every=None) as optimizer:
+        train(net, optimizer)
+        save(optimizer, tmp_path)
+    assert not caplog.records
+
+
+def train_on(net: nn.Module, optimizer: AdamW) -> None:
+    train(net, optimizer, 1)
+
+
+def go_back(net: nn.Module, optimizer: AdamW) -> None:
+    optimizer.resume()
+    train(net, optimizer, 2)
+
+
+def load(_: nn.Module, optimizer: AdamW) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("after", [train_on, go_back, load])
+def test_steps_after_those_that_are_saved_are_lost(
+    after: Callable[[nn.Module, AdamW], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    with make(net, tmp_path, commit_every=None) as optimizer:
+        train(net, optimizer, 1)
+        optimizer.commit()
+        train(net, optimizer, 2)
+        optimizer.state_dict()
+        after(net, optimizer)
+    assert "since the last commit" in caplog.text
+
+
+def test_what_extra_returns_is_not_saved(tmp_path: Path) -> None:
+    """A state dict that ``extra`` takes at the end of each step is in commits alone."""
+    net, made = model(), list[AdamW]()
+
+    def extra() -> dict[str, Any]:
+        return {"groups": made[0].state_dict()["param_groups"]} if made else {}
+
+    optimizer = make(net, tmp_path, commit_every=5, extra=extra)
+    made.append(optimizer)
+    train(net, optimizer, 1)
+    optimizer.commit()
+    train(net, optimizer, 2)
+    assert optimizer._runtime.commits.saved is None
+
+
+def test_a_run_of_tickets_ends_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainers go on from the newest ticket; nothing was to keep the steps after it."""
+    caplog.set_level(logging.INFO, "tensorstow")
+    net = model()
+    with make(net, tmp_path, commit_every=None, checkpoints="ticket") as optimizer:
+        train(net, optimizer)
+        optimizer.state_dict()
+        train(net, optimizer, 2)
+    records = [r for r in caplog.records if "2 steps since the last commit" in r.getMessage()]
+    assert [r.levelname for r in records] == ["INFO"]
+
+
+def test_a_failure_of_a_run_of_tickets_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model()
+    optimizer = make(net, tmp_path, commit_every=None, checkpoints="ticket")
+    train(net, optimizer)
+    optimizer.request_commit()
+    optimizer._states().pipeline.poison(RuntimeError("no more"))
+    optimizer.close()
+    assert "the optimizer failed" in caplog.text
 
 
 def test_no_commit_replaces_one_that_got_extra(

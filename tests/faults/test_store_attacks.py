@@ -2,11 +2,13 @@
 
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from attacks.flips import (
+    COPIES,
     DATA,
     LOG,
     MANIFEST,
@@ -14,9 +16,12 @@ from attacks.flips import (
     changes,
     copy,
     directories,
+    drop_copy,
     facts,
     flips,
     make_run,
+    some_bits,
+    spread_bits,
 )
 from tensorstow.base.errors import DamageError
 from tensorstow.io.engine import open_engine
@@ -27,18 +32,36 @@ from tensorstow.store.store import Store
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("attacks")
     make_run(root / "rest", root / "live")
-    return {"rest": root / "rest", "live": root / "live"}
+    for state in ("rest", "live"):
+        copy(root / state, root / f"{state} alone")
+        drop_copy(root / f"{state} alone")
+    return {path.name: path for path in root.iterdir()}
 
 
 @pytest.mark.parametrize(
-    ("state", "name"), [("rest", MANIFEST), ("live", LOG), *(("rest", name) for name in DATA)]
+    ("state", "name"),
+    [("rest alone", MANIFEST), ("live alone", LOG), *(("rest", name) for name in DATA)],
 )
 def test_a_flipped_bit_is_found_or_harmless(
     run: dict[str, Path], state: str, name: str, tmp_path: Path
 ) -> None:
-    outcomes = list(flips(run[state], tmp_path, name, 24, seed=7))
+    outcomes = list(flips(run[state], tmp_path, name, some_bits(run[state] / name, 24, seed=7)))
     assert [o for o in outcomes if o.startswith("WRONG")] == []
     assert [o for o in outcomes if not o.startswith("the same")] != []
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [(state, name) for state in ("rest", "live") for name in (MANIFEST, LOG, *COPIES)],
+)
+def test_no_flipped_bit_of_a_manifest_or_its_copy_loses_anything(
+    run: dict[str, Path], state: str, name: str, tmp_path: Path
+) -> None:
+    """`make soak` flips far more."""
+    if (run[state] / name).exists():  # at rest there are no logs
+        bits = spread_bits(run[state] / name, 40)
+        outcomes = list(flips(run[state], tmp_path, name, bits))
+        assert [o for o in outcomes if not o.startswith("the same")] == []
 
 
 def test_every_value_of_every_type(run: dict[str, Path], tmp_path: Path) -> None:
@@ -58,7 +81,7 @@ def test_a_log_that_is_not_whole_loses_nothing_in_silence(
     cut: str, run: dict[str, Path], tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    copy(run["live"], root)
+    copy(run["live alone"], root)
     log = root / LOG
     data = log.read_bytes()
     log.write_bytes(data[: len(data) // 2 if cut == "halved" else 0])
@@ -73,10 +96,23 @@ def test_a_log_that_is_not_whole_loses_nothing_in_silence(
 def test_a_manifest_that_is_gone_is_no_new_run(run: dict[str, Path], tmp_path: Path) -> None:
     for name, act in (("empty", lambda p: p.write_bytes(b"")), ("gone", Path.unlink)):
         root = tmp_path / name
-        copy(run["rest"], root)
+        copy(run["rest alone"], root)
         act(root / MANIFEST)
         with pytest.raises(DamageError, match=r"knows generation 7 \(step 7\).*no manifest besid"):
             Store.open(directories(root), open_engine("threads"))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LOG])
+@pytest.mark.parametrize("act", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_manifest_or_a_log_that_is_gone_loses_nothing(
+    act: Callable[[Path], object], name: str, run: dict[str, Path], tmp_path: Path
+) -> None:
+    copy(run["live"], tmp_path / "golden")
+    wanted = facts(tmp_path / "golden")
+    root = tmp_path / "run"
+    copy(run["live"], root)
+    act(root / name)
+    assert facts(root) == wanted
 
 
 def test_an_older_copy_of_a_data_file_is_told(run: dict[str, Path], tmp_path: Path) -> None:

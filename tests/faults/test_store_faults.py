@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from powerloss.contents import make_content, release_all
+from powerloss.contents import damages_in, make_content, release_all
 from tensorstow import _native
 from tensorstow.base.errors import (
     CommitError,
@@ -29,7 +29,6 @@ from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import Content
-from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 from tree import TESTS
 
@@ -84,7 +83,7 @@ def steps(store: Store) -> list[int]:
 def is_whole(directory: Path) -> list[int]:
     """Open what is there, read all of it back; return the steps."""
     with Store.open([directory], open_engine()) as again:
-        assert [d for progress in scrub(again) for d in progress.found] == []
+        assert damages_in(again) == []
         return steps(again)
 
 
@@ -225,7 +224,7 @@ def test_a_killed_run_has_its_last_commit(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(TESTS)!r})
-from powerloss.contents import make_content, release_all
+from powerloss.contents import damages_in, make_content, release_all
 from tensorstow.io.engine import open_engine
 from tensorstow.store.store import Store
 store = Store.open([Path({str(tmp_path)!r})], open_engine())

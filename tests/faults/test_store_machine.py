@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from powerloss.contents import SHAPE, layout_of, write_chunk
+from powerloss.contents import SHAPE, damages_in, layout_of, write_chunk
 from tensorstow.io.engine import open_engine
 from tensorstow.store.records import (
     HEADER_BYTES,
@@ -27,7 +27,6 @@ from tensorstow.store.records import (
     Extent,
     StreamShape,
 )
-from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
 SMALL = ChunkShape(elements=64, block=32, streams=(StreamShape(4, 1),), weight=StreamShape(2, 1))
@@ -149,7 +148,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
-            damages = [d for progress in scrub(self.store) for d in progress.found]
+            damages = damages_in(self.store)
             self.store.close()
             shutil.rmtree(self.root)
             assert not damages

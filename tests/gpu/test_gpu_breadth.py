@@ -11,27 +11,30 @@ from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
 STOWED = [
-    (Plan(parameters="device", states="disk"), 8),
-    (Plan(parameters="device", states="disk", overlap="forward"), 8),
-    (Plan(parameters="device", states="disk", overlap="backward"), 7),
-    (Plan(parameters="device", states="disk", update_on="device"), 8),
-    (Plan(parameters="device", states="disk", update_on="hybrid"), 8),
-    (Plan(parameters="device", states="disk", update_on="hybrid", overlap="backward"), 8),
+    (Plan(parameters="device", states="disk"), 9),
+    (Plan(parameters="device", states="disk", overlap="forward"), 9),
+    (Plan(parameters="device", states="disk", overlap="backward"), 8),
+    (Plan(parameters="device", states="disk", update_on="device"), 9),
+    (Plan(parameters="device", states="disk", update_on="hybrid"), 9),
+    (Plan(parameters="device", states="disk", update_on="hybrid", overlap="backward"), 9),
     (Plan(parameters="host", states="disk"), 7),
     (Plan(parameters="host", states="disk", overlap="forward"), 7),
     (Plan(parameters="host", states="disk", overlap="backward"), 7),
     (Plan(parameters="disk", states="disk"), 8),
     (Plan(parameters="disk", states="disk", overlap="backward"), 8),
 ]
-"""Plans, and how many modules a gradient is handed to at most."""
+"""Plans, and how many modules a gradient is handed to at most.
+
+On the device: its feed, and what the feeds of both sides share (``LinkFeed``).
+"""
 PLAIN = [
-    ({}, 7),
-    ({"overlap": "forward"}, 7),
-    ({"overlap": "backward"}, 7),
-    ({"update_on": "device"}, 8),
-    ({"update_on": "device", "overlap": "backward"}, 8),
-    ({"update_on": "hybrid"}, 8),
-    ({"update_on": "hybrid", "overlap": "backward"}, 8),
+    ({}, 8),
+    ({"overlap": "forward"}, 8),
+    ({"overlap": "backward"}, 8),
+    ({"update_on": "device"}, 9),
+    ({"update_on": "device", "overlap": "backward"}, 9),
+    ({"update_on": "hybrid"}, 9),
+    ({"update_on": "hybrid", "overlap": "backward"}, 9),
 ]
 """Options of an optimizer over a model that is on the device."""
 
@@ -85,5 +88,5 @@ def test_a_gradient_that_both_sides_use_goes_their_two_ways(
     crossed = modules_handed_a_gradient(make, device, partial(settle, device))
     host, there = {"io/device_link", "step/device_feed"}, {"step/device_updater"}
     assert host | there <= crossed
-    assert len(crossed - host) <= 8, sorted(crossed)
-    assert len(crossed) <= 10, sorted(crossed)
+    assert len(crossed - host) <= 9, sorted(crossed)
+    assert len(crossed) <= 11, sorted(crossed)

@@ -137,7 +137,7 @@ def test_pinned_memory_of_several_micro_batches_is_as_planned(
     plan = Plan(parameters="host", **given)  # type: ignore[arg-type]
     sizes = Sizes.of(units_of(made().to(dtype)), 1)
     items = items_of(plan, sizes, Conditions(device_is_host=False))
-    counted = {item.what: item.nbytes for item in items if item.tier == "host"}
+    counted = {item.purpose: item.nbytes for item in items if item.tier == "host"}
     adam = partial(tensorstow.AdamW, lr=1e-2)
     model, optimizer = tensorstow.stow(made().to(dtype), adam, plan=plan)
     for step in range(plan.accumulation_steps):

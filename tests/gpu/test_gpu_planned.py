@@ -30,7 +30,7 @@ def made() -> nn.Module:
 
 def planned(plan: Plan) -> dict[tuple[Tier, str], int]:
     found = items_of(plan, Sizes.of(units_of(made()), 1), AWAY)
-    return {(item.tier, item.what): item.nbytes for item in found}
+    return {(item.tier, item.purpose): item.nbytes for item in found}
 
 
 def run(plan: Plan, device: torch.device) -> tuple[nn.Module, tensorstow.AdamW]:

@@ -68,7 +68,7 @@ def test_wherever_weights_are_results_are_the_same(
         moving = sum(call.unit.nbytes for call in stream.calls)
         ahead = 3 * max(call.unit.nbytes for call in stream.calls)
         assert 3 * moving - ahead <= stream.link.bytes_up <= 3 * moving + ahead
-        assert stream.device.high_water_bytes <= (plan.prefetch + 1) * (BLOCK_BYTES + 8192)
+        assert stream.device.memory.peak <= (plan.prefetch + 1) * (BLOCK_BYTES + 8192)
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])
@@ -104,8 +104,8 @@ def test_a_budget_fills_the_device_then_the_host(device: torch.device, tmp_path:
     tiers = [plan.tier_of(f"blocks.{i}") for i in range(BLOCKS)]
     assert set(tiers) == {"device", "host", "disk"}
     assert stream is not None
-    assert stream.device.capacity + tiers.count("device") * BLOCK_BYTES <= device_bytes
-    assert stream.host.capacity + tiers.count("host") * BLOCK_BYTES <= host_bytes
+    assert stream.device.memory.capacity + tiers.count("device") * BLOCK_BYTES <= device_bytes
+    assert stream.host.memory.capacity + tiers.count("host") * BLOCK_BYTES <= host_bytes
     assert torch.equal(model(x).cpu(), expected)
     model, stream = stowed(tmp_path, budget=Budget(device="1MiB", host=0))
     assert stream is None

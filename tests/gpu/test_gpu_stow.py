@@ -11,6 +11,7 @@ from torch import nn
 import tensorstow
 from compare import all_equal
 from models import ResidualStack
+from parity.architectures import ARCHITECTURES, Checkpointed
 from ranks.stowed import finish, groups_of, loss_of, model_of
 from tensorstow import Plan
 
@@ -61,6 +62,33 @@ def test_stowed_training_has_the_bits_of_training_on_the_device(
     model, optimizer = tensorstow.stow(model_of(dtype), partial(groups_of), plan=plan)
     got = train(model, optimizer)
     assert all_equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+@pytest.mark.parametrize("parameters", ["device", "host", "disk"])
+@pytest.mark.parametrize("name", ["encoder-decoder", "repeated", "branches", "checkpointed"])
+def test_tensors_with_uses_in_several_units_have_the_bits_too(
+    device: torch.device, name: str, parameters: str
+) -> None:
+    make = {**ARCHITECTURES, "checkpointed": Checkpointed}[name]
+
+    def train(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
+        for batch in range(3):
+            with device:
+                loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [w.cpu() for w in finish(model, optimizer)]
+
+    torch.manual_seed(0)
+    plain = make()
+    model = copy.deepcopy(plain)
+    plain.to(device)
+    want = train(plain, tensorstow.AdamW(plain.parameters(), lr=0.01))
+    plan = Plan(parameters=parameters)
+    model, optimizer = tensorstow.stow(model, partial(tensorstow.AdamW, lr=0.01), plan=plan)
+    assert all_equal(train(model, optimizer), want)
 
 
 @pytest.mark.parametrize("parameters", ["device", "host"])

@@ -25,8 +25,9 @@ from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
-from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
+from tensorstow.memory.buffer_pool import PooledBuffer
+from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.states import memory
 from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.native_pipeline import UpdatePipeline
@@ -86,6 +87,7 @@ class Watch:
         def acquire(caller_chunks: CallerChunks, *, wait: bool) -> tuple[int, int] | None:
             if self.late > 0 and not wait:
                 self.late -= 1
+                caller_chunks.signal()
                 return None
             if self.late < 0:
                 self.late, wait = self.late + 1, True
@@ -305,15 +307,15 @@ class WatchedRun:
         if way == "backward":
             following = [*reversed(range(number))]
         pagers = self._pagers()
-        writes = [pager.writing for pager in pagers if pager.writing is not None]
+        writes = [pager for pager in pagers if pager.state is ByteState.WRITING]
         is_read = all(pagers[n].is_ready() for n in following[: self.plan.prefetch])
-        return is_read and all(write.done() for write in writes)
+        return is_read and all(pager.is_over() for pager in writes)
 
     def _pagers(self) -> list[PooledBuffer]:
         prefetcher = h2d_prefetcher_of(self.model)
         assert prefetcher is not None
         units = dict.fromkeys(prefetcher._units.values())
-        return [unit.pager for unit in units if unit.pager is not None]
+        return [pager for unit in units for pager in unit.pagers]
 
     def _expect_of_backward(self, name: str, number: int) -> None:
         """What became of units behind this one: the next, the one behind it, and so on.
@@ -473,10 +475,17 @@ def test_a_forward_begins_while_gradients_of_later_units_are_held_up(
 
 @pytest.mark.parametrize("update_on", ["device", 0.5])
 def test_states_go_up_while_others_come_down(
-    update_on: UpdateOn, simulated: ModuleType, watch: Watch, tmp_path: Path
+    update_on: UpdateOn,
+    simulated: ModuleType,
+    watch: Watch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And the host updates its chunks meanwhile, whose gradients come down late."""
+    """And the host updates its chunks meanwhile, whose gradients come down late; nobody polls."""
     plan = Plan(parameters="device", update_on=update_on)
+    looks: list[int] = []
+    changes = CallerChunks.changes
+    monkeypatch.setattr(CallerChunks, "changes", lambda own: looks.append(1) or changes(own))
 
     def step(optimizer: AdamW) -> None:
         router = optimizer._params().update_router
@@ -491,7 +500,9 @@ def test_states_go_up_while_others_come_down(
             (lambda: over(watch.up) == UNITS),
         )
         watch.late = -SLOTS if update_on == "device" else SLOTS  # with both sides none is there yet
+        looks.clear()
         with held_until(*zip(holds, (states, all_of_them), strict=False)):
             optimizer.step()
+        assert len(looks) < 10 * UNITS  # each end of a copy or of an update is one reason to
 
     WatchedRun(plan, simulated, watch, tmp_path).train(step=step)

@@ -251,7 +251,7 @@ def spans_of(log: list[tuple[int, str, float, float, int]], name: str) -> list[t
 def test_copies_of_one_direction_share_the_link(
     simulated: ModuleType, device: torch.device
 ) -> None:
-    nbytes, rate = 1 << 16, 1e8
+    nbytes, rate = 1 << 16, 1e6  # 65 ms a copy: longer than a busy machine delays its submission
     simulated.set_delays(0, rate, 0)
     away = torch.zeros(4, nbytes, dtype=torch.uint8, device=device)
     here = [torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(4)]

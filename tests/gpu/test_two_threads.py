@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from training import make, same_states, same_weights
 
-from tensorstow import AdamW, PipelinePolicy, Plan, stow
+from tensorstow import AdamW, DelayedUpdate, PipelinePolicy, Plan, stow
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_on import Overlap
 
 PAIRS = 24
 TINY = PipelinePolicy(chunk_elements=256)
@@ -177,13 +178,14 @@ def test_each_stream_that_reads_new_weights_is_behind_them(device: torch.device)
     optimizer.close()
 
 
+@pytest.mark.parametrize("overlap", ["forward", DelayedUpdate(warmup_steps=3)], ids=str)
 @pytest.mark.parametrize("first", ["module", "weight"])
 def test_a_stream_that_asks_is_behind_new_weights_whoever_read_them_before(
-    first: str, device: torch.device
+    first: str, overlap: Overlap | DelayedUpdate, device: torch.device
 ) -> None:
     """Outside of a module's forward: the recipe in docs/guides/durable-runs.md."""
     model = nn.Linear(64, 64).to(device)
-    optimizer = make(model, states="ram", overlap="forward")
+    optimizer = make(model, states="ram", overlap=overlap)
     x = torch.ones(4, 64, device=device)
     caller, side = torch.accelerator.current_stream(device), torch.Stream(device=device)
     for _ in range(3):

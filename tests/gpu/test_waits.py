@@ -19,6 +19,7 @@ from training import Net, make, same_weights, spin, train
 
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
+from tensorstow.base.update_timing import IN_STEP
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32
@@ -514,7 +515,7 @@ def units(
     link: StreamLink, *, ahead: int = 0, cast: bool = False, limit_bytes: int | None = None
 ) -> tuple[H2DPrefetcher, list[HostShard]]:
     """Return a prefetcher of units of one shard each, whose values are their numbers."""
-    prefetcher = H2DPrefetcher(link, ahead=ahead, overlap="none", limit_bytes=limit_bytes)
+    prefetcher = H2DPrefetcher(link, ahead=ahead, timing=IN_STEP, limit_bytes=limit_bytes)
     shards = []
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)

@@ -2,17 +2,22 @@
 
 from dataclasses import dataclass
 
+_DELAYED = "step/delayed_overlap.py"
 _DEVICE = "io/device_link.py"
 _DEVICE_FEED = "step/device_feed.py"
 _HOST_WEIGHT = "step/host_weight.py"
 _UPDATER = "step/device_updater.py"
 _FEED = "step/gradient_feed.py"
+_LINK_FEED = "step/link_feed.py"
+_SIDES = "step/both_sides.py"
+_COPIES = "io/device_link.py"
 _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
 _SAVED = "activations/pool.py"
 _BLOCKS = "activations/host_blocks.py"
 _STREAM = "fsdp/weight_stream.py"
 
+_DELAY = "unit/step/test_delayed_overlap.py"
 _ACTIVATIONS = "gpu/test_gpu_activations.py"
 _READ = "gpu/test_gpu_read_only.py"
 _WAITS = "gpu/test_waits.py"
@@ -49,10 +54,84 @@ class Mutation:
 
 
 MUTATIONS = (
+    # --- updates that are delayed by one step, not by none ---
+    Mutation(
+        _DELAYED,
+        "schedule.begin_passes()",
+        "schedule.apply_early()",
+        f"{_DELAY}::test_gradients_are_used_one_step_late",
+    ),
+    Mutation(
+        _DELAYED,
+        "step <= self._warmup_steps",
+        "step < self._warmup_steps",
+        f"{_DELAY}::test_gradients_are_used_one_step_late",
+    ),
+    Mutation(
+        _DELAYED,
+        "if plan.commits or step",
+        "if step",
+        f"{_DELAY}::test_a_resumed_run_has_the_bits_of_the_whole_one",
+    ),
+    Mutation(
+        _DELAYED,
+        "self._hooks.append(saving(self._before_state_dict))",
+        "pass",
+        f"{_DELAY}::test_a_state_dict_is_of_one_moment",
+    ),
+    Mutation(
+        _DELAYED,
+        "        if schedule is not None:\n            schedule.wait()\n",
+        "",
+        f"{_DELAY}::test_a_state_dict_is_of_one_moment",
+    ),
+    Mutation(
+        _DELAYED,
+        "self._early_steps += bool(self._pending)\n            self.wait()",
+        "self._early_steps += bool(self._pending)",
+        f"{_DELAY}::test_whatever_needs_the_weights_applies_the_update",
+    ),
+    Mutation(
+        _DELAYED,
+        "self._params.update_router.step_path.wait()",
+        "pass",
+        f"{_DELAY}::test_an_update_that_is_slow_is_waited_for",
+    ),
+    Mutation(
+        _DELAYED,
+        "self._params.update_router.step_path.join()",
+        "pass",
+        _ASKS,
+    ),
+    Mutation(
+        "step/schedule.py",
+        "self.wait()  # updates may still read them",
+        "pass",
+        "unit/step/test_schedule.py::test_gradients_are_zeroed_after_the_update_that_reads_them",
+    ),
+    Mutation(
+        _DELAYED,
+        "plan.uploads = False",
+        "pass",
+        f"{_DELAY}::test_weights_stay_as_they_are_until_the_next_step",
+    ),
+    Mutation(
+        _DELAYED,
+        "if self._trainer is not None and self._may_be_in_a_pass():",
+        "if False:",
+        f"{_DELAY}::test_the_update_is_not_applied_beside_a_forward_or_backward",
+    ),
+    Mutation(
+        "optim/step_runner.py",
+        "if not self._schedule.begins_early:\n            self.wait_idle()\n        if overflowed:",
+        "if not (overflowed or self._schedule.begins_early):\n            self.wait_idle()\n"
+        "        if overflowed:",
+        f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
+    ),
     # --- norms of gradients that are used at once ---
     Mutation(
         "step/norms.py",
-        "if each[2].query():",
+        "if entry[2].query():",
         "if True:",
         "unit/step/test_norms.py::test_a_gradient_that_is_copied_is_not_read_before",
     ),
@@ -64,10 +143,10 @@ MUTATIONS = (
     ),
     # --- weights of a model that is only read ---
     Mutation(
-        _STREAM,
-        "reads[0].wait()",
-        "pass",
-        "unit/fsdp/test_read_only.py::test_a_read_that_fails_is_told_and_the_next_pass_goes_on",
+        "memory/moving_bytes.py",
+        "                transfer.wait()",
+        "                pass",
+        "unit/memory/test_moving_bytes.py::test_memory_is_left_when_no_transfer_uses_it",
     ),
     Mutation(
         _STREAM,
@@ -83,7 +162,7 @@ MUTATIONS = (
     ),
     Mutation(
         _STREAM,
-        "there.last_use = self.link.record_event()",
+        "buffer.last_use = self.link.record_event()",
         "pass",
         f"{_READ}::test_a_buffer_is_filled_behind_its_last_use",
     ),
@@ -215,37 +294,43 @@ MUTATIONS = (
     # --- gradients down and weights up, by chunk ---
     Mutation(
         _DEVICE_FEED,
-        "self.link.record_event().synchronize()  # what went up",
-        "pass  # what went up",
+        "self.link.record_event().synchronize()  # the last step's copies",
+        "pass  # the last step's copies",
         f"{_WAITS}::test_a_step_by_gradients_that_are_in_host_memory_already",
     ),
     Mutation(_DEVICE_FEED, "self.link.join(copied)", "pass", _STEPS),
-    Mutation(
-        _DEVICE_FEED,
-        "while self._d2h and self._d2h[0].copied.query():",
-        "while self._d2h:",
-        _STEPS,
+    *(
+        Mutation(_COPIES, "and self._copies[0][1].query():", ":", test)
+        for test in (_STEPS, f"{_STEPS}[none-device-bf16]", f"{_OFFLOAD}[host-backward]")
     ),
-    Mutation(
-        _DEVICE_FEED,
-        "self._d2h[0].copied.synchronize()",
-        "pass",
-        f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
+    *(
+        Mutation(_COPIES, "copied.synchronize()", "pass", test)
+        for test in (
+            f"{_COUNTS}::test_a_forward_waits_for_gradients_that_are_late_and_for_nothing_else",
+            f"{_STEPS}[none-device-bf16]",
+            f"{_OFFLOAD}[host-backward]",
+        )
     ),
     Mutation(
         _DEVICE_FEED, "self.link.d2h(pairs, events.values())", "self.link.d2h(pairs, ())", _STEPS
     ),
-    Mutation(
-        _DEVICE_FEED,
-        "made = self.link.record_event() if updates else None",
-        "made = torch.Event(self.link.device)",
-        f"{_STEPS}[none-host-bf16]",
+    *(
+        Mutation(
+            _LINK_FEED,
+            "computed = self.link.record_event() if updates else None",
+            "computed = torch.Event(self.link.device)",
+            f"{_STEPS}[none-{side}-bf16]",
+        )
+        for side in ("host", "device")
     ),
-    Mutation(
-        _DEVICE_FEED,
-        "self._hold(param.number, gradient, self.link.record_event())",
-        "self._hold(param.number, gradient, torch.Event(gradient.device))",
-        f"{_STEPS}[backward-host-bf16]",
+    *(
+        Mutation(
+            _LINK_FEED,
+            "self._hold(param.number, gradient, self.link.record_event())",
+            "self._hold(param.number, gradient, torch.Event(gradient.device))",
+            f"{_STEPS}[backward-{side}-bf16]",
+        )
+        for side in ("host", "device")
     ),
     # --- states up and down, by chunk ---
     Mutation(
@@ -254,30 +339,12 @@ MUTATIONS = (
         "self._made = torch.Event(link.device)",
         f"{_WAITS}::test_slots_on_the_device_are_made_of_memory_that_is_in_use_still",
     ),
-    Mutation(
-        _UPDATER,
-        "made = self.link.record_event()\n",
-        "made = torch.Event(self.link.device)\n",
-        f"{_STEPS}[none-device-bf16]",
-    ),
-    Mutation(
-        _UPDATER,
-        "self._hold(number, flat(gradient), self.link.record_event())",
-        "self._hold(number, flat(gradient), torch.Event(gradient.device))",
-        f"{_STEPS}[backward-device-bf16]",
-    ),
-    Mutation(_UPDATER, "self.link.join(made)", "pass", f"{_STEPS}[none-device-bf16]"),
+    Mutation(_UPDATER, "self.link.join(computed)", "pass", f"{_STEPS}[none-device-bf16]"),
     Mutation(
         _UPDATER,
         "with self.link.update_stream():",
         "if self.link.update_stream():",
         f"{_WAITS}::test_backward_goes_on_while_states_go_up",
-    ),
-    Mutation(
-        _UPDATER,
-        "while self._in_flight and self._in_flight[0].copied.query():",
-        "while self._in_flight:",
-        f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(
         _UPDATER,
@@ -299,17 +366,20 @@ MUTATIONS = (
         f"{_STEPS}[none-device-bf16]",
     ),
     Mutation(
-        _UPDATER, "self._in_flight[0].copied.synchronize()", "pass", f"{_STEPS}[none-device-bf16]"
-    ),
-    Mutation(
-        "step/hybrid_step_path.py",
-        "self._link.synchronize()",
+        _FEED,
+        "feed.synchronize()",
         "pass",
         f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
     ),
     Mutation(
-        "step/hybrid_step_path.py",
-        "self._link.record_event().synchronize()",
+        _LINK_FEED,
+        "self.link.synchronize()",
+        "pass",
+        f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
+    ),
+    Mutation(
+        _LINK_FEED,
+        "self.link.record_event().synchronize()",
         "pass",
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
     ),
@@ -343,8 +413,8 @@ MUTATIONS = (
     ),
     Mutation(
         _QUEUE,
-        "made = self._link.record_event()",
-        "made = torch.Event(self._link.device)",
+        "ready = self._link.record_event()",
+        "ready = torch.Event(self._link.device)",
         _SUMS,
     ),
     Mutation(
@@ -355,17 +425,10 @@ MUTATIONS = (
     ),
     Mutation(
         _QUEUE,
-        "self._in_flight[0].complete.synchronize()",
+        "first.complete.synchronize()",
         "pass",
         f"{_COUNTS}::test_backward_waits_where_the_device_holds_too_many_gradients",
     ),
-    Mutation(
-        _FEED,
-        "while self._arriving and self._arriving[0][2].query():",
-        "while self._arriving:",
-        _BUSY,
-    ),
-    Mutation(_FEED, "copied.synchronize()", "pass", f"{_OFFLOAD}[host-backward]"),
     Mutation(
         "tensors/dtensor.py",
         "if isinstance(local, OffloadedGradient) and not local.copied.query():",
@@ -486,8 +549,8 @@ MUTATIONS = (
     # --- rates ---
     Mutation(
         "measure/calibration.py",
-        "made = [link.record_event()]",
-        "made = []",
+        "ready = [link.record_event()]",
+        "ready = []",
         f"{_RATES}::test_the_link_is_measured",
     ),
     Mutation(
@@ -561,9 +624,9 @@ MUTATIONS = (
     ),
     Mutation(_DEVICE_FEED, "        self.join()\n", "        pass\n", f"{_STEPS}[none-host-bf16]"),
     Mutation(
-        "step/hybrid_step_path.py",
-        "            feed.wait()\n",
-        "            pass\n",
+        _FEED,
+        "if self._commits or self._runs_to_end:",
+        "if self._commits:",
         f"{_STEPS}[none-hybrid-bf16]",
     ),
     Mutation(
@@ -636,15 +699,15 @@ MUTATIONS = (
     ),
     Mutation(
         _FEED,
-        "while self._arriving and self._arriving[0][2].query():",
-        "while False:",
+        "for arrived in self._arriving.pop_complete():",
+        "for arrived in ():",
         f"{_BESIDE}[host, backward]",
     ),
     Mutation(
         _DEVICE_FEED,
-        "            self._start_d2h(self._ready.popleft())\n",
-        "            self._start_d2h(self._ready.popleft())\n"
-        "            self._d2h[-1].copied.synchronize()\n",
+        "        self._d2h.add(_ChunkInFlight(chunk, slot, pieces), copied)\n",
+        "        self._d2h.add(_ChunkInFlight(chunk, slot, pieces), copied)\n"
+        "        copied.synchronize()\n",
         f"{_BESIDE}[device, backward]",
     ),
     Mutation(
@@ -672,22 +735,24 @@ MUTATIONS = (
         f"{_BESIDE}[host, forward]",
     ),
     Mutation(
-        "step/hybrid_step_path.py",
-        "overlap_with is OverlapWith.BACKWARD",
-        "False",
+        _FEED,
+        "not (is_early and self._share_tuner.is_final)",
+        "True",
         f"{_BESIDE}[device, updated there, backward]",
     ),
     Mutation(
-        "step/hybrid_step_path.py",
-        "if busy and not self._updater.is_over:",
-        "if False:",
+        _SIDES,
+        "if len(busy) == 1:\n                busy[0].wait_for_one()\n"
+        "            else:\n                either.wait(busy, seen)\n",
+        "busy[0].wait_for_one()\n",
         f"{_BOTH_WAYS}[0.5]",
     ),
     Mutation(
-        "step/hybrid_step_path.py",
-        "if busy and not self._updater.is_over:",
-        "if self._updater.under_way:\n            self._updater.end_one()\n        elif False:",
-        f"{_BOTH_WAYS}[0.5]",
+        _SIDES,
+        "        try:\n            copied.synchronize()\n"
+        "        finally:\n            self._changes.signal()\n",
+        "        copied.synchronize()\n",
+        "unit/step/test_both_sides.py::test_either_side_may_be_the_first",
     ),
     Mutation(
         "states/memory.py",
@@ -759,7 +824,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SAVED,
-        "if self._blocks.held + nbytes <= self._budget:\n                    break",
+        "if self._used.fits(nbytes):\n                    break",
         "if False:\n                    break",
         f"{_ACTIVATIONS}::test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room",
     ),

@@ -1,68 +1,92 @@
-"""All-pairs cover: few combinations in which any two values of two axes meet."""
+"""Covering arrays: few combinations in which any two, or any three, values of axes meet."""
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Value = str | int | float | bool
 Row = dict[str, Value]
 Axes = Mapping[str, Sequence[Value]]
 Allowed = Callable[[Mapping[str, Value]], bool]
-Pair = tuple[tuple[str, Value], tuple[str, Value]]
+Item = tuple[str, Value]
+Combination = tuple[Item, ...]
+"""Values of some axes, in the order of the axes."""
 
 
-def feasible_pairs(axes: Axes, allowed: Allowed) -> list[Pair]:
-    """Return the pairs of values that may stand in one combination, in the order of the axes."""
-    return [
-        ((a, x), (b, y))
-        for a, b in itertools.combinations(axes, 2)
-        for x, y in itertools.product(axes[a], axes[b])
-        if allowed({a: x, b: y})
-    ]
+def feasible(axes: Axes, allowed: Allowed, names: Sequence[str]) -> list[Combination]:
+    """Return the combinations of values of ``names`` that may stand in one row."""
+    ordered = [name for name in axes if name in names]
+    combinations = (
+        tuple(zip(ordered, values, strict=True))
+        for values in itertools.product(*(axes[name] for name in ordered))
+    )
+    return [each for each in combinations if allowed(dict(each))]
 
 
-def pairs_of(row: Mapping[str, Value], axes: Axes) -> set[Pair]:
-    """Return the pairs that ``row`` covers."""
-    return set(itertools.combinations(((name, row[name]) for name in axes), 2))
+def feasible_pairs(axes: Axes, allowed: Allowed) -> list[Combination]:
+    """Return the pairs of values that may stand in one row, in the order of the axes."""
+    pairs = itertools.combinations(axes, 2)
+    return [each for names in pairs for each in feasible(axes, allowed, names)]
+
+
+def feasible_triples(
+    axes: Axes, allowed: Allowed, groups: Iterable[Sequence[str]]
+) -> list[Combination]:
+    """Return the triples of values, of axes that a group names together, of one row."""
+    triples = dict.fromkeys(
+        tuple(name for name in axes if name in names)
+        for group in groups
+        for names in itertools.combinations(group, min(3, len(group)))
+    )
+    return [each for names in triples for each in feasible(axes, allowed, names)]
 
 
 def all_pairs(axes: Axes, allowed: Allowed) -> list[Row]:
-    """Return rows that cover every feasible pair: greedy, and the same on every run.
+    """Return rows that cover every feasible pair."""
+    return covering(axes, allowed, feasible_pairs(axes, allowed))
+
+
+def covering(axes: Axes, allowed: Allowed, combinations: Iterable[Combination]) -> list[Row]:
+    """Return rows that cover all ``combinations``: greedy, and the same on every run.
 
     ``allowed`` judges a partial row; whatever it accepts must be completable, axis by axis.
     """
-    uncovered = dict.fromkeys(feasible_pairs(axes, allowed))
-    used: Counter[tuple[str, Value]] = Counter()
+    uncovered = dict.fromkeys(combinations)
+    having: dict[Item, dict[Combination, None]] = defaultdict(dict)
+    for combination in uncovered:
+        for item in combination:
+            having[item][combination] = None
+    used: Counter[Item] = Counter()
     rows = []
     while uncovered:
         row: Row = dict(next(iter(uncovered)))
         for name in axes:
             if name not in row:
-                row[name] = _best_value(name, axes, row, uncovered, used, allowed)
-        for pair in pairs_of(row, axes):
-            uncovered.pop(pair, None)
-        used.update(row.items())
+                row[name] = _best_value(name, axes[name], row, having, used, allowed)
+        items = row.items()
+        for combination in [each for each in uncovered if items >= set(each)]:
+            del uncovered[combination]
+            for item in combination:
+                del having[item][combination]
+        used.update(items)
         rows.append({name: row[name] for name in axes})
     return rows
 
 
 def _best_value(  # the loop above, one level down
     name: str,
-    axes: Axes,
-    row: Row,
-    uncovered: Mapping[Pair, None],
-    used: Mapping[tuple[str, Value], int],
+    values: Sequence[Value],
+    row: Mapping[str, Value],
+    having: Mapping[Item, Mapping[Combination, None]],
+    used: Mapping[Item, int],
     allowed: Allowed,
 ) -> Value:
     """Return the value that covers most of what is uncovered; of equals the one least used."""
-    order = {axis: index for index, axis in enumerate(axes)}
+    items = set(row.items())
 
     def gain(value: Value) -> int:
-        mine = (name, value)
-        return sum(
-            ((other, mine) if order[other[0]] < order[name] else (mine, other)) in uncovered
-            for other in row.items()
-        )
+        item = (name, value)
+        return sum(items.issuperset(set(each) - {item}) for each in having[item])
 
-    candidates = [v for v in axes[name] if allowed({**row, name: v})]
+    candidates = [v for v in values if allowed({**row, name: v})]
     return max(candidates, key=lambda v: (gain(v), -used.get((name, v), 0)))

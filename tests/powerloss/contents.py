@@ -1,6 +1,7 @@
 """Generations whose every byte follows from a seed, for tests of the store."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from tensorstow.store.checksums import block_checksums, weight_checksums
 from tensorstow.store.records import ChunkRecord, ChunkShape, Content, Extent, StreamShape
+from tensorstow.store.scrub import Damage, ScrubProgress, scrub
 from tensorstow.store.store import Store
 
 SHAPE = ChunkShape(
@@ -80,3 +82,13 @@ def commit(store: Store, step: int) -> Content:
     store.commit(content)
     release_all(store, content)
     return content
+
+
+def scrubbed(store: Store, numbers: Sequence[int] | None = None) -> list[ScrubProgress]:
+    """Read back the generations ``numbers`` (default: all) of an open store."""
+    kept = [store.load(s) for s in store.generations() if numbers is None or s.number in numbers]
+    return list(scrub(store.files, kept))
+
+
+def damages_in(store: Store, numbers: Sequence[int] | None = None) -> list[Damage]:
+    return [damage for progress in scrubbed(store, numbers) for damage in progress.damages]

@@ -3,12 +3,14 @@
 import random
 import shutil
 import sqlite3
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from crash.world import Case, World, differing, undisturbed
+from powerloss.contents import damages_in
 from powerloss.events import Event, Promised, Written
 from powerloss.recorder import ForgetfulDisk, HastyDisk, RecordingDisk
 from powerloss.replay import lose_power, put_back
@@ -18,7 +20,6 @@ from tensorstow.io.files import File
 from tensorstow.store import store as store_module
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import Content, Generation
-from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
 
@@ -32,6 +33,7 @@ class TrainingDisk(RecordingDisk):
         super().__init__()
         self._engine: _native.Engine | None = None
         self._paths: dict[int, Path] = {}
+        self._lock = threading.Lock()
 
     def open(self, engine: _native.Engine, path: Path) -> File:
         if engine is not self._engine:
@@ -57,10 +59,11 @@ class TrainingDisk(RecordingDisk):
     def catch_up(self) -> None:
         """Take note of what was written since the last time."""
         if self._engine is not None:
-            self.events += [
-                Written(self._paths[number], offset, data)
-                for number, offset, data in self._engine.logged_writes()
-            ]
+            with self._lock:  # the copy of the manifest has a thread of its own
+                self.events += [
+                    Written(self._paths[number], offset, data)
+                    for number, offset, data in self._engine.logged_writes()
+                ]
 
 
 class ForgetfulTrainingDisk(TrainingDisk, ForgetfulDisk):
@@ -113,7 +116,7 @@ def judge_training(case: Case, left: dict[Path, bytes], root: Path, promised: in
         if step is None:
             return []
         store = world.optimizer._states().storage.store  # type: ignore[attr-defined]
-        wrong = [str(damage) for progress in scrub(store) for damage in progress.found]
+        wrong = [str(damage) for damage in damages_in(store)]
         kept = [name for summary in store.generations() for name in summary.names]
         for which in [*kept, None]:
             world.resume(which)

@@ -14,13 +14,18 @@ SOURCE = ROOT / "src" / "tensorstow"
 TEXT = (ROOT / "ARCHITECTURE.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def writer() -> ModuleType:
-    """Return the program that writes the tables of modules."""
-    spec = importlib.util.spec_from_file_location("architecture", ROOT / "tools/architecture.py")
+def tool(name: str) -> ModuleType:
+    """Return a program of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    """Return the program that writes the tables of modules."""
+    return tool("architecture")
 
 
 def test_tables_of_modules_are_what_the_modules_say(writer: ModuleType) -> None:
@@ -39,6 +44,15 @@ def test_a_module_has_one_line_that_no_other_has() -> None:
     said = Counter(re.findall(r"^\| `\w+` \| (.*) \|$", TEXT, re.MULTILINE))
     assert sum(said.values()) > 150
     assert not [line for line, count in said.items() if count > 1]
+
+
+def test_imports_by_name_that_could_hide_a_cycle_are_reported(tmp_path: Path) -> None:
+    checker = tool("imports")
+    assert not list(checker.hidden_imports(SOURCE))
+    text = 'import importlib\nimportlib.import_module("tensorstow.step.fused_kernel")\n'
+    (tmp_path / "rule.py").write_text(text)
+    (tmp_path / "other.py").write_text(text.replace("tensorstow.step.fused_kernel", "wandb"))
+    assert list(checker.hidden_imports(tmp_path)) == ["rule.py:2: use an import statement"]
 
 
 def test_files_that_are_named_are_there() -> None:

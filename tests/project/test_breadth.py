@@ -88,6 +88,7 @@ def test_a_gradient_crosses_few_modules(plan: Plan, most: int, tmp_path: Path) -
 MOST_METHODS = 20
 OTHERS_INTERFACES = {
     "StowedAdam": "torch.optim.Optimizer's, and commits; OptimizerRuntime does the work",
+    "PlacedOptimizer": "torch.optim.Optimizer's; its subclasses do the work",
     "StowedOptimizer": "torch.optim.Optimizer's; StateManager does the work",
     "DeepSpeedEngine": "DeepSpeed's",
     "OptimizerWrapper": "ColossalAI's",

@@ -121,8 +121,13 @@ def returns_something(function: Function) -> bool:
     )
 
 
-def faults_of_function(function: Function, *docs: str | None) -> Iterator[str]:
-    """Yield what the docstring of ``function`` lacks; ``docs``: others that may have it."""
+def faults_of_function(
+    function: Function, *docs: str | None, overridden: Function | None = None
+) -> Iterator[str]:
+    """Yield what the docstring of ``function`` lacks; ``docs``: others that may have it.
+
+    The parameters and the result of the method that it overrides need not be described again.
+    """
     found: dict[str, list[str]] = {}
     for text in (function.__doc__, *docs):
         for name, lines in sections(text).items():
@@ -131,13 +136,20 @@ def faults_of_function(function: Function, *docs: str | None) -> Iterator[str]:
         yield "has no docstring"
         return
     known = entries(found.get("Args", []) + found.get("Attributes", []))
+    if overridden is not None:
+        passed_on = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        own = inspect.signature(function).parameters
+        known |= {*parameters(overridden), *(n for n, p in own.items() if p.kind in passed_on)}
     missing = [name for name in parameters(function) if name not in known]
     if missing:
         yield f"Args lacks {', '.join(missing)}"
     unknown = entries(found.get("Args", [])) - set(inspect.signature(function).parameters)
     if unknown:
         yield f"Args has {', '.join(sorted(unknown))}, which it does not take"
-    if returns_something(function) and not (found.get("Returns") or found.get("Yields")):
+    # As in Google's guide, a first sentence such as "Return the rank." needs no section.
+    summary_says = found[""][0].startswith("Return ")
+    said = summary_says or overridden or found.get("Returns") or found.get("Yields")
+    if returns_something(function) and not said:
         yield "has no Returns"
     unsaid = raised(function) - entries(found.get("Raises", []))
     if unsaid:
@@ -180,7 +192,9 @@ def faults_of_methods(cls: type) -> Iterator[str]:
             if not (value.__doc__ or "").strip():
                 yield f"{name} has no docstring"
         elif inspect.isfunction(value):
-            for fault in faults_of_function(value):
+            bases = cls.__mro__[cls.__mro__.index(owner) + 1 :]
+            overridden = next((vars(base)[name] for base in bases if name in vars(base)), None)
+            for fault in faults_of_function(value, overridden=overridden):
                 yield f"{name}() {fault}"
 
 
@@ -237,7 +251,7 @@ def complete(size: int, *names: str, **options: object) -> int:
 
 
 def lacking(size: int) -> int:  # noqa: D417  # which is the point
-    """Return something.
+    """Make something.
 
     Args:
         width: Another name.
@@ -247,7 +261,13 @@ def lacking(size: int) -> int:  # noqa: D417  # which is the point
     raise TypeError
 
 
+def overriding(size: int, width: int) -> int:
+    """Make something."""
+    return size + width
+
+
 def test_what_is_missing_is_found() -> None:
+    assert list(faults_of_function(overriding, overridden=complete)) == ["Args lacks width"]
     assert list(faults_of_function(complete)) == []
     assert list(faults_of_function(lacking)) == [
         "Args lacks size",

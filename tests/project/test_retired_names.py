@@ -44,8 +44,8 @@ RETIRED_NAMES = {
     "Beside": "OverlapWith",
     "Calls": "CallLock",
     "Core": "OptimizerRuntime",
-    "device_updates": "hybrid_step_path",
-    "DeviceUpdates": "HybridStepPath",
+    "device_updates": "device_updater",
+    "DeviceUpdates": "DeviceUpdater",
     "Given": "WeightMemory",
     "gradient_on_its_way": "gradient_and_event",
     "has_left": "has_offloaded_gradient",
@@ -60,7 +60,7 @@ RETIRED_NAMES = {
     "updated_there": "updates_on_device",
     "UpdateSides": "UpdateRouter",
     "WAYS_OUT": "RECOVERY_ADVICE",
-    "works_of": "device_param_updates",
+    "works_of": "StepRow",
 }
 """Retired names whose words are ordinary ones, whole: the name in each one's place."""
 STANDARD = {"TensorBoardScalars"}

@@ -14,6 +14,7 @@ def test_exported_names() -> None:
         "Adam",
         "AdamW",
         "Budget",
+        "DelayedUpdate",
         "PipelinePolicy",
         "Plan",
         "StowError",

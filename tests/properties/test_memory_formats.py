@@ -184,17 +184,17 @@ def test_data_that_is_exchanged_in_the_same_order_is_trained(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize(
-    ("before", "behind"), [(torch.contiguous_format, LAST), (LAST, torch.contiguous_format)]
+    ("before", "after"), [(torch.contiguous_format, LAST), (LAST, torch.contiguous_format)]
 )
-def test_a_format_that_changes_behind_the_optimizer_is_refused(
-    before: torch.memory_format, behind: torch.memory_format, overlap: Overlap
+def test_a_format_that_changes_after_the_optimizer_is_made_raises(
+    before: torch.memory_format, after: torch.memory_format, overlap: Overlap
 ) -> None:
     model = model_in(before)
     optimizer = AdamW(model.parameters(), overlap=overlap)
     train(model, optimizer)
-    model.to(memory_format=behind)
+    model.to(memory_format=after)
     weights = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises((DTypeError, OptionError), match="in the order it had when the optimizer"):
+    with pytest.raises((DTypeError, OptionError), match="its memory format has changed since"):
         train(model, optimizer)
     assert all_equal(model.parameters(), weights)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tensorstow import AdamW, PipelinePolicy
+from tensorstow.base.update_timing import timing_of
 from tensorstow.states import state_store
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.native_pipeline import UpdatePipeline
@@ -130,7 +131,7 @@ def test_wall_time_is_the_maximum_and_naively_the_sum(
 
 
 def _in_given_order(policy: PipelinePolicy, _: str) -> UpdatePipeline:
-    return UpdatePipeline(policy, "forward")
+    return UpdatePipeline(policy, timing_of("forward"))
 
 
 def test_reads_start_during_backward(tmp_path: Path) -> None:

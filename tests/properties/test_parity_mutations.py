@@ -89,7 +89,7 @@ BESIDE = (
     ),
     Mutation(
         "durability",
-        "hyper-parameters are not in a commit",
+        "hyper-parameters are those of the first commit",
         ({**COMMIT, "lr": "scheduled"},),
         b.groups_not_committed,
     ),

@@ -47,8 +47,8 @@ with torch.no_grad():
     same = all(torch.equal(model(x), first) for _ in range(1))
 stream = stream_of(model)
 print(json.dumps({
-    "grown": peak_bytes() - before, "buffers": stream.host.capacity, "total": total,
-    "high": stream.host.high_water_bytes, "read": stream.bytes_read, "same": same,
+    "grown": peak_bytes() - before, "buffers": stream.host.memory.capacity, "total": total,
+    "high": stream.host.memory.peak, "read": stream.bytes_read, "same": same,
 }))
 """
 

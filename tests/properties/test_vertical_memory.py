@@ -33,7 +33,7 @@ def trained(directory: Path, **given: object) -> tuple[nn.Module, ActivationByte
             model(torch.ones(BATCH, ROWS, WIDTH)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        (part,) = [p for p in optimizer._recorded_parts() if isinstance(p, PlacedActivations)]
+        (part,) = [p for p in optimizer._parts() if isinstance(p, PlacedActivations)]
         return model, part.nbytes()[0]
 
 

@@ -50,7 +50,7 @@ def error_where_the_disk_is_full(config: dict[str, object], folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr(evaluation, "save_file", full)
-            patch.setattr(sharded, "_replace", full)
+            patch.setattr(sharded, "write_tag", full)
         with pytest.raises((OSError, StowError)) as caught:
             save()
     return f"{type(caught.value).__name__}: {caught.value}"

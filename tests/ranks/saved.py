@@ -145,6 +145,7 @@ def whole_and_back(dtype: torch.dtype, states: str) -> list[list[str]]:
     ways = StateDictOptions(full_state_dict=True, cpu_offload=True)
     saved: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=ways)
     model.zero_grad()
+    optimizer.close()  # a parameter has one optimizer
     fresh = make_optimizer(model, states)
     ways = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, fresh, saved, options=ways)

@@ -220,7 +220,7 @@ class StowedRun:
             self._train(*steps)
             if offload is not None:
                 assert offload.nbytes().bytes_written
-        for part in self.optimizer._recorded_parts():
+        for part in self.optimizer._parts():
             if isinstance(part, PlacedActivations) and self.config.plan.activations != "recompute":
                 (moved,) = part.nbytes()
                 assert moved.bytes_down or current_device().type == "cpu"

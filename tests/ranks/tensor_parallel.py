@@ -68,8 +68,8 @@ def parallel(data: int) -> Trained:
         assert isinstance(parameter, DTensor)
         assert torch.equal(part_of(_whole(parameter), parameter, "it"), parameter.to_local())
     for rank in range(dist.get_world_size()):
-        assert anywhere(list(model.parameters()), here=dist.get_rank() == rank)
-    assert not anywhere(list(model.parameters()), here=False)
+        assert anywhere(list(model.parameters()), on_this_rank=dist.get_rank() == rank)
+    assert not anywhere(list(model.parameters()), on_this_rank=False)
     return _train(model)
 
 

@@ -17,7 +17,7 @@ def coordinators(world: int, seconds: float = 20.0) -> list[Coordinator]:
     """Return one coordinator for each rank, all over one store."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
-    with patch.object(coordinator, "_made", itertools.repeat(0)):
+    with patch.object(coordinator, "_numbers", itertools.repeat(0)):
         return [Coordinator(store, rank, world) for rank in range(world)]
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import tensorstow.deepspeed as deepspeed
 from ranks.driven import closing, weights_of_one
+from tensorstow.base.errors import StowError
 from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tensorstow.fsdp.full_tensors import resharded
@@ -145,6 +146,16 @@ def saved_by_engine(folder: str, stage: int, dtype: str) -> dict[str, dict[str, 
             engine.step()
         engine.save_checkpoint(folder, "one", {"epoch": 7})
         return trained_states(engine.module)
+
+
+def errors_of_loading(folder: str) -> str | None:
+    """Load what ``saved_by_engine`` saved; return what kept it from being loaded."""
+    with closing(engine_for(2)) as engine:
+        try:
+            engine.load_checkpoint(folder)
+        except StowError as error:
+            return str(error)
+    return None
 
 
 def loaded_from(

@@ -1,4 +1,4 @@
-"""``offload_activations``: what forward saves for backward, in host memory or on disk."""
+"""``offload_activations``: tensors saved for backward, in host memory or on disk."""
 
 import logging
 import os
@@ -25,8 +25,10 @@ from tensorstow.activations.saved import (
     address_of,
     version_of,
 )
-from tensorstow.base.directories import choose_directory, make_directories
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.directories import choose_directory, make_directories, read_paths
+from tensorstow.base.errors import OptionError, StowError, abbreviated
+from tensorstow.base.fields import read_value
+from tensorstow.base.keywords import names_keywords
 from tensorstow.base.sizes import format_bytes, parse_size
 from tensorstow.io.device_link import is_remote
 
@@ -35,11 +37,12 @@ logger = logging.getLogger("tensorstow")
 Saved = SavedTensor | KeptTensor
 
 DEFAULT_RAM_BUDGET = 256 << 20
-"""Host memory for saved tensors on disk, in bytes, where nothing is said."""
+"""Default host memory for saved tensors on disk, in bytes."""
 LEAST_BYTES = 32 << 10
-"""Storages below this stay: moving them costs more than they hold."""
+"""Smaller storages are not moved: moving them costs more than it saves."""
 
 
+@names_keywords
 def offload_activations(
     model: nn.Module,
     *,
@@ -48,34 +51,35 @@ def offload_activations(
     dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),  # noqa: A002
     units: Iterable[nn.Module] | None = None,
 ) -> "ActivationOffload":
-    """Keep what a model's forward saves for backward outside of where it was computed.
+    """Move the tensors that a model's forward saves for backward to host memory or disk.
 
-    Works by autograd's hooks for saved tensors, in any training loop. Bits and dtypes are those of
-    training without it. Parameters, gathered ones too, tensors below 32 KiB and tensors that are
-    no plain strided ones stay where they are. With ``torch.utils.checkpoint`` inside the model
-    (``use_reentrant=False``) what is saved, and moved, are the inputs of what is checkpointed.
+    It uses autograd's hooks for saved tensors and works in any training loop. Bits and dtypes are
+    those of training without it. Parameters (also gathered ones), tensors below 32 KiB and tensors
+    that are not plain strided ones are not moved. With ``torch.utils.checkpoint`` inside the model
+    (``use_reentrant=False``), the inputs of the checkpointed parts are saved and moved.
 
     Args:
-        model: The model. Saved by its forward means also by the forwards of its parts.
-        to: "host": tensors of an accelerator go to pinned host memory (those of the CPU are
-            there). "disk": they go on to scratch files.
+        model: The model. Its forward includes the forwards of its parts.
+        to: "host": tensors of an accelerator move to pinned host memory (those of the CPU stay).
+            "disk": they move on to scratch files.
         ram_budget: Host memory that saved tensors may take with ``to="disk"``, as "256MiB" or in
-            bytes. A tensor that is larger than it passes through alone, and what one operation of
-            backward needs is there together. Default: 256 MiB.
-        dir: A directory for the scratch files, or several; one that is missing is made. Default:
-            the first that is on a real disk of $TMPDIR, /var/tmp, ~/.cache and the working
-            directory.
-        units: Parts of ``model`` whose forwards alone are meant. Default: all of it.
+            bytes. A larger tensor passes through alone, and all tensors that one operation of
+            backward needs are in memory together. Default: 256 MiB.
+        dir: A directory for the scratch files, or several; missing ones are created. Default: the
+            first of $TMPDIR, /var/tmp, ~/.cache and the working directory that is on a real disk.
+        units: Parts of ``model``: only tensors that their forwards save are moved. Default: all.
 
     Returns:
-        What holds them: ``close()`` takes the hooks off the model. It is a context manager that
-        does so at the end of its block.
+        An object whose ``close()`` removes the hooks from the model. It is a context manager that
+        closes at the end of its block.
 
     Raises:
         OptionError: The options contradict each other, or a unit is not in the model.
-        DirectoryError: A directory cannot be made, or is read-only, in RAM or full.
+        DirectoryError: A directory cannot be created, or is read-only, in RAM or full.
     """
-    return ActivationOffload(model, to, ram_budget, _paths(dir), units)
+    return ActivationOffload(
+        model, to, ram_budget, read_paths(None if dir == () else dir, "dir"), units
+    )
 
 
 class ActivationOffload:
@@ -89,13 +93,13 @@ class ActivationOffload:
         directories: Sequence[Path],
         units: Iterable[nn.Module] | None,
     ) -> None:
-        """Put hooks on the model; ``offload_activations`` has the arguments."""
-        modules = [model] if units is None else list(units)
+        """Register hooks on the model; ``offload_activations`` documents the arguments."""
+        modules = [model] if units is None else _list_units(units)
         _check(model, to, ram_budget, directories, modules)
         budget = None
         if to == "disk":
-            given = DEFAULT_RAM_BUDGET if ram_budget is None else ram_budget
-            budget = parse_size(given, "ram_budget")
+            size = DEFAULT_RAM_BUDGET if ram_budget is None else ram_budget
+            budget = parse_size(size, "ram_budget")
             directories = [facts.path for facts in make_directories(directories)]
             directories = directories or [_chosen_directory()]
         self._pool = ActivationPool(budget, directories, to_disk=to == "disk")
@@ -128,22 +132,20 @@ class ActivationOffload:
                 self._handles.append(part.register_forward_pre_hook(self._note_parameters))
 
     def nbytes(self) -> ActivationBytes:
-        """Return what saved tensors hold now, and what was moved so far."""
+        """Return the bytes that saved tensors hold now, and that were moved so far."""
         return self._pool.nbytes()
 
     def close(self) -> None:
-        """Take the hooks off and let memory and files go. Idempotent.
+        """Remove the hooks and free memory and files. Idempotent.
 
-        Graphs whose backward did not run yet cannot run it any more.
+        Graphs whose backward did not run yet cannot run it after this.
         """
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._is_closed = True
         stack = self._stack()
-        while (
-            stack
-        ):  # inside of a forward, or behind one that Ctrl-C ended: torch runs no hook then
+        while stack:  # in a forward, or after one that Ctrl-C ended, when torch runs no hook
             hooks = stack.pop()[1]
             if hooks is not None and (_hooks_in_force() or (None,))[0] == self._pack:
                 hooks.__exit__()
@@ -151,11 +153,11 @@ class ActivationOffload:
         self._pool.close()
 
     def __deepcopy__(self, memo: object) -> "ActivationOffload":
-        """Return what moves nothing: a copied model keeps what its forward saves."""
+        """Return a closed object: the forward of a copied model moves nothing."""
         return _closed()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled as what moves nothing, with the model."""
+        """Pickle as a closed object, with the model."""
         return _closed, ()
 
     def __enter__(self) -> Self:
@@ -195,13 +197,13 @@ class ActivationOffload:
                 "offload_activations: other hooks for saved tensors are in force"
                 f" ({getattr(top[0], '__qualname__', top[0])}), and torch calls only the innermost"
                 " ones. Leave out the other (save_on_cpu, a trainer's activation offload), or with"
-                " torch.utils.checkpoint give units= that are not inside of what it recomputes."
+                " torch.utils.checkpoint name units= that it does not recompute."
             )
             raise OptionError(message)
         if not stack and not getattr(self._entered, "is_in_model", False):
             self._begin_forward()
         hooks = saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()  # before parameters are looked at: torch.func, which has others, refuses
+        hooks.__enter__()  # first: with torch.func it raises an error
         stack.append((module, hooks))
         for part in module.modules():
             self._note_parameters(part, ())
@@ -209,7 +211,7 @@ class ActivationOffload:
     def _leave(self, module: nn.Module, *_: object) -> None:
         stack = self._stack()
         if not stack or stack[-1][0] is not module:
-            return  # forward failed before ``_enter``
+            return  # forward raised an error before ``_enter``
         hooks = stack.pop()[1]
         if hooks is not None:
             hooks.__exit__()
@@ -218,8 +220,8 @@ class ActivationOffload:
         """Return the forwards that this thread is in."""
         if not hasattr(self._entered, "stack"):
             self._entered.stack = []
-        found: list[tuple[nn.Module, saved_tensors_hooks | None]] = self._entered.stack
-        return found
+        stack: list[tuple[nn.Module, saved_tensors_hooks | None]] = self._entered.stack
+        return stack
 
     def _note_parameters(self, module: nn.Module, _: object) -> None:
         if self._is_closed:
@@ -233,17 +235,17 @@ class ActivationOffload:
 
     def _begin_forward(self) -> None:
         self._pool.start()
-        known = list(self._parameters.items())  # another thread may be in a forward too
-        self._parameters = {k: ref for k, ref in known if not ref.is_gone()}
+        storages = list(self._parameters.items())  # a copy: other threads' forwards add to it
+        self._parameters = {k: ref for k, ref in storages if not ref.is_gone()}
         self._forwards += 1
-        if self._forwards == 2:  # one forward was seen whole
+        if self._forwards == 2:  # one forward is complete
             logger.info(
                 "saved activations: %s were moved per forward; %s stayed",
                 format_bytes(self._kept["moved"]),
                 ", ".join(
-                    f"{format_bytes(nbytes)} of {what}"
-                    for what, nbytes in sorted(self._kept.items())
-                    if what != "moved"
+                    f"{format_bytes(nbytes)} of {reason}"
+                    for reason, nbytes in sorted(self._kept.items())
+                    if reason != "moved"
                 )
                 or "none",
             )
@@ -252,7 +254,7 @@ class ActivationOffload:
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         tensor = tensor.detach()
-        if self._is_closed:  # in the middle of a forward, or of one that was interrupted
+        if self._is_closed:  # during a forward, or after one that was interrupted
             return KeptTensor(tensor, version_of(tensor))
         reason = self._reason_to_keep(tensor)
         if self._forwards == 1:
@@ -279,38 +281,37 @@ class ActivationOffload:
             check_version(saved.tensor, saved.version)
             return saved.tensor
         backward = _current_backward()
-        if backward >= 0:  # somebody may also look at it
+        if backward >= 0:  # -1: a user reads it outside backward
             if saved.backward not in {None, backward}:
                 message = (
-                    "A second backward pass over one graph was asked for: saved activations that"
-                    " were offloaded are there for one. Run forward again, or leave out"
-                    " offload_activations."
+                    "A second backward pass over the same graph was called: offloaded activations"
+                    " last for one pass. Run forward again, or leave out offload_activations."
                 )
                 raise StowError(message)
             saved.backward = backward
         return self._pool.load(saved)
 
 
-def _apart_from_graphs(hook: Callable[..., None], *given: Any) -> None:  # noqa: ANN401
-    """Call a hook of a module, where torch compiles between two graphs, so that it is in force."""
+def _apart_from_graphs(hook: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
+    """Call a hook of a module; if torch compiles, between two graphs, so that it takes effect."""
     if torch.compiler.is_dynamo_compiling():
-        _untraced(hook, *given)
-    else:  # to ask the compiler would load it, which takes a second and 100 MiB
-        hook(*given)
+        _untraced(hook, *args)
+    else:  # disabling the compiler would load it, which takes a second and 100 MiB
+        hook(*args)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-def _untraced(hook: Callable[..., None], *given: Any) -> None:  # noqa: ANN401
-    hook(*given)
+def _untraced(hook: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
+    hook(*args)
 
 
 def _close_pool(pool: ActivationPool, owner: int) -> None:
-    if os.getpid() == owner:  # a child has the file, and its parent's reads and writes in it
+    if os.getpid() == owner:  # a forked child shares the file and its parent's transfers
         pool.close()
 
 
 def _closed() -> ActivationOffload:
-    """Return the hooks of a model that was copied or loaded: closed, and without a pool's files."""
+    """Return closed hooks for a model that was copied or loaded."""
     logger.warning(
         "a model with offload_activations was copied or loaded: the copy keeps its saved tensors"
         " where they are. Call offload_activations for it, or close() before copying."
@@ -323,13 +324,13 @@ def _closed() -> ActivationOffload:
 
 def _hooks_in_force() -> tuple[Any, Any] | None:
     """Return the hooks for saved tensors that this thread entered last."""
-    found: tuple[Any, Any] | None
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
-    return found
+    hooks: tuple[Any, Any] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003, SLF001
+    return hooks
 
 
 def _is_fsdp_unit(module: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever shards has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported if anything is sharded
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
@@ -357,11 +358,18 @@ def _chosen_directory() -> Path:
     return facts.path
 
 
-def _paths(
-    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-) -> list[Path]:
-    several = [given] if isinstance(given, str | os.PathLike) else given
-    return [Path(path).expanduser() for path in several]
+def _list_units(units: Iterable[object]) -> list[nn.Module]:
+    modules = []
+    try:
+        for unit in units:
+            if not isinstance(unit, nn.Module):
+                message = f"units= has {abbreviated(unit)}, which is not a module. Give modules."
+                raise OptionError(message)
+            modules.append(unit)
+    except TypeError as error:
+        message = f"units={abbreviated(units)} was given. Give a list of modules of the model."
+        raise OptionError(message) from error
+    return modules
 
 
 def _check(
@@ -371,11 +379,9 @@ def _check(
     directories: Sequence[Path],
     modules: Sequence[nn.Module],
 ) -> None:
-    if to not in {"host", "disk"}:
-        message = f"to={to!r} was given; activations go to 'host' or 'disk'."
-        raise OptionError(message)
+    read_value(Literal["host", "disk"], to, "to")
     if to == "host" and (ram_budget is not None or directories):
-        message = 'ram_budget and dir are for to="disk". Leave them out, or say to="disk".'
+        message = 'ram_budget and dir are for to="disk". Leave them out, or use to="disk".'
         raise OptionError(message)
     if not modules:
         message = "units=[] was given, which offloads nothing. Name units, or leave it out."
@@ -383,5 +389,5 @@ def _check(
     inside = set(model.modules())
     for module in modules:
         if module not in inside:
-            message = f"A unit ({type(module).__name__}) was given that is not in the model."
+            message = f"units= has a {type(module).__name__} that is not a module of the model."
             raise OptionError(message)

@@ -1,20 +1,20 @@
 """Storages on their way from forward to backward: device, host memory, disk, and back.
 
-[Note: What moves when] Forward saves storages in one order, backward asks for them in the other. A
-storage of an accelerator is copied to pinned memory behind the kernels that made it, and leaves the
-device when the copy is over. On the CPU a storage is in host memory as it is. With a disk, host
-memory is bounded: when storages that are not on disk have more than half of the budget, the oldest
-are written, beside forward; when all have more than the budget, the oldest leave memory. So the
-newest, which backward needs first, are still there when it begins. Backward reads ahead what it
-will need next, as far as the budget goes, and copies it to the device.
+[Note: What moves when] Backward needs storages in the reverse order of forward. A storage of an
+accelerator is copied to pinned memory after the kernels that wrote it, and leaves the device when
+the copy is complete. A storage of the CPU is in host memory from the start. With a disk, host
+memory is bounded: when storages that are not on disk exceed half of the budget, the oldest are
+written during forward; when all in memory exceed the budget, the oldest leave memory. So backward
+begins with the newest, which it needs first, still in memory. It reads the next storages ahead as
+far as the budget allows, and copies them to the device.
 """
 
 import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -34,6 +34,7 @@ from tensorstow.base.errors import DamageError, StowError, TransferError
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceLink, open_link
 from tensorstow.io.scratch import ScratchFiles
+from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import open_scratch
 
@@ -45,20 +46,20 @@ _COPIES_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
-    """What saved activations hold and have moved."""
+    """Bytes that saved activations hold and have moved."""
 
     host_bytes: int
     """Host memory that they hold now; on the CPU also that of storages not yet on disk."""
     most_host_bytes: int
-    """The most that they held at once."""
+    """Peak of ``host_bytes``."""
     disk_bytes: int
-    """Of the scratch files, in use."""
+    """Bytes in use in the scratch files."""
     bytes_read: int
     bytes_written: int
     bytes_down: int
-    """From the device to host memory."""
+    """Bytes copied from the device to host memory."""
     bytes_up: int
-    """From host memory to the device."""
+    """Bytes copied from host memory to the device."""
 
 
 class ActivationPool:
@@ -68,8 +69,8 @@ class ActivationPool:
         """Hold nothing yet.
 
         Args:
-            budget: Bytes of host memory; None: as many as there are.
-            directories: Where scratch files go; empty: one is chosen and logged.
+            budget: Bytes of host memory; None: no bound.
+            directories: Directories for scratch files; empty: one is chosen and logged.
             to_disk: Whether storages go on to disk.
 
         Raises:
@@ -83,18 +84,19 @@ class ActivationPool:
         self._next = self._forward = 0
         self._by_key: dict[tuple[int, int, int], SavedStorage] = {}
         self._needed = StoragesByNumber()
-        """Those that a saved tensor uses."""
+        """Storages that a saved tensor uses."""
         self._unwritten = StoragesByNumber()
-        """Those in host memory and not on disk."""
+        """Storages in host memory and not on disk."""
         self._written = StoragesByNumber()
-        """Those in host memory and on disk that backward was not given."""
+        """Storages in host memory and on disk that backward does not use yet."""
         self._absent = StoragesByNumber()
-        """Those on disk alone."""
+        """Storages on disk alone."""
         self._copying: deque[SavedStorage] = deque()
         self._ending: deque[SavedStorage] = deque()
-        """Nobody needs them, and a transfer of theirs is under way."""
+        """Storages that no tensor uses, until their transfers are complete."""
         self._released: deque[SavedStorage] = deque()
         self._blocks = HostBlocks(budget)
+        self._used = self._blocks.used
         self._links: dict[torch.device, DeviceLink] = {}
         self._clean_bytes = 0
         self._most = self._bytes_read = self._bytes_written = 0
@@ -108,7 +110,7 @@ class ActivationPool:
             tensor: A strided tensor without autograd's history, on the CPU or an accelerator.
 
         Returns:
-            What ``load`` takes.
+            The argument of ``load``.
 
         Raises:
             DirectoryError: The disk is full.
@@ -120,11 +122,11 @@ class ActivationPool:
             key = (self._forward, address_of(source), version_of(tensor))
             storage = self._by_key.get(key)
             if storage is None:
-                self._make_room(source.nbytes())  # until then it is what forward holds anyway
+                self._make_room(source.nbytes())  # forward itself holds these bytes until now
                 storage = self._take_over(tensor, source)
             else:
                 if storage.sources:
-                    storage.sources.append(tensor)  # an alias may count its versions for itself
+                    storage.sources.append(tensor)  # an alias may have its own version counter
                 for storages in (self._needed, self._unwritten, self._written, self._absent):
                     storages.discard(storage)
                 storage.number = self._next  # backward needs it for this tensor first
@@ -162,6 +164,7 @@ class ActivationPool:
             storage.copied = link.d2h([(storage.host, whole)], [link.record_event()])
             self._copying.append(storage)
         storage.sources.append(tensor)
+        storage.move(ByteState.PRESENT)
         self._by_key[storage.key] = storage
         self._needed.add(storage)
         self._enter_memory(storage)
@@ -171,26 +174,24 @@ class ActivationPool:
         """Write and drop the oldest until ``nbytes`` more fit (see the module's note)."""
         if self._scratch is None or self._budget is None:
             return
-        while self._blocks.held - self._clean_bytes > self._budget // 2:
+        while self._used.held - self._clean_bytes > self._budget // 2:
             oldest = self._unwritten.first()
             if oldest is None:
                 break
             if oldest.copied is not None and not oldest.is_copied:
-                if self._blocks.held + nbytes <= self._budget:
-                    break  # the link is behind, and there is room
+                if self._used.fits(nbytes):
+                    break  # the copy is not complete, and nothing needs its memory yet
                 oldest.copied.synchronize()
             if not oldest.is_intact:
                 self._keep_source(oldest)
                 continue
             self._write(oldest, self._scratch)
-        while self._blocks.held + nbytes > self._budget:
+        while not self._used.fits(nbytes):
             oldest = self._written.first()
             if oldest is None:
                 break
-            oldest.wait_written()
-            if oldest.reading is not None:  # ahead of need: a failure is told when it is read again
-                with suppress(TransferError):
-                    oldest.reading.wait()
+            if oldest.state is ByteState.WRITING:
+                oldest.settle()
             self._leave_memory(oldest)
         self._blocks.drop_idle(nbytes)
 
@@ -198,7 +199,7 @@ class ActivationPool:
         data = storage.data
         extent = scratch.allocate(storage.nbytes)
         storage.checksum = _native.checksum(data.data_ptr(), storage.nbytes)
-        storage.writing = scratch.write(extent, data)
+        storage.begin(ByteState.WRITING, scratch.write(extent, data))
         storage.extent = extent
         self._clean_bytes += storage.nbytes
         self._bytes_written += storage.nbytes
@@ -207,12 +208,12 @@ class ActivationPool:
     # --- backward ---
 
     def load(self, saved: SavedTensor) -> torch.Tensor:
-        """Return a tensor that was saved, and begin to bring those that backward needs next.
+        """Return a tensor that was saved, and start to fetch those that backward needs next.
 
         Raises:
-            TransferError: It could not be read.
-            DamageError: Other bytes were read than were written.
-            RuntimeError: It was written to while it was being moved.
+            TransferError: The read failed.
+            DamageError: The bytes that were read differ from those written.
+            RuntimeError: The tensor was written to before its bytes were copied.
         """
         with self._lock:
             self._settle()
@@ -236,7 +237,7 @@ class ActivationPool:
             if storage.host is None:
                 self._make_room(storage.nbytes)
                 self._read_back(storage)
-            _wait_for(storage)
+            storage.settle(partial(_check, storage))
             if storage.device.type == "cpu":
                 return storage.data
             copy = self._copy_up(storage)
@@ -245,18 +246,18 @@ class ActivationPool:
         return copy
 
     def _bring_ahead(self, storage: SavedStorage) -> None:
-        """Read what backward needs next, as far as there is room, and copy the first of it."""
+        """Read the next storages of backward as far as there is room, and copy the first ones."""
         for other in self._absent.before(storage.number):
-            if self._budget is not None and self._blocks.held + other.nbytes > self._budget:
+            if not self._used.fits(other.nbytes):
                 break
             self._read_back(other)
         if storage.device.type == "cpu":
             return
         remote = (s for s in self._needed.before(storage.number) if s.device.type != "cpu")
         for other in islice(remote, _COPIES_AHEAD):
-            is_there = other.host is None or other.sources or other.device_copy is not None
-            if not is_there and not other.is_busy:
-                _wait_for(other)
+            is_on_device = other.sources or other.device_copy is not None
+            if other.host is not None and not is_on_device and not other.is_busy:
+                other.settle(partial(_check, other))
                 self._copy_up(other)
 
     def _read_back(self, storage: SavedStorage) -> None:
@@ -266,7 +267,7 @@ class ActivationPool:
         link = self._link(storage.device)
         block = self._blocks.take(storage.nbytes, storage.device, link)
         host = block.tensor(0, storage.nbytes, torch.uint8)
-        storage.reading = self._scratch.read(storage.extent, host)
+        storage.begin(ByteState.READING, self._scratch.read(storage.extent, host))
         storage.block, storage.host = block, host
         self._enter_memory(storage)
         self._clean_bytes += storage.nbytes
@@ -275,7 +276,7 @@ class ActivationPool:
     def _copy_up(self, storage: SavedStorage) -> torch.Tensor:
         link = self._link(storage.device)
         target = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device)
-        # Where the target's memory was used before, that use must be over.
+        # The event: earlier kernels that used the target's memory must be complete.
         storage.ready = link.h2d([(target, storage.data)], [link.record_event()])
         storage.device_copy = target
         return target
@@ -283,13 +284,13 @@ class ActivationPool:
     # --- memory and files ---
 
     def start(self) -> None:
-        """Take note that a forward begins: let go of what autograd has let go of."""
+        """Begin a forward: drop the storages that autograd has released."""
         with self._lock:
             self._settle()
             self._forward += 1
 
     def nbytes(self) -> ActivationBytes:
-        """Return what is held now and was moved so far."""
+        """Return the bytes that are held now and were moved so far."""
         with self._lock:
             self._settle()
             return ActivationBytes(
@@ -303,7 +304,7 @@ class ActivationPool:
             )
 
     def close(self) -> None:
-        """Wait for copies, reads and writes, and let memory and files go. Idempotent."""
+        """Wait for copies, reads and writes, and free memory and files. Idempotent."""
         with self._lock:
             while self._copying:  # their sources are used until then
                 copied = self._copying.popleft().copied
@@ -314,7 +315,7 @@ class ActivationPool:
             self._blocks.clear()
 
     def _settle(self) -> None:
-        """Do what became possible: drop what nobody needs, let go of what was copied."""
+        """Release sources whose copies are complete, and drop storages that no tensor uses."""
         while self._copying and self._copying[0].is_copied:
             storage = self._copying.popleft()
             storage.copied = None
@@ -332,23 +333,22 @@ class ActivationPool:
             self._drop(self._ending.popleft())
 
     def _keep_source(self, storage: SavedStorage) -> None:
-        """Move nothing of a storage that was written to or resized: ``load`` raises."""
-        self._blocks.held -= storage.nbytes
+        """Do not move a storage that was written to or resized: ``load`` raises."""
+        self._used.give(storage.nbytes)
         storage.host = storage.block = None
+        storage.leave()
         self._list(storage)
 
     def _drop(self, storage: SavedStorage) -> None:
-        """Give everything back, or wait with it for a transfer under way."""
+        """Free a storage's memory and disk space, later if a transfer is in progress."""
         if storage.is_busy:
             self._ending.append(storage)
             return
-        for transfer in (storage.writing, storage.reading):
-            try:
-                if transfer is not None:
-                    transfer.wait()
-            except TransferError as error:  # backward had no need of it, the user's disk has
-                told = str(error)  # a record that keeps the error keeps its frames, and their graph
-                logger.warning("of a saved activation that is not needed any more: %s", told)
+        try:
+            storage.wait()
+        except TransferError as error:  # backward needs no bytes, but the disk has a fault
+            message = str(error)  # a record with the error itself would keep the graph alive
+            logger.warning("of a saved activation that is not needed any more: %s", message)
         storage.sources.clear()
         if storage.host is not None:
             self._leave_memory(storage)
@@ -359,25 +359,25 @@ class ActivationPool:
         storage.device_copy = None
 
     def _enter_memory(self, storage: SavedStorage) -> None:
-        self._blocks.held += storage.nbytes
+        self._used.take(storage.nbytes)
         self._list(storage)
         self._most = max(self._most, self._blocks.nbytes)
 
     def _leave_memory(self, storage: SavedStorage) -> None:
-        """Give the storage's host memory back; a version that changed keeps the source."""
-        self._blocks.held -= storage.nbytes
+        """Give back the storage's host memory; keep the sources if a version changed."""
+        self._used.give(storage.nbytes)
         if storage.extent is not None:
             self._clean_bytes -= storage.nbytes
         if storage.is_intact:
             storage.sources.clear()
-        storage.reading = None  # if it failed or nobody waited for it, it is read again
+        storage.leave()  # a failed or unused read is made again
         data, storage.host = storage.host, None
         block, storage.block = storage.block, None
         self._list(storage)
         if block is None or data is None:
             return
         if isinstance(block, Arena):
-            # Autograd was given this memory: it is used again where no tensor has it any more.
+            # Autograd may have tensors over this memory: reuse it only if none is left.
             identity = StorageIdentity(data.untyped_storage())
             del data
             if not identity.is_gone():
@@ -385,7 +385,7 @@ class ActivationPool:
         self._blocks.give_back(block, storage.device, storage.ready)
 
     def _list(self, storage: SavedStorage) -> None:
-        """Put a storage into the list that it belongs to now, out of any other."""
+        """Move a storage to the list that it belongs to now."""
         if storage.host is None:
             belongs = None if storage.extent is None else self._absent
         elif storage.extent is None:
@@ -404,27 +404,24 @@ class ActivationPool:
         return self._links[device]
 
 
-def _wait_for(storage: SavedStorage) -> None:
-    """Return when no write or read is under way; raise DamageError where what was read is wrong."""
-    storage.wait_written()
-    if storage.reading is not None:  # until it is known to be right: a second wait fails too
-        storage.reading.wait()
-        if _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
-            message = (
-                f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
-                " were written. Look at `dmesg` and the drive's health."
-            )
-            raise DamageError(message)
-        storage.reading = None
+def _check(storage: SavedStorage) -> None:
+    """Raise DamageError if a read returned wrong bytes."""
+    is_read = storage.state is ByteState.READING
+    if is_read and _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
+        message = (
+            f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
+            " were written. Look at `dmesg` and the drive's health."
+        )
+        raise DamageError(message)
 
 
 def check_version(tensor: torch.Tensor, version: int, nbytes: int | None = None) -> None:
     """Raise RuntimeError, as autograd does, if a saved tensor was written to or resized.
 
     Args:
-        tensor: As it is now.
+        tensor: The tensor as it is now.
         version: Its version counter when it was saved.
-        nbytes: The bytes that its storage had then; None: not to be compared.
+        nbytes: The bytes of its storage when it was saved; None: do not compare them.
     """
     resized = nbytes is not None and tensor.untyped_storage().nbytes() != nbytes
     if version_of(tensor) != version or resized:

@@ -1,4 +1,4 @@
-"""``Recompute``: blocks that keep their inputs alone, and run forward again in backward."""
+"""``Recompute``: blocks that keep only their inputs, and run forward again in backward."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,15 +13,15 @@ from torch.utils.checkpoint import checkpoint
 from tensorstow.base.errors import OptionError
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""Keywords by which models of transformers give a block its cache of keys and values."""
+"""Keywords by which models of transformers pass a block its cache of keys and values."""
 
 
 class Recompute:
     """Runs the forwards of some modules through ``torch.utils.checkpoint``.
 
-    A module's ``forward`` alone is wrapped: hooks round it, FSDP2's among them, run once for each
-    forward, as without. When backward comes to a unit of FSDP2 its weights are whole before forward
-    is run again, and none of its gradients is there, so that no update beside backward has begun.
+    Only a module's ``forward`` is wrapped: its hooks, such as FSDP2's, run once for each forward.
+    When backward reaches a unit of FSDP2, its weights are unsharded before forward runs again. None
+    of its gradients exists then, so no update during backward has begun.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -30,22 +30,22 @@ class Recompute:
         self._switch = _Switch()
         for module in modules:
             was_set = "forward" in vars(module)  # on the object, by another wrapper
-            given: Any = module
+            untyped: Any = module  # mypy rejects an assignment to a method
             wrapper: Any = partial(_run, self._switch, module.forward)
             wrapper.__signature__ = inspect.signature(module.forward)
-            given.forward = wrapper
+            untyped.forward = wrapper
             self._wrapped.append((module, wrapper, was_set))
 
     def close(self) -> None:
-        """Take the wrappers off. Idempotent; graphs whose backward did not run yet still can."""
+        """Remove the wrappers. Idempotent; the backward of existing graphs still works."""
         self._switch.is_on = False
         for module, wrapper, was_set in self._wrapped:
             if vars(module).get("forward") is not wrapper:
-                continue  # somebody has wrapped it since then, and calls ours
-            given: Any = module
-            del given.forward
+                continue  # another wrapper was set later, and calls this one
+            untyped: Any = module
+            del untyped.forward
             if was_set:
-                given.forward = wrapper.args[1]
+                untyped.forward = wrapper.args[1]
         self._wrapped = []
 
 

@@ -1,4 +1,4 @@
-"""What autograd keeps in place of a tensor that it saves."""
+"""Objects that autograd keeps in place of the tensors that it saves."""
 
 from bisect import bisect_left
 from collections import deque
@@ -11,17 +11,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorstow.base.errors import StowError
-from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceEvent
-from tensorstow.io.files import IoFuture
-from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.pinned import HostMemory
 from tensorstow.io.scratch import ScratchExtent
-
-Block = Arena | PinnedBlock
+from tensorstow.memory.moving_bytes import MovingBytes
 
 
 class StorageIdentity:
-    """Tells a storage from all others: its address in torch is nobody else's while this lives."""
+    """The identity of a storage: while this lives, no other storage has its address in torch."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         """Refer to ``storage`` without keeping its memory."""
@@ -34,7 +31,7 @@ class StorageIdentity:
 
 
 def address_of(storage: torch.UntypedStorage) -> int:
-    """Return where torch has its record of a storage."""
+    """Return the address of torch's record of a storage."""
     return int(storage._cdata)  # noqa: SLF001
 
 
@@ -44,46 +41,47 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class SavedStorage:
-    """One storage: on its device, in host memory, on disk, or in several of these."""
+class SavedStorage(MovingBytes):
+    """One storage: on its device, in host memory, on disk, or in several of these.
+
+    The state is that of its bytes in host memory.
+    """
 
     number: int
     """Storages are numbered in the order in which forward saves them last; backward needs the
     highest number first."""
     forward: int
-    """Which forward saved it: what a later one saves may have other bytes."""
+    """The number of the forward that saved it: a later one may save other bytes."""
     device: torch.device
     nbytes: int
     version: int
     """The version counter of the tensor that was saved."""
     identity: "StorageIdentity"
-    """Of the storage that was saved."""
+    """Identity of the saved storage."""
     tensors: int = 0
-    """How many saved tensors use it; without any it is dropped."""
+    """Number of saved tensors that use it; at 0 it is dropped."""
     sources: list[torch.Tensor] = field(default_factory=list)
-    """The tensors that were saved, until their bytes are elsewhere."""
+    """The saved tensors, until their bytes are copied or written."""
     copied: DeviceEvent | None = None
-    """Behind the copy from the device to ``host``; None: there is none under way."""
+    """Event after the copy from the device to ``host``; None: no copy is in progress."""
     host: torch.Tensor | None = None
     """The bytes in host memory. On the CPU that is the saved storage itself at first."""
-    block: Block | None = None
-    """What has the memory of ``host``, where that is the pool's."""
+    block: HostMemory | None = None
+    """The pool's memory that ``host`` is in; None: it is not the pool's."""
     extent: ScratchExtent | None = None
     checksum: int | None = None
-    """Of the bytes that were written to ``extent``; None: nothing was."""
-    writing: IoFuture | None = None
-    reading: IoFuture | None = None
+    """Checksum of the bytes in ``extent``; None: nothing was written."""
     device_copy: torch.Tensor | None = None
     """The bytes on the device again, for backward."""
     ready: DeviceEvent | None = None
-    """Behind the copy to ``device_copy``."""
+    """Event after the copy to ``device_copy``."""
 
     is_used: bool = False
-    """Backward was given it: it stays until backward lets go of it."""
+    """Whether backward has it: then it stays until backward releases it."""
 
     @property
     def data(self) -> torch.Tensor:
-        """The bytes in host memory, where they are known to be."""
+        """The bytes, which must be in host memory."""
         if self.host is None:
             message = f"Saved activation {self.number} is not in host memory."
             raise StowError(message)
@@ -91,21 +89,17 @@ class SavedStorage:
 
     @property
     def is_copied(self) -> bool:
-        """Whether no copy from the device is under way."""
+        """Whether no copy from the device is in progress."""
         return self.copied is None or self.copied.query()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy from the device, a write or a read is under way."""
-        return (
-            not self.is_copied
-            or (self.writing is not None and not self.writing.done())
-            or (self.reading is not None and not self.reading.done())
-        )
+        """Whether a copy from the device, a write or a read is in progress."""
+        return not self.is_copied or not self.is_over()
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """What tells whether two tensors have the same bytes."""
+        """A key that is equal for tensors with the same bytes."""
         return self.forward, self.identity.address, self.version
 
     @property
@@ -116,12 +110,6 @@ class SavedStorage:
             for tensor in self.sources
         )
 
-    def wait_written(self) -> None:
-        """Return when no write is under way; raise its error."""
-        if self.writing is not None:
-            self.writing.wait()
-            self.writing = None
-
 
 class StoragesByNumber:
     """Storages in the order of their numbers."""
@@ -131,23 +119,23 @@ class StoragesByNumber:
         self._sorted: list[SavedStorage] = []
 
     def add(self, storage: SavedStorage) -> None:
-        """Add one, where it is not in it yet."""
+        """Add a storage if it is not in the list yet."""
         index = self._index(storage.number)
         if self._sorted[index : index + 1] != [storage]:
             self._sorted.insert(index, storage)
 
     def discard(self, storage: SavedStorage) -> None:
-        """Remove one, where it is in it."""
+        """Remove a storage if it is in the list."""
         index = self._index(storage.number)
         if self._sorted[index : index + 1] == [storage]:
             del self._sorted[index]
 
     def first(self) -> SavedStorage | None:
-        """Return the one that forward saved first, and backward needs last."""
+        """Return the storage that forward saved first and backward needs last."""
         return self._sorted[0] if self._sorted else None
 
     def before(self, number: int) -> Iterator[SavedStorage]:
-        """Yield those below a number, the highest first; what is yielded may be removed."""
+        """Yield storages below a number, the highest first; the caller may remove them."""
         for index in range(self._index(number) - 1, -1, -1):
             yield self._sorted[index]
 
@@ -165,12 +153,12 @@ class SavedTensor:
     stride: tuple[int, ...]
     offset: int
     released: deque[SavedStorage] = field(repr=False)
-    """Where it says that autograd has no use for it any more; appending takes no lock."""
+    """Queue of storages that autograd has released; appending takes no lock."""
     backward: int | None = None
-    """The number of the backward pass that asked for it."""
+    """The number of the backward pass that used it."""
 
     def __del__(self) -> None:
-        """Let go of the storage."""
+        """Release the storage."""
         self.released.append(self.storage)
 
     def over(self, data: torch.Tensor) -> torch.Tensor:
@@ -181,7 +169,7 @@ class SavedTensor:
 
 @dataclass(eq=False, slots=True)
 class KeptTensor:
-    """A tensor that stays where it is, and the version that it had."""
+    """A tensor that is not moved, and its version when it was saved."""
 
     tensor: torch.Tensor
     version: int

@@ -1,27 +1,27 @@
-"""The values of ``Plan.activations``, as a type."""
+"""``ActivationPlacement``: KEEP, RECOMPUTE, HOST or DISK."""
 
-from typing import Literal, get_args
-
-from tensorstow.base.errors import OptionError
-
-ActivationPlacement = Literal["keep", "recompute", "host", "disk"]
-"""What is done with the tensors that a block saves for its backward: they stay where they were
-computed, or backward computes them again from the block's inputs, or they wait elsewhere."""
+from enum import StrEnum
 
 
-def activation_placement(value: object, name: str) -> ActivationPlacement:
-    """Return a valid placement of activations; "ram" is another word for "host".
+class ActivationPlacement(StrEnum):
+    """What is done with the tensors that a block saves for its backward.
 
-    Args:
-        value: What was given.
-        name: What the error calls it.
-
-    Raises:
-        OptionError: It is none.
+    "ram" is accepted for "host".
     """
-    known: tuple[ActivationPlacement, ...] = get_args(ActivationPlacement)
-    for each in known:
-        if str(value) == each or (value, each) == ("ram", "host"):
-            return each
-    message = f"{name}={value!r} was given: activations are one of {', '.join(map(repr, known))}."
-    raise OptionError(message)
+
+    KEEP = "keep"
+    """They stay where they were computed."""
+    RECOMPUTE = "recompute"
+    """Backward computes them again from the block's inputs."""
+    HOST = "host"
+    """They wait in host memory."""
+    DISK = "disk"
+    """They wait in files."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "ActivationPlacement | None":
+        return cls.HOST if value == "ram" else None
+
+    def __repr__(self) -> str:
+        """Return what users type, as in the repr of a plan."""
+        return repr(self.value)

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
-from tensorstow.base.sizes import parse_size
+from tensorstow.base.fields import check_fields
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.sizes import Size
 
 
+@names_keywords
 @dataclass(frozen=True, slots=True)
 class Budget:
     """The bytes that one rank may hold in each tier.
@@ -21,16 +24,13 @@ class Budget:
         OptionError: A value that is no size.
     """
 
-    device: int | str | None = None
-    host: int | str | None = None
-    disk: int | str | None = None
+    device: Size | None = None
+    host: Size | None = None
+    disk: Size | None = None
 
     def __post_init__(self) -> None:
         """Parse the sizes; raise OptionError for an invalid one."""
-        for tier in ("device", "host", "disk"):
-            given = getattr(self, tier)
-            if given is not None:
-                object.__setattr__(self, tier, parse_size(given, tier))
+        check_fields(self)
 
     def bytes_of(self, tier: str) -> int | None:
         """Return the limit of a tier.

@@ -19,7 +19,7 @@ class LocalRanks:
 
     count: int = 1
     rank: int | None = 0
-    """None where only their number is known."""
+    """None if only their number is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class CoreShare:
 
     threads: int
     nodes: tuple[int, ...] = ()
-    """Whose cores its threads stay on; empty: they run anywhere."""
+    """The nodes whose cores its threads stay on; empty: they run anywhere."""
     cores: tuple[int, ...] = ()
-    """Of those nodes, to be shared with the other ranks there; empty: anywhere."""
+    """Cores of those nodes, shared with the other ranks on them; empty: anywhere."""
 
 
 def part(total: int, ranks: int, rank: int | None) -> int:

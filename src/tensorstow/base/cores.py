@@ -40,7 +40,7 @@ def launcher_cores() -> frozenset[int]:
 
 
 def quota_cores(root: Path = _ROOT) -> float | None:
-    """Return the cores' worth of CPU time that cgroups allow, or None where nothing limits it.
+    """Return the cores' worth of CPU time that cgroups allow, or None if nothing limits it.
 
     ``root`` holds ``proc/self/cgroup`` and ``sys/fs/cgroup``.
     """

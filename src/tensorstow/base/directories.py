@@ -8,21 +8,26 @@ import contextlib
 import errno as codes
 import logging
 import os
-import re
+import shlex
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from tensorstow.base.errors import DirectoryError, advice_for
+from tensorstow.base.errors import (
+    DirectoryError,
+    OptionError,
+    StoreFormatError,
+    abbreviated,
+    advice_for,
+    named,
+)
+from tensorstow.base.mounts import MOUNTINFO, mount_of
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
 
-_MOUNTINFO = Path("/proc/self/mountinfo")
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
-_MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class DirectoryFacts:
     """What is mounted there: /dev/nvme0n1p2, a network share, or a plain word."""
     is_memory_backed: bool
     """Bytes written here stay in RAM."""
+    is_of_kernel: bool
+    """What is here are the kernel's own values, and no files that are kept."""
     is_writable: bool
     """A file could be created here just now."""
     free_bytes: int
@@ -45,17 +52,11 @@ class DirectoryFacts:
     """The errno if no file could be created, else 0."""
 
 
-class _Mount(NamedTuple):
-    point: str
-    filesystem: str
-    device: str
-
-
 def inspect_directory(
-    path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO
+    path: str | os.PathLike[str], *, mountinfo: Path = MOUNTINFO
 ) -> DirectoryFacts:
-    """Find out about ``path``, or raise DirectoryError where there is no such directory."""
-    resolved = Path(path).expanduser().resolve()
+    """Find out about ``path``, or raise DirectoryError if there is no such directory."""
+    resolved = resolve_path(path)
     try:
         is_directory, is_there = resolved.is_dir(), resolved.exists()
         space = os.statvfs(resolved) if is_directory else None
@@ -67,24 +68,94 @@ def inspect_directory(
         )
         raise DirectoryError(message) from error
     if space is None:
-        found = "is not a directory" if is_there else "does not exist"
-        message = f"Directory {resolved} was requested but {found}. Create it or name another."
+        _refuse_kernel_files(resolved)
+        problem = "is not a directory" if is_there else "does not exist"
+        message = f"Directory {resolved} was requested but {problem}. Create it or name another."
         raise DirectoryError(message)
-    mount = _mount_of(resolved, mountinfo)
+    mount = mount_of(resolved, mountinfo)
     refusal = _try_to_create_file(resolved)
     return DirectoryFacts(
         path=resolved,
         filesystem=mount.filesystem,
         device=mount.device,
-        is_memory_backed=_is_memory(mount),
+        is_memory_backed=mount.is_memory,
+        is_of_kernel=mount.is_of_kernel,
         is_writable=not refusal,
         free_bytes=space.f_bavail * space.f_frsize,
         refusal=refusal,
     )
 
 
+def expand_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path with the home folder for ~.
+
+    Args:
+        path: What a user has written.
+
+    Raises:
+        DirectoryError: It cannot be a path.
+    """
+    try:
+        expanded = Path(path).expanduser()
+        os.fsencode(expanded)
+    except (TypeError, RuntimeError, UnicodeEncodeError) as error:
+        raise _no_path(path, error) from error
+    if path == "" or "\0" in str(expanded):
+        raise _no_path(path, "it has a zero byte" if path else 'it is empty ("." is this one)')
+    return expanded
+
+
+def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
+    """Return one path or several as a tuple; empty for None.
+
+    Args:
+        value: The value of an argument.
+        keyword: The argument's name.
+
+    Raises:
+        OptionError: It is an empty list, or an empty text, or neither a path nor a list.
+        DirectoryError: One cannot be a path.
+    """
+    if value is None:
+        return ()
+    several: object = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(several, Sequence) or isinstance(several, bytes):
+        shown = abbreviated(value)
+        message = f"{keyword}={shown} was given: name a directory, or a list of directories."
+        raise OptionError(message)
+    if not several:
+        message = f"{keyword}= is an empty list: name at least one directory, or leave it out."
+        raise OptionError(message)
+    if any(isinstance(path, str) and not path for path in several):
+        message = f'{keyword}="" was given: name a directory ("." for this one), or leave it out.'
+        raise OptionError(message)
+    return tuple(expand_path(path) for path in several)
+
+
+def resolve_path(path: str | os.PathLike[str]) -> Path:
+    """Return an absolute path without ~ and symbolic links.
+
+    Args:
+        path: What a user has written; it may be missing.
+
+    Raises:
+        DirectoryError: It is nothing that a path can be, or its links are a loop.
+    """
+    try:
+        return expand_path(path).resolve()
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, DirectoryError):
+            raise
+        raise _no_path(path, error) from error
+
+
+def _no_path(path: object, why: object) -> DirectoryError:
+    message = f"{abbreviated(path)} was given as a path: {why}. Name another one."
+    return DirectoryError(message)
+
+
 def check_directory(
-    path: str | os.PathLike[str], needed_bytes: int = 0, *, mountinfo: Path = _MOUNTINFO
+    path: str | os.PathLike[str], needed_bytes: int = 0, *, mountinfo: Path = MOUNTINFO
 ) -> DirectoryFacts:
     """Return the facts about ``path``; raise DirectoryError if it cannot hold states."""
     facts = inspect_directory(path, mountinfo=mountinfo)
@@ -98,53 +169,63 @@ def check_directory(
 def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryFacts]:
     """Create missing directories of ``paths`` and return the facts about all of them.
 
-    Raises DirectoryError if one cannot be created or cannot hold states; directories created before
-    the error are removed. If a parent was missing too, that is logged: the path may be mistyped, or
-    a disk not mounted.
+    Raises DirectoryError if one cannot be created or cannot hold states, or if the directory that
+    it should be in is missing: the path may be mistyped, or a disk not mounted. Directories created
+    before the error are removed.
     """
-    made: list[Path] = []
+    created: list[Path] = []
     try:
-        return [_made(Path(path).expanduser(), made) for path in paths]
+        return [_made(expand_path(path), created) for path in paths]
     except BaseException:
-        for path in reversed(made):
+        for path in reversed(created):
             with contextlib.suppress(OSError):  # it holds a file of another process by now
                 path.rmdir()
         raise
 
 
-def _made(path: Path, made: list[Path]) -> DirectoryFacts:
-    missing = []
+def _made(path: Path, created: list[Path]) -> DirectoryFacts:
+    _refuse_kernel_files(path)
     try:
-        missing = [p for p in (path, *path.parents) if not p.exists()]
-        for part in reversed(missing):
-            part.mkdir(exist_ok=True)  # ranks and other runs make theirs at the same time
-            made.append(part)
+        if not path.exists():
+            path.mkdir()
+            created.append(path)
     except FileExistsError:
-        pass  # a link to nowhere: the check below says so
+        pass  # other ranks and runs make theirs at the same time; or it is a link to nowhere
+    except FileNotFoundError as error:
+        missing = next((p for p in reversed(path.parents) if not p.exists()), path.parent)
+        message = (
+            f"Directory {path} was requested, and {missing} does not exist. If the path is right"
+            f" and its disk mounted, make it: mkdir -p {shlex.quote(str(path))}"
+        )
+        raise DirectoryError(message) from error
     except OSError as error:
         message = (
             f"Directory {path} was requested and cannot be made: {error.strerror}."
             f" {advice_for(error.errno or codes.EIO)}"
         )
         raise DirectoryError(message) from error
-    facts = check_directory(path)
-    if len(missing) > 1:
-        logger.warning(
-            "Directory %s was made, and %s above it: they are on %s (%s), with %s free",
-            path,
-            missing[-1],
-            facts.filesystem,
-            facts.device,
-            format_bytes(facts.free_bytes),
-        )
-    return facts
+    return check_directory(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a directory for files that a user asked for, and the directories that it is in.
+
+    Args:
+        path: The directory, which may exist.
+
+    Raises:
+        DirectoryError: It cannot be made, or no file can be in it.
+    """
+    with named("Directory", path):
+        _refuse_kernel_files(path)
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def choose_directory(
     needed_bytes: int = 0,
     candidates: Iterable[Path] | None = None,
     *,
-    mountinfo: Path = _MOUNTINFO,
+    mountinfo: Path = MOUNTINFO,
 ) -> DirectoryFacts:
     """Return the first candidate that is on a real disk, writable and large enough.
 
@@ -163,6 +244,34 @@ def choose_directory(
     raise DirectoryError("\n".join([asked, *(refused or ["  none at all"])]))
 
 
+def path_inside(directory: Path, name: object, source: Path, *, links: bool = False) -> Path:
+    """Return the path of a file of a checkpoint that another file names.
+
+    Args:
+        directory: The directory of the checkpoint.
+        name: The name, as it was read.
+        source: The file that it was read from.
+        links: Whether it may be a symbolic link to a file elsewhere. In a directory of Hugging
+            Face's cache it may always be one to the cache's files.
+
+    Raises:
+        StoreFormatError: The name leads out of the directory.
+    """
+    if isinstance(name, str) and name and "\0" not in name:
+        path, root = directory / name, Path(os.path.realpath(directory))
+        if root.parent.name == "snapshots":
+            root = root.parent.parent
+        is_plain = not Path(name).is_absolute() and ".." not in Path(name).parts
+        is_inside = links or Path(os.path.realpath(path)).is_relative_to(root)
+        if is_plain and path != directory and is_inside:
+            return path
+    message = (
+        f"{source} names {name!r}, which is no file in {directory}: something else wrote it, or"
+        " files were moved or linked. Take the original."
+    )
+    raise StoreFormatError(message)
+
+
 def default_candidates(environ: Mapping[str, str] = os.environ) -> list[Path]:
     """List where scratch files usually may go, the user's own choice first."""
     chosen = [Path(environ["TMPDIR"])] if environ.get("TMPDIR") else []
@@ -170,9 +279,27 @@ def default_candidates(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return [*chosen, Path("/var/tmp"), *home, Path.cwd()]  # noqa: S108  # files are unlinked
 
 
+def _refuse_kernel_files(path: Path) -> None:
+    """Raise DirectoryError for a path in /proc and its like: making a cgroup would succeed."""
+    mount = mount_of(resolve_path(path))
+    if mount.is_of_kernel:
+        message = (
+            f"Directory {path} was requested but {_no_place(mount.filesystem)}. Name another"
+            " directory."
+        )
+        raise DirectoryError(message)
+
+
+def _no_place(filesystem: str) -> str:
+    return f"is in {filesystem}, which shows the kernel's own values: it is no place for files"
+
+
 def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
-    if facts.is_memory_backed:
-        return f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
+    if str(facts.path).encode("utf-8", "replace").decode() != str(facts.path):
+        return "has a name that is not UTF-8, in which names of files are kept"
+    if facts.is_of_kernel or facts.is_memory_backed:
+        in_ram = f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
+        return _no_place(facts.filesystem) if facts.is_of_kernel else in_ram
     # A full one may hold a run that is to be read; callers that need space pass needed_bytes.
     is_full = facts.refusal in {codes.ENOSPC, codes.EDQUOT} and not needed_bytes
     if not facts.is_writable and not is_full:
@@ -195,34 +322,3 @@ def _try_to_create_file(path: Path) -> int:
             return 0
     except OSError as error:
         return error.errno or codes.EIO
-
-
-def _is_memory(mount: _Mount) -> bool:
-    return mount.filesystem in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
-
-
-def _mount_of(path: Path, mountinfo: Path) -> _Mount:
-    """Return the mount that ``path`` lies on: the longest that is a parent, the latest of equals.
-
-    The kernel's own list is read because statfs has only numbers, which Python does not expose.
-    """
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
-    mounts = [mount for line in lines if path.is_relative_to((mount := _parse_mount(line)).point)]
-    # max() keeps the first of equals, and a later mount on the same point hides the earlier.
-    unknown = _Mount("/", "unknown", "unknown")
-    return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
-
-
-def _parse_mount(line: str) -> _Mount:
-    """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
-    before, _, after = line.partition(" - ")
-    filesystem, device = after.split(" ")[:2]
-    return _Mount(_unescape(before.split(" ")[4]), filesystem, _unescape(device))
-
-
-def _unescape(text: str) -> str:
-    r"""Undo the kernel's escapes: a space in a path is written as ``\040``."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

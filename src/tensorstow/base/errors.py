@@ -4,6 +4,7 @@
 
     StowError
     ├── OptionError (ValueError)     an argument that cannot be used
+    │   └── KeywordError (TypeError)     a keyword that the function does not have
     ├── AbsentError (ImportError)    a name of another project that has no counterpart here
     ├── DTypeError (TypeError)       a dtype, layout or device that no kernel takes
     ├── BudgetError (ValueError)     a budget too small for the request
@@ -43,11 +44,14 @@ _ADVICE = {
     " name another directory.",
     codes.EROFS: "The filesystem is mounted read-only: name a directory on a writable one.",
     codes.ENOENT: "The directory or file is gone: create the directory again and start over.",
+    codes.EEXIST: "A file has that name: name another directory.",
+    codes.ENOTDIR: "A file is where a directory would have to be: name another directory.",
     codes.EINVAL: "The filesystem refused the size, offset or address, mostly an alignment that"
     " direct I/O does not take there: name a directory on another filesystem.",
     codes.EOPNOTSUPP: "The filesystem cannot do this: name a directory on another one.",
     codes.ENOMEM: "The system is out of memory, or of locked memory (`ulimit -l`): lower the"
     " RAM budget or raise the limit.",
+    codes.ELOOP: "A symbolic link is in the way: remove it, or name another directory.",
     codes.EFBIG: "The file would pass the size limit: raise `ulimit -f`, or name a filesystem"
     " that takes larger files.",
     codes.EMFILE: "Too many open files in this process: raise `ulimit -n`.",
@@ -58,6 +62,7 @@ _ADVICE = {
     codes.ESTALE: "The network filesystem lost the file: name a local directory.",
 }
 _NO_ADVICE = "Look at `dmesg`, or name another directory."
+_LONGEST = 80
 
 
 def advice_for(errno: int) -> str:
@@ -72,6 +77,22 @@ def advice_for(errno: int) -> str:
     return _ADVICE.get(errno, _NO_ADVICE)
 
 
+def abbreviated(value: object) -> str:
+    """Return the ``repr`` of a value for a message: short, whatever was given.
+
+    Args:
+        value: The value.
+
+    Returns:
+        At most some 80 characters.
+    """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more digits than Python prints
+        text = f"{type(value).__name__} that is too long to print"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 class StowError(Exception):
     """The root: catch this to catch every error of tensorstow."""
 
@@ -80,7 +101,11 @@ class OptionError(StowError, ValueError):
     """An argument has a value that cannot be used."""
 
 
-class AbsentError(StowError, ImportError):
+class KeywordError(OptionError, TypeError):
+    """A function was called with a keyword that it does not have."""
+
+
+class AbsentError(StowError, ModuleNotFoundError):
     """A name of another project that has no counterpart here."""
 
 
@@ -171,10 +196,10 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except OSError as error:
         code = error.errno or codes.EIO
-        found = error.filename or path
-        where = "" if os.fspath(found) == os.fspath(path) else f" ({found})"
+        subject = error.filename or path
+        suffix = "" if os.fspath(subject) == os.fspath(path) else f" ({subject})"
         message = (
-            f"{asked} {os.fspath(path)} was requested: {os.strerror(code)}{where}."
+            f"{asked} {os.fspath(path)} was requested: {os.strerror(code)}{suffix}."
             f" {advice_for(code)}"
         )
         raise DirectoryError(message) from error
@@ -214,15 +239,15 @@ class TransferError(StowError, OSError):
         self.offset = offset
         self.length = length
         self.advice = advice_for(errno)
-        found = f"{_name_of(errno)}, {os.strerror(errno)}" if errno else "the end of the file"
+        reason = f"{_name_of(errno)}, {os.strerror(errno)}" if errno else "the end of the file"
         message = (
             f"{operation} of {length} bytes at offset {offset} of {self.path}"
-            f" met {found}. {self.advice}"
+            f" met {reason}. {self.advice}"
         )
         super().__init__(errno, message, self.path)
 
     def __str__(self) -> str:
-        """Return the sentence alone: OSError would put the number before it and the path behind."""
+        """Return the sentence alone: OSError would put the number before it and the path after."""
         return str(self.strerror)
 
     def __reduce__(self) -> tuple[object, ...]:

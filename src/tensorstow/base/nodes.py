@@ -21,19 +21,19 @@ def read_nodes(root: Path | None = None) -> tuple[Node, ...]:
     ``root`` holds a folder for each node, with its ``cpulist``.
     """
     root = root or _NODES
-    found = []
+    nodes = []
     for folder in root.glob("node[0-9]*"):
         number = folder.name.removeprefix("node")
         cores = _parse_list(_read_or_empty(folder / "cpulist"))
         if number.isdecimal() and cores:  # without cores: memory alone
-            found.append(Node(int(number), cores))
-    return tuple(sorted(found, key=lambda node: node.number))
+            nodes.append(Node(int(number), cores))
+    return tuple(sorted(nodes, key=lambda node: node.number))
 
 
 def within(nodes: tuple[Node, ...], cores: frozenset[int]) -> tuple[Node, ...]:
     """Return ``nodes`` with those of their cores alone that are among ``cores``."""
-    kept = (Node(n.number, tuple(c for c in n.cores if c in cores)) for n in nodes)
-    return tuple(node for node in kept if node.cores)
+    narrowed = (Node(n.number, tuple(c for c in n.cores if c in cores)) for n in nodes)
+    return tuple(node for node in narrowed if node.cores)
 
 
 def node_of_device(pci_address: str, root: Path | None = None) -> int | None:

@@ -2,26 +2,33 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
-from typing import Any, Self, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Self
 
-from tensorstow.base.activation_placement import ActivationPlacement, activation_placement
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
-from tensorstow.base.sizes import parse_size
+from tensorstow.base.fields import (
+    PositiveInt,
+    check_fields,
+    from_fields,
+    json_object,
+    whole_number,
+)
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.sizes import Size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import (
-    CHOICES,
     Overlap,
     UpdateOn,
-    is_update_on,
     keyword_of,
     reaches_device,
+    read_update_on,
+    refuse_delayed,
 )
+from tensorstow.base.update_timing import UpdateTiming, timing_of
 
-_STAGES = (0, 1, 2, 3)
 
-
+@names_keywords
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Where the parameters, states and activations of a model live, and how ranks share them.
@@ -67,51 +74,29 @@ class Plan:
     parameters: Tier = Tier.HOST
     states: Tier = Tier.HOST
     units: Mapping[str, Tier] = field(default_factory=dict)
-    stage: int = 3
+    stage: Annotated[int, whole_number(0, 3)] = 3
     unsharded: Sequence[str] = ()
-    replicas: int = 1
+    replicas: PositiveInt = 1
     overlap: Overlap = "none"
-    update_on: UpdateOn | None = None
-    accumulation_steps: int = 1
-    micro_batches: int = 1
-    prefetch: int = 2
-    ram_budget: int | str | None = None
-    buffer_pool_bytes: int | str | None = None
-    device_limit: int | str | None = None
-    activations: ActivationPlacement = "keep"
+    update_on: Annotated[UpdateOn, read_update_on] | None = None
+    accumulation_steps: PositiveInt = 1
+    micro_batches: PositiveInt = 1
+    prefetch: Annotated[int, whole_number(0)] = 2
+    ram_budget: Size | None = None
+    buffer_pool_bytes: Size | None = None
+    device_limit: Size | None = None
+    activations: ActivationPlacement = ActivationPlacement.KEEP
     activation_units: Mapping[str, ActivationPlacement] = field(default_factory=dict)
-    activation_ram_budget: int | str | None = None
+    activation_ram_budget: Size | None = None
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
-        object.__setattr__(self, "parameters", _tier(self.parameters, "parameters"))
-        object.__setattr__(self, "states", _tier(self.states, "states"))
-        units = {name: _tier(tier, f"units[{name!r}]") for name, tier in self.units.items()}
-        object.__setattr__(self, "units", units)
-        object.__setattr__(self, "unsharded", tuple(self.unsharded))
-        self._check_activations()
-        for name in ("ram_budget", "buffer_pool_bytes", "device_limit", "activation_ram_budget"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        if self.stage not in _STAGES:
-            message = f"stage={self.stage!r} was given: ZeRO's stages are 0, 1, 2 and 3."
-            raise OptionError(message)
-        if self.overlap not in get_args(Overlap):
-            message = f'overlap={self.overlap!r} was given: it is "none", "forward" or "backward".'
-            raise OptionError(message)
+        exact = '"backward" if parameters are on disk or updated on the device, else "forward"'
+        refuse_delayed(self.overlap, "in a plan", f"Use {exact}, which are exact.")
+        check_fields(self)
         self._check_update_on()
-        for name, least in (
-            ("replicas", 1),
-            ("accumulation_steps", 1),
-            ("micro_batches", 1),
-            ("prefetch", 0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                message = f"{name}={value!r} was given: it is a number, at least {least}."
-                raise OptionError(message)
         self._refuse_idle()
-        if self.overlap == "forward" and Tier.DISK in self._tiers:
+        if self.timing.waits_by_module and Tier.DISK in self._tiers:
             message = (
                 'overlap="forward" was given with parameters on disk: updates beside the next'
                 ' forward would need weights that it has released. Use "backward" or "none".'
@@ -127,32 +112,30 @@ class Plan:
         if self.stage < 3 and Tier.DISK in self._tiers:
             message = (
                 f"stage={self.stage} was given with parameters on disk: they are fetched for a unit"
-                " and let go behind it, which is stage 3."
+                " and freed after it, which is stage 3."
             )
             raise OptionError(message)
 
     @property
+    def timing(self) -> UpdateTiming:
+        """What ``overlap`` means."""
+        return timing_of(self.overlap)
+
+    @property
     def _tiers(self) -> set[Tier]:
         return {self.parameters, *self.units.values()}
-
-    def _check_activations(self) -> None:
-        placement = activation_placement(self.activations, "activations")
-        object.__setattr__(self, "activations", placement)
-        units = {
-            name: activation_placement(each, f"activation_units[{name!r}]")
-            for name, each in self.activation_units.items()
-        }
-        object.__setattr__(self, "activation_units", units)
 
     @property
     def activation_placements(self) -> set[ActivationPlacement]:
         """What is done with the activations of any unit."""
         return {self.activations, *self.activation_units.values()}
 
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether the activations of every unit stay where they are computed."""
+        return self.activation_placements == {ActivationPlacement.KEEP}
+
     def _check_update_on(self) -> None:
-        if self.update_on is not None and not is_update_on(self.update_on):
-            message = f"update_on={self.update_on!r} was given: it is {CHOICES}."
-            raise OptionError(message)
         if not reaches_device(self.update_on):
             return
         elsewhere = sorted(self._tiers - {Tier.DEVICE})
@@ -160,11 +143,10 @@ class Plan:
             message = (
                 f"{keyword_of(self.update_on)} was given with parameters on"
                 f" {' and '.join(elsewhere)}, whose weights and gradients are in host memory, and"
-                " are updated there. Use"
-                ' parameters="device" for all of them, or update_on="host".'
+                ' are updated there. Use update_on="host", or place all parameters on the device.'
             )
             raise OptionError(message)
-        if self.overlap == "forward":
+        if self.timing.waits_by_module:
             message = (
                 f'{keyword_of(self.update_on)} was given with overlap="forward": updates on the'
                 ' device are not waited for module by module. Use overlap="backward" or "none", or'
@@ -183,42 +165,54 @@ class Plan:
         if self.ram_budget is not None and self.states != Tier.DISK:
             message = (
                 f"ram_budget={self.ram_budget} was given with states in host memory, all of which"
-                ' stay there. Leave it out, or say states="disk".'
+                f" stay there. Leave it out{self._or_say(states='disk')}."
             )
             raise OptionError(message)
         if self.micro_batches > 1 and (self._tiers == {Tier.DEVICE} or self.stage < 3):
-            where = " and ".join(sorted(tier.value for tier in self._tiers))
+            tiers = " and ".join(sorted(tier.value for tier in self._tiers))
+            needed: dict[str, Any] = {"stage": 3} if self.stage < 3 else {}
+            needed |= {"parameters": "host"} if self._tiers == {Tier.DEVICE} else {}
             message = (
                 f"micro_batches={self.micro_batches} was given with stage={self.stage} and"
-                f" parameters on {where}: it lets each weight on HOST or DISK be read once for all"
-                ' micro-batches, under stage=3. Leave it out, or say parameters="host" or "disk".'
+                f" parameters on {tiers}: it lets each weight on HOST or DISK be read once for all"
+                f" micro-batches, in stage 3. Leave it out{self._or_say(**needed)}."
             )
             raise OptionError(message)
         if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
             message = (
                 f"buffer_pool_bytes={self.buffer_pool_bytes} was given, and no unit's parameters"
-                ' are on disk. Leave it out, or say parameters="disk".'
+                f" are on disk. Leave it out{self._or_say(parameters='disk')}."
             )
             raise OptionError(message)
-        if self.activation_ram_budget is not None and "disk" not in self.activation_placements:
+        on_disk = ActivationPlacement.DISK in self.activation_placements
+        if self.activation_ram_budget is not None and not on_disk:
             message = (
                 f"activation_ram_budget={self.activation_ram_budget} was given, and no unit's"
-                ' activations are on disk. Leave it out, or say activations="disk".'
+                f" activations are on disk. Leave it out{self._or_say(activations='disk')}."
             )
             raise OptionError(message)
         if self.device_limit is not None and Tier.HOST not in self._tiers:
             message = (
                 f"device_limit={self.device_limit} was given with no parameters in host memory: it"
-                ' is for copies of these. Leave it out, or say parameters="host".'
+                f" is for copies of these. Leave it out{self._or_say(parameters='host')}."
             )
             raise OptionError(message)
         if self.device_limit is not None and self.stage < 3:
             message = (
                 f"device_limit={self.device_limit} was given with stage={self.stage}, which gathers"
                 " parameters once for forward and backward: no copy would be used again. Leave it"
-                " out, or say stage=3."
+                f" out{self._or_say(stage=3)}."
             )
             raise OptionError(message)
+
+    def _or_say(self, **changes: Any) -> str:  # noqa: ANN401  # the fields' types
+        """Return the advice to change fields, if the plan can be used then; else nothing."""
+        try:
+            self.but(**changes)
+        except OptionError:
+            return ""
+        said = " and ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
+        return f", or say {said}"
 
     def tier_of(self, unit: str) -> Tier:
         """Return the tier of a unit's parameters.
@@ -272,29 +266,8 @@ class Plan:
             The plan.
 
         Raises:
-            OptionError: The text is no JSON object, or has a field that a plan lacks.
+            OptionError: The text is no JSON object, has a field that a plan lacks, or a value
+                that cannot be used.
         """
-        try:
-            given = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            message = f"A plan is a JSON object, as to_json() writes it: {error}."
-            raise OptionError(message) from error
-        if not isinstance(given, dict):
-            message = f"A plan is a JSON object, as to_json() writes it: this is {text.strip()!r}."
-            raise OptionError(message)
-        known = [f.name for f in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                message = f"A plan has no {name!r}" + (f": {near[0]!r}?" if near else ".")
-                raise OptionError(message)
-        return cls(**given)
-
-
-def _tier(value: object, name: str) -> Tier:
-    try:
-        return Tier(value)  # type: ignore[arg-type]  # it checks that
-    except ValueError:
-        known = ", ".join(f'"{t.value}"' for t in Tier)
-        message = f'{name}={value!r} was given: a tier is one of {known} ("ram" is the host\'s).'
-        raise OptionError(message) from None
+        meant = "A plan is a JSON object, as to_json() writes it"
+        return from_fields(cls, json_object(text, meant), meant)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,8 +18,19 @@ from typing import Any, Self
 import torch
 
 from tensorstow.base.cores import affinity_cores
-from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import DirectoryError, OptionError, advice_for
+from tensorstow.base.directories import expand_path, inspect_directory, resolve_path
+from tensorstow.base.errors import DirectoryError, OptionError, named
+from tensorstow.base.fields import (
+    NotNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+    from_fields,
+    json_object,
+)
+from tensorstow.base.new_file import new_stream
+from tensorstow.base.regular_file import memory_bytes
+from tensorstow.base.text_file import read_text
 
 logger = logging.getLogger("tensorstow")
 
@@ -36,13 +46,13 @@ _CPUINFO = Path("/proc/cpuinfo")
 class DirectoryRates:
     """The disk of a directory, in bytes per second, with ``depth`` requests under way."""
 
-    read: float
-    write: float
-    mixed: float
+    read: PositiveFloat
+    write: PositiveFloat
+    mixed: PositiveFloat
     """Read and written at once, half each, both together."""
-    block_bytes: int
+    block_bytes: PositiveInt
     """The size of requests that was fastest."""
-    depth: int
+    depth: PositiveInt
     """How many of them under way were enough."""
 
     @property
@@ -65,10 +75,10 @@ class DirectoryRates:
 class LinkRates:
     """The link between pinned host memory and an accelerator, in bytes per second."""
 
-    up: float
+    up: PositiveFloat
     """Host to device."""
-    down: float
-    both: float
+    down: PositiveFloat
+    both: PositiveFloat
     """Both ways at once, both together."""
 
 
@@ -76,14 +86,14 @@ class LinkRates:
 class ComputeRates:
     """Rates of forward and backward on one kind of device."""
 
-    flops: Mapping[str, float]
+    flops: Mapping[str, PositiveFloat]
     """Floating point operations per second of matrix products, by dtype."""
-    tensor_bytes: float
+    tensor_bytes: PositiveFloat
     """Bytes read and written per second by elementwise operations in a row: each reads the result
     of the one before, and what no cache has."""
-    call_seconds: float
-    """Of an operation on few elements."""
-    random_elements: float
+    call_seconds: NotNegativeFloat
+    """The seconds of an operation on few elements."""
+    random_elements: PositiveFloat
     """Random numbers drawn per second, as dropout needs them."""
 
 
@@ -93,25 +103,29 @@ class Profile:
 
     machine: Mapping[str, Any]
     """Its identity, as ``identify_machine`` returns it."""
-    memory_read: float
+    memory_read: PositiveFloat
     """Bytes per second of host memory, all cores."""
-    memory_write: float
-    memory_copy: float
+    memory_write: PositiveFloat
+    memory_copy: PositiveFloat
     """Read and written, both together."""
-    memory_fresh: float
+    memory_fresh: PositiveFloat
     """Written for the first time: the system finds and clears each page."""
-    checksums: float
+    checksums: PositiveFloat
     """Bytes per second of which all cores compute checksums."""
-    update: Mapping[str, float] = field(default_factory=dict)
+    update: Mapping[str, PositiveFloat] = field(default_factory=dict)
     """Parameters per second that the host's kernel updates, by "dtype/format"."""
-    device_update: Mapping[str, float] = field(default_factory=dict)
+    device_update: Mapping[str, PositiveFloat] = field(default_factory=dict)
     """The same of an accelerator, where their states are on it."""
     compute: Mapping[str, ComputeRates] = field(default_factory=dict)
-    """By the type of device, "cpu" or an accelerator's."""
+    """Rates by the type of device, "cpu" or an accelerator's."""
     directories: Mapping[str, DirectoryRates] = field(default_factory=dict)
-    """By absolute path."""
+    """Rates by absolute path."""
     link: LinkRates | None = None
     """None: there is no accelerator."""
+
+    def __post_init__(self) -> None:
+        """Check every value; raises OptionError."""
+        check_fields(self)
 
     def rates_of(self, directory: Path | None) -> DirectoryRates | None:
         """Return the rates of a directory, by its path or by the filesystem that it is on.
@@ -120,8 +134,8 @@ class Profile:
             directory: A directory; None: the fastest one that was measured.
         """
         if directory is None:
-            return max(self.directories.values(), key=lambda each: each.mixed, default=None)
-        path = directory.expanduser().resolve()
+            return max(self.directories.values(), key=lambda rates: rates.mixed, default=None)
+        path = resolve_path(directory)
         if str(path) in self.directories:
             return self.directories[str(path)]
         with contextlib.suppress(DirectoryError):
@@ -142,10 +156,10 @@ class Profile:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, each directory's verdict among them."""
-        found = asdict(self)
+        values = asdict(self)
         for path, rates in self.directories.items():
-            found["directories"][path]["verdict"] = rates.verdict
-        return found
+            values["directories"][path]["verdict"] = rates.verdict
+        return values
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -157,30 +171,16 @@ class Profile:
         Raises:
             OptionError: The text is no profile.
         """
-        try:
-            given = json.loads(text)
-            missing = {f.name for f in fields(cls)} ^ set(given)
-            if missing:
-                message = f"what differs: {', '.join(sorted(missing))}"
-                raise ValueError(message)  # noqa: TRY301  # as what json raises
-            for each in given["directories"].values():
-                each.pop("verdict", None)  # it follows from the rates
-            return cls(
-                machine=given["machine"],
-                memory_read=float(given["memory_read"]),
-                memory_write=float(given["memory_write"]),
-                memory_copy=float(given["memory_copy"]),
-                memory_fresh=float(given["memory_fresh"]),
-                checksums=float(given["checksums"]),
-                update={key: float(rate) for key, rate in given["update"].items()},
-                device_update={k: float(rate) for k, rate in given["device_update"].items()},
-                compute={key: ComputeRates(**each) for key, each in given["compute"].items()},
-                directories={p: DirectoryRates(**each) for p, each in given["directories"].items()},
-                link=None if given["link"] is None else LinkRates(**given["link"]),
-            )
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            message = f"A profile is JSON, as `tensorstow calibrate --json` prints it: {error}."
-            raise OptionError(message) from error
+        meant = "A profile is JSON, as `tensorstow calibrate --json` prints it"
+        values = json_object(text, meant)
+        if missing := sorted({f.name for f in fields(cls)} - values.keys()):
+            message = f"{meant}: this one lacks {', '.join(missing)}."
+            raise OptionError(message)
+        measured = values["directories"]
+        for rates in measured.values() if isinstance(measured, dict) else ():
+            if isinstance(rates, dict):
+                rates.pop("verdict", None)  # it follows from the rates
+        return from_fields(cls, values, meant)
 
 
 def dtype_key(dtype: torch.dtype) -> str:
@@ -214,7 +214,7 @@ def identify_machine() -> dict[str, Any]:
         "node": platform.node(),
         "cpu": _cpu_name(),
         "cores": affinity_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
         "accelerator": device,
         "accelerators": 0 if accelerator is None else torch.accelerator.device_count(),
         "torch": torch.__version__,
@@ -229,12 +229,12 @@ def cached_profile_path(machine: Mapping[str, Any] | None = None) -> Path:
     """
     identity = json.dumps(dict(machine or identify_machine()), sort_keys=True)
     number = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    root = os.environ.get("XDG_CACHE_HOME") or expand_path("~/.cache")
     return Path(root) / "tensorstow" / f"profile-{number}.json"
 
 
 def read_profile(path: Path | None = None) -> Profile | None:
-    """Return a profile, or None where no file was named and this machine was not measured.
+    """Return a profile, or None if no file was named and this machine was not measured.
 
     Args:
         path: A file; None: this machine's in the cache. One there that cannot be read is warned of.
@@ -242,23 +242,20 @@ def read_profile(path: Path | None = None) -> Profile | None:
     Raises:
         OptionError: The named file is no profile, or cannot be read.
     """
-    found = path or cached_profile_path()
     try:
-        return Profile.from_json(found.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        if path is None:
-            return None
-        message = f"A profile was requested in {found}: there is no such file."
-        raise OptionError(message) from error
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"A profile was requested in {found}: {error}."
-        raise OptionError(message) from error
-    except OptionError as error:
+        file = path or cached_profile_path()
+    except DirectoryError:  # the user has no home folder
+        return None
+    try:
+        return Profile.from_json(read_text(file))
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError)
         if path is not None:
-            message = f"A profile was requested in {found}: {error}"
+            why = "there is no such file" if missing else str(error).rstrip(".")
+            message = f"A profile was requested in {file}: {why}."
             raise OptionError(message) from error
-        # For example of another version; everything works without a profile.
-        logger.warning("%s is no profile of this version: run `tensorstow calibrate`", found)
+        if not missing:  # for example of another version; everything works without a profile
+            logger.warning("%s is no profile of this version: run `tensorstow calibrate`", file)
         return None
 
 
@@ -272,21 +269,10 @@ def write_profile(profile: Profile) -> Path:
         DirectoryError: The cache folder cannot be written to.
     """
     path = cached_profile_path(profile.machine)
-    text = json.dumps(profile.as_dict(), indent=2) + "\n"
-    try:
+    with named("The profile", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".profile-")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        advice = advice_for(error.errno or 0)
-        message = f"The profile was to be kept as {path}: {error.strerror}. {advice}"
-        raise DirectoryError(message) from error
+        with new_stream(path) as stream:
+            stream.write((json.dumps(profile.as_dict(), indent=2) + "\n").encode())
     return path
 
 
@@ -295,5 +281,5 @@ def _cpu_name() -> str:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -19,10 +19,10 @@ _SIGNALS = sorted(
 
 
 class SignalsDeferred:
-    """A block in which no Python handler runs; those of signals that came run behind it.
+    """A block in which no Python handler runs; handlers of signals that came run after it.
 
     What they raise is raised there. In other threads than the main one it is not needed and changes
-    nothing. What was replaced and not put back, by an interrupt on the way in or out, passes on.
+    nothing. A handler that stays replaced, by an interrupt on the way in or out, passes signals on.
     """
 
     def __init__(self) -> None:

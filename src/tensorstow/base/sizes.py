@@ -1,9 +1,12 @@
-"""Reads sizes such as "48GiB", and formats bytes and counts."""
+"""Reads sizes such as "48GiB", formats bytes and counts, and divides files by size."""
 
+import math
 import re
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
+from typing import Annotated, TypeVar
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("kB", "MB", "GB", "TB", "PB")
@@ -18,21 +21,52 @@ _SIZE = re.compile(
 _EXAMPLES = 'a whole number of bytes, or a number with a unit such as "512MiB", "1.5 GiB" or "64GB"'
 
 
-def parse_size(value: str | int, name: str = "size") -> int:
+_MOST = 2**63
+"""Bytes that no machine has: counts of them have 64 bits."""
+_Item = TypeVar("_Item")
+
+
+def parts_within(
+    items: Iterable[_Item], most: float | None, nbytes: Callable[[_Item], float]
+) -> Iterator[list[_Item]]:
+    """Yield items in lists of at most ``most`` bytes each, in their order; None: in one list.
+
+    A larger item has a list of its own. No items are one empty list.
+    """
+    part: list[_Item] = []
+    total = 0.0
+    for item in items:
+        size = nbytes(item)
+        if part and most is not None and total + size > most:
+            yield part
+            part, total = [], 0.0
+        part.append(item)
+        total += size
+    yield part
+
+
+def parse_size(value: object, name: str = "size") -> int:
     """Return ``value`` in bytes, rounded down.
 
     Units may be in any letter case; "512M" is refused, as it may mean MB or MiB. ``name`` is the
     name of the value in error messages.
     """
     if isinstance(value, str):
-        return _parse_text(value, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        message = f"{name}={value!r} is not a size. Give {_EXAMPLES}."
+        size = _parse_text(value, name)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        message = f"{name}={abbreviated(value)} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
-    if value < 0:
-        message = f"{name}={value!r} is negative. Give {_EXAMPLES}."
+    if not 0 <= size < _MOST:
+        problem = "negative" if size < 0 else "more than any machine has"
+        message = f"{name}={abbreviated(value)} is {problem}. Give {_EXAMPLES}."
         raise OptionError(message)
-    return value
+    return size
+
+
+Size = Annotated[int | str, parse_size]
+"""The annotation of a field that ``fields.check_fields`` reads as a number of bytes."""
 
 
 def format_bytes(count: int) -> str:
@@ -60,17 +94,15 @@ def round_up(value: int, multiple: int) -> int:
 def _parse_text(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None:
-        message = f"{name}={text!r} is not a size. Give {_EXAMPLES}."
+        message = f"{name}={abbreviated(text)} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
     number, unit = Decimal(match["number"]), match["unit"].lower()
-    if number < 0:
-        message = f"{name}={text!r} is negative. Give {_EXAMPLES}."
-        raise OptionError(message)
     if not unit and number == int(number):
         return int(number)
     if unit not in _FACTORS:
-        known = ", ".join(("B", *_BINARY, *_DECIMAL))
-        found = f"the unit {match['unit']!r}" if unit else "no unit"
-        message = f"{name}={text!r} has {found}. Give one of {known}."
+        units = ", ".join(("B", *_BINARY, *_DECIMAL))
+        problem = f"the unit {abbreviated(match['unit'])}" if unit else "no unit"
+        message = f"{name}={abbreviated(text)} has {problem}. Give one of {units}."
         raise OptionError(message)
-    return int(number * _FACTORS[unit])
+    size: int = math.floor(number * _FACTORS[unit])
+    return size

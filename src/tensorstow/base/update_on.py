@@ -1,16 +1,57 @@
 """The values of ``overlap=``, ``accumulation_steps=`` and ``update_on=``, as types."""
 
 from collections.abc import Callable
-from typing import Literal, TypeGuard
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeGuard
+
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.fields import check_fields, whole_number
+from tensorstow.base.keywords import names_keywords
 
 Overlap = Literal["none", "forward", "backward"]
 """What updates run beside: nothing, the next forward, or the backward that makes gradients."""
+
+
+@names_keywords
+@dataclass(frozen=True, slots=True)
+class DelayedUpdate:
+    """``overlap=`` of updates that run during the next forward and backward, which miss them.
+
+    This is inexact: the results are those of another algorithm. Nothing chooses it but you. Source:
+    Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021, section 5.2.
+
+    Args:
+        warmup_steps: How many steps at the start are exact. Default: 40, as in the paper.
+
+    Raises:
+        OptionError: ``warmup_steps`` is no number of steps.
+    """
+
+    warmup_steps: Annotated[int, whole_number(0)] = 40
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        check_fields(self)
+
+
+def refuse_delayed(
+    overlap: object, context: str, advice: str = 'Use overlap="forward", which is exact.'
+) -> None:
+    """Raise OptionError, which ends with ``advice``, if ``overlap`` delays updates."""
+    if isinstance(overlap, DelayedUpdate):
+        message = (
+            f"overlap={overlap} was given {context}: tensorstow.AdamW and Adam delay updates of"
+            f" parameters that are neither sharded nor placed by a plan. {advice}"
+        )
+        raise OptionError(message)
+
+
 AccumulationSteps = int | Callable[[], bool]
 """Backward passes per step, or whether the one under way is the last of its step."""
 UpdateOn = Literal["host", "device", "hybrid", "auto"] | float
 """A number: "hybrid" whose device updates this share of the states."""
 _WORDS = ("host", "device", "hybrid", "auto")
-CHOICES = '"host", "device", "hybrid", "auto", or the share that the device updates, in (0, 1)'
+_CHOICES = '"host", "device", "hybrid", "auto", or the share that the device updates, in (0, 1)'
 
 
 def is_update_on(value: object) -> TypeGuard[UpdateOn]:
@@ -20,9 +61,30 @@ def is_update_on(value: object) -> TypeGuard[UpdateOn]:
     return isinstance(value, str) and value in _WORDS
 
 
+def read_update_on(value: object, name: str) -> UpdateOn:
+    """Return a valid ``update_on``.
+
+    Args:
+        value: What was given.
+        name: What the error calls it.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if not is_update_on(value):
+        message = f"{name}={abbreviated(value)} was given: it is {_CHOICES}."
+        raise OptionError(message)
+    return value
+
+
 def reaches_device(update_on: UpdateOn | None) -> bool:
     """Return whether updates may run on the accelerator, so that all parameters must be there."""
     return update_on not in {None, "host"}
+
+
+def reaches_host(update_on: UpdateOn | None) -> bool:
+    """Return whether updates may run on the host."""
+    return update_on != "device"
 
 
 def keyword_of(update_on: UpdateOn | None) -> str:

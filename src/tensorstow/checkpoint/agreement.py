@@ -20,7 +20,7 @@ COMMIT, FIRST = "commit", "first"
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _RankGeneration:
     """A generation, as ranks exchange it."""
 
     id: str | None
@@ -36,22 +36,23 @@ class _Kept:
 def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | None:
     """Return the newest generation that all ranks have, or the one that ``which`` names.
 
-    None if nothing was ever committed and none is named; a number is rank 0's. Raises OptionError
-    if the named one does not exist, RankError if the ranks have no generation in common.
+    None if the ranks have never committed together and ``which`` is None. A number is rank 0's.
+    Raises OptionError if the named one does not exist, RankError if the ranks have no generation
+    in common.
     """
     if ranks.alone:
         return store.generation(which)
-    kept = _everyones(store, f"resume({'' if which is None else repr(which)})", ranks)
-    common = set.intersection(*({k.id for k in each} for each in kept)) - {None}
+    generations = _everyones(store, f"resume({'' if which is None else repr(which)})", ranks)
+    common = set.intersection(*({g.id for g in of_rank} for of_rank in generations)) - {None}
     if which is not None:
-        wanted = _named(kept, which)
+        wanted = _named(generations, which)
     elif common:
-        wanted = next(k.id for k in reversed(kept[0]) if k.id in common)
-        _log_difference(kept, wanted)
+        wanted = next(g.id for g in reversed(generations[0]) if g.id in common)
+        _log_difference(generations, wanted)
     else:
-        _begin_anew(store, kept, ranks)
+        _refuse_lost(store, generations, ranks)
         return None
-    mine = next(k for k in kept[ranks.rank] if k.id == wanted)
+    mine = next(g for g in generations[ranks.rank] if g.id == wanted)
     return store.generation(mine.number)
 
 
@@ -68,39 +69,43 @@ def snapshots(store: Store, ranks: Ranks) -> list[Summary]:
 
 def add_snapshot(store: Store, name: str, number: int | None, ranks: Ranks) -> None:
     """Name a generation on all ranks; drop the name where only some ranks have it."""
-    what = f"snapshot({name!r})"
-    _drop_unless_all(store, name, ranks, what)
-    ranks.run_on_all(what, lambda: store.add_snapshot(name, number))
+    operation = f"snapshot({name!r})"
+    _drop_unless_all(store, name, ranks, operation)
+    ranks.run_on_all(operation, lambda: store.add_snapshot(name, number))
 
 
 def drop_snapshot(store: Store, name: str, ranks: Ranks) -> None:
     """Drop a snapshot on all ranks, also one that only some have."""
-    what = f"drop({name!r})"
-    if not _drop_unless_all(store, name, ranks, what):
-        ranks.run_on_all(what, lambda: store.drop_snapshot(name))
+    operation = f"drop({name!r})"
+    if not _drop_unless_all(store, name, ranks, operation):
+        ranks.run_on_all(operation, lambda: store.drop_snapshot(name))
 
 
-def _drop_unless_all(store: Store, name: str, ranks: Ranks, what: str) -> bool:
-    """Drop a name that some ranks have, for others died before they had it; return whether."""
-    here = any(name in summary.names for summary in store.generations())
-    everyone = ranks.all_gather(what, here)
+def _drop_unless_all(store: Store, name: str, ranks: Ranks, operation: str) -> bool:
+    """Drop a name that only some ranks have, as after a crash; return whether it was one."""
+    is_named = any(name in summary.names for summary in store.generations())
+    everyone = ranks.all_gather(operation, is_named)
     torn = any(everyone) and not all(everyone)
     if torn:
-        ranks.run_on_all(what, lambda: store.drop_snapshot(name) if here else None)
+        ranks.run_on_all(operation, lambda: store.drop_snapshot(name) if is_named else None)
     return torn
 
 
-def _everyones(store: Store, what: str, ranks: Ranks) -> list[list[_Kept]]:
-    with ranks.reporting_errors(what):
+def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[_RankGeneration]]:
+    with ranks.reporting_errors(operation):
         mine = [_described(store.load(summary)) for summary in store.generations()]
-    gathered: list[list[dict[str, Any]]] = ranks.all_gather(what, mine)
-    return [[_Kept(**{**k, "names": tuple(k["names"])}) for k in each] for each in gathered]
+    gathered: list[list[dict[str, Any]]] = ranks.all_gather(operation, mine)
+    return [
+        [_RankGeneration(**{**k, "names": tuple(k["names"])}) for k in of_rank]
+        for of_rank in gathered
+    ]
 
 
 def _described(generation: Generation) -> dict[str, Any]:
-    hyper: Mapping[str, Any] = generation.hyper
+    hyper: Mapping[str, Any] = generation.hyper if isinstance(generation.hyper, dict) else {}
+    number = hyper.get(COMMIT)
     return {
-        "id": hyper.get(COMMIT),
+        "id": number if isinstance(number, str) else None,
         "number": generation.number,
         "step": generation.step,
         "names": generation.names,
@@ -108,28 +113,32 @@ def _described(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _named(kept: Sequence[Sequence[_Kept]], which: str | int) -> str | None:
+def _named(generations: Sequence[Sequence[_RankGeneration]], which: str | int) -> str | None:
     """Return the id of what all ranks have under a name, or of what rank 0 has under a number."""
-    ids = [next((k.id for k in each if k.called(which)), None) for each in kept]
+    ids = [next((k.id for k in of_rank if k.called(which)), None) for of_rank in generations]
     if not isinstance(which, str):
-        ids = [ids[0] if any(k.id == ids[0] for k in each) else None for each in kept]
-    lacking = [rank for rank, found in enumerate(ids) if found is None or found != ids[0]]
+        ids = [ids[0] if any(k.id == ids[0] for k in of_rank) else None for of_rank in generations]
+    lacking = [
+        rank for rank, commit_id in enumerate(ids) if commit_id is None or commit_id != ids[0]
+    ]
     if lacking:
         asked = f"snapshot {which!r}" if isinstance(which, str) else f"rank 0's generation {which}"
-        there = set.intersection(*({name for k in each for name in k.names} for each in kept))
+        common = set.intersection(
+            *({name for k in of_rank for name in k.names} for of_rank in generations)
+        )
         message = (
             f"The {asked} was requested, and ranks {', '.join(map(str, lacking))} do not have it."
-            f" Snapshots of all ranks: {', '.join(sorted(there)) or 'none at all'}."
+            f" Snapshots of all ranks: {', '.join(sorted(common)) or 'none at all'}."
         )
         raise OptionError(message)
     return ids[0]
 
 
-def _log_difference(kept: Sequence[Sequence[_Kept]], wanted: str | None) -> None:
-    newer = [rank for rank, each in enumerate(kept) if each[-1].id != wanted]
+def _log_difference(generations: Sequence[Sequence[_RankGeneration]], wanted: str | None) -> None:
+    newer = [rank for rank, of_rank in enumerate(generations) if of_rank[-1].id != wanted]
     if newer:
-        step = next(k.step for k in kept[0] if k.id == wanted)
-        newest = ", ".join(f"rank {rank}: {kept[rank][-1].step}" for rank in newer)
+        step = next(k.step for k in generations[0] if k.id == wanted)
+        newest = ", ".join(f"rank {rank}: {generations[rank][-1].step}" for rank in newer)
         logger.warning(
             "going on from step %d, the newest commit that all ranks have; newer ones that only"
             " some have (%s) are of no use and go with the next commit",
@@ -138,23 +147,28 @@ def _log_difference(kept: Sequence[Sequence[_Kept]], wanted: str | None) -> None
         )
 
 
-def _begin_anew(store: Store, kept: Sequence[Sequence[_Kept]], ranks: Ranks) -> None:
-    """Drop a first commit that not all ranks made; raise RankError if more is missing."""
-    if any(len(each) > 1 or any(k.names or not k.first for k in each) for each in kept):
-        found = "; ".join(
-            f"rank {rank}: {', '.join(str(k.step) for k in each) or 'nothing'}"
-            for rank, each in enumerate(kept)
+def _refuse_lost(
+    store: Store, generations: Sequence[Sequence[_RankGeneration]], ranks: Ranks
+) -> None:
+    """Raise RankError if ranks lack more than the first commit of the run.
+
+    A crash may leave the first commit on some ranks. It stays until all ranks have made another.
+    """
+    if any(k.names or not k.first for of_rank in generations for k in of_rank):
+        steps = "; ".join(
+            f"rank {rank}: {', '.join(str(k.step) for k in of_rank) or 'nothing'}"
+            for rank, of_rank in enumerate(generations)
         )
         message = (
-            f"The ranks have no commit in common (steps by rank: {found}). The stores are of"
+            f"The ranks have no commit in common (steps by rank: {steps}). The stores are of"
             f" different runs, or a rank's is lost: this one looks in {store.directories[0]}. Bring"
             " back what was there, or name another directory for a new run."
         )
         raise RankError(message)
-    for lone in kept[ranks.rank]:
+    for lone in generations[ranks.rank][-1:]:
         logger.warning(
-            "the first commit of the run (step %d) was not made by all ranks: it is dropped, and"
-            " the run begins anew",
+            "the first commit of the run (step %d) was not made by all ranks: the run begins anew,"
+            " and its next commit replaces that one. If a directory of another rank is missing,"
+            " end the run now and bring it back",
             lone.step,
         )
-        store.discard(lone.number)

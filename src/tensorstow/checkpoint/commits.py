@@ -1,14 +1,13 @@
-"""Commits: when one is due, what is done for it, and the thread that makes it durable.
+"""Commits: when one is due, how it is made, and the thread that makes it durable.
 
 [Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
 the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the
 caller's extra) is written before ``step()`` returns. Waiting for the writes, the sync of the files
-and the transaction happen on a thread behind it; the next step begins by waiting for that, for
-until then no chunk has a second extent that may be overwritten.
+and the transaction happen on another thread. The next step first waits for that thread: until then
+no chunk has a second extent that may be overwritten.
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,14 +16,17 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from tensorstow.base.errors import ForkError, OptionError, UnlinkedError
+from tensorstow.base.errors import OptionError, UnlinkedError
+from tensorstow.base.health import Health
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.checkpoint.agreement import COMMIT, FIRST
 from tensorstow.checkpoint.committed_extents import CommittedExtents
 from tensorstow.checkpoint.content import chunk_record, hyper_of, layout_of, names_of
+from tensorstow.checkpoint.frozen_weights import CHECKSUMS
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
-from tensorstow.checkpoint.serialize import check_extra, extra_of, flatten
+from tensorstow.checkpoint.serialize import check_extra, flatten
+from tensorstow.checkpoint.small_values import SmallValues, StepEnd
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 from tensorstow.states.native_pipeline import StepRow, poisoning
 from tensorstow.states.stored import StoreStorage
@@ -32,11 +34,14 @@ from tensorstow.step.managed_param import NO_SCALARS, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States
 from tensorstow.store.records import Content, Generation
+from tensorstow.store.store import Store
 
 logger = logging.getLogger("tensorstow")
 
 _FEW = 5
-_here = threading.local()
+_this_thread = threading.local()
+_open_executors: set[ThreadPoolExecutor] = set()
+"""An executor that is collected with its optimizer loses its thread before the last commit."""
 
 
 class Commits:
@@ -53,30 +58,36 @@ class Commits:
     ) -> None:
         """Commit names and buffers of ``module``, and the values that ``extra`` returns.
 
-        ``ranks``: those that make each commit together.
+        ``ranks``: the ranks that make each commit together.
         """
         self.every = every
         self.ranks = ranks or Ranks()
         self.module = module
         self.log: TransferLog | None = None
-        """Of a recording: waits for commits are logged there."""
+        """The log of a recording, which gets the waits for commits."""
         self.extra_now = extra
+        self.step_end = StepEnd(module)
         self._extra_checked = extra_checked
         self.was_given_extra = False
-        """A commit by hand got ``extra``, which another commit would lack."""
+        """Whether a commit by hand had ``extra``, which a later commit would lack."""
         self.step = 0
         """Steps taken since the run began, skipped ones too."""
         self.committed: int | None = None
         """The step of the generation that this run goes on from."""
+        self.saved: int | None = None
+        """The step whose states the caller took last, by ``state_dict()`` or to a file."""
         self.generation: int | None = None
-        """Its number: after going back to a snapshot, not the newest one's."""
+        """The number of that generation, which is a snapshot's after going back to one.
+
+        In a run that begins anew: the number of a first commit that not all ranks had made.
+        """
         self.requested = False
-        """``request_commit()`` was called, and the commit is not made yet."""
+        """Whether a commit is pending after ``request_commit()``."""
         self.prompt = False
-        """The step commits by request: the commit is durable when ``step()`` returns."""
+        """Whether the commit was requested: it is durable when ``step()`` returns."""
         self.extents = CommittedExtents()
         self._last = time.monotonic()
-        self._owner = os.getpid()
+        self._health = Health("A commit was waited for in a forked process: it is the parent's.")
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[Generation] | None = None
         self._warned_foreign = False
@@ -86,10 +97,10 @@ class Commits:
         if not params.offload_policy.placement.durable or self.committed is not None:
             return
         newest = storage_of(params).store.generation()
-        if newest is not None:
-            where = params.store.storage.directories[0]
+        if newest is not None and newest.number != self.generation:
+            directory = params.store.storage.directories[0]
             message = (
-                f"{where} holds a run, committed at step {newest.step}. Call"
+                f"{directory} holds a run, committed at step {newest.step}. Call"
                 " resume() first to go on with it, or name another directory for a new one"
                 " (`tensorstow clean` removes a dead run)."
             )
@@ -131,16 +142,14 @@ class Commits:
         """Wait until the commit under way, if any, is durable; raise its error if it failed."""
         if self._pending is None:
             return
-        if self._owner != os.getpid():
-            message = "A commit was waited for in a forked process: it is the parent's."
-            raise ForkError(message)
+        self._health.check_process()
         start = time.monotonic()
         try:
             wait([self._pending])  # an interrupt leaves it to the next call
         finally:
             if (log := self.log) is not None:
-                what = "a commit being made durable"
-                log.add(LoggedTransfer("stall", what, start, time.monotonic()))
+                operation = "a commit being made durable"
+                log.add(LoggedTransfer("stall", operation, start, time.monotonic()))
         with SignalsDeferred():
             self._join(params)
 
@@ -168,33 +177,51 @@ class Commits:
     def abandon(self) -> None:
         """Wait until the commit under way, if any, has ended or failed; raise nothing.
 
-        Called before a commit is loaded after a failure that was raised.
+        Call it before loading a commit after a failure that was raised.
         """
         if self._pending is not None:
             wait([self._pending])
         self._pending = None
 
     def prepare(self, params: ParamTable) -> None:
-        """Before a step that commits: find weights that others wrote since the last one."""
+        """Find weights that others wrote since the last commit, before a step that commits."""
         for param in params.all():
             if param.written_by_others:
                 params.store.pipeline.written_weights.forget_capture(param.number)
 
+    def end_step(
+        self, params: ParamTable, groups: Groups, states: States, *, commits: bool
+    ) -> None:
+        """Commit the step that was just taken, or keep what a commit after an exception needs."""
+        self.step_end.forget("the commit of the last step failed")
+        if commits:
+            self.start(params, groups, states)
+        elif (
+            params.offload_policy.placement.durable and self.ranks.alone and not self.every.by_hand
+        ):
+            self.step_end.keep(params, groups, self.extra_now)
+
     def start(
-        self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
+        self,
+        params: ParamTable,
+        groups: Groups,
+        states: States,
+        small: SmallValues | None = None,
     ) -> None:
         """Make the step that was just taken, with capture, a generation; return before it is one.
 
-        ``extra`` None: what the caller's function returns now.
+        ``small`` None: the current small values.
         """
-        what = f"the commit of step {self.step}"
-        self.was_given_extra |= extra is not None
-        with self.ranks.reporting_errors(what):
-            gathered = self._gather(params, groups, states, extra)
-        store, before = storage_of(params).store, None if self.ranks.alone else self.generation
+        operation = f"the commit of step {self.step}"
+        with self.ranks.reporting_errors(operation):
+            small = small or self.small_values(groups, None)
+            gathered = self._gather(params, groups, states, small)
+        store, previous = storage_of(params).store, None if self.ranks.alone else self.generation
 
         def finish_together() -> Generation:
-            generation = self.ranks.run_on_all(what, lambda: store.commit(gathered(), keep=before))
+            generation = self.ranks.run_on_all(
+                operation, lambda: store.commit(gathered(), keep=previous)
+            )
             if not self.ranks.alone:
                 store.drop_older()
             return generation
@@ -204,6 +231,7 @@ class Commits:
                 self._executor = ThreadPoolExecutor(
                     1, thread_name_prefix="tensorstow-commit", initializer=_begin_thread
                 )
+                _open_executors.add(self._executor)
             try:
                 self._pending = self._executor.submit(finish_together)
             except RuntimeError:  # the interpreter ends, and no thread works any more
@@ -211,20 +239,28 @@ class Commits:
                 self._pending.set_result(finish_together())
             self._last = time.monotonic()
 
+    def small_values(self, groups: Groups, extra: Extra | None) -> SmallValues:
+        """Return the current values, with ``extra`` or what the caller's function returns."""
+        self.was_given_extra |= extra is not None
+        value: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
+        return SmallValues.of_now(groups, value)
+
     def _gather(
-        self, params: ParamTable, groups: Groups, states: States, extra: Extra | None
+        self, params: ParamTable, groups: Groups, states: States, small: SmallValues
     ) -> Callable[[], Content]:
-        """Write small values; return a function that waits for states and lists the content."""
+        """Write ``small``; return a function that waits for states and lists the content."""
         storage = storage_of(params)
-        given: object = extra if extra is not None else (self.extra_now() if self.extra_now else {})
-        plain, tensors = flatten(extra_of(given), "extra")
-        hyper, numbers = flatten(hyper_of(params, groups, states), "a parameter group")
+        hyper, numbers = flatten(
+            hyper_of(params, groups, states, small.options), "a parameter group"
+        )
         records = [
-            *self.extents.write("extra", tensors, storage),
+            *self.extents.write("extra", small.tensors, storage),
             *self.extents.write("hyper", numbers, storage),
-            *self.extents.write_module(self.module, params, storage),
+            *self.extents.write_module(self.module, params, storage, small.buffers),
         ]
         hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
+        if checksums := self.extents.checksums_in_files(self.module, params):
+            hyper[CHECKSUMS] = checksums
         layout = layout_of(params, names_of(groups, self.module))
         self._warn_foreign(states)
         step = self.step
@@ -233,7 +269,7 @@ class Commits:
             with params.store.pipeline.lock:
                 params.store.pipeline.wait_written()
                 chunks = [chunk_record(c, params.store, storage) for c in params.store.chunks]
-            return Content(step, layout, hyper, plain, chunks, records)
+            return Content(step, layout, hyper, small.extra, chunks, records)
 
         return finish
 
@@ -258,13 +294,14 @@ class Commits:
         extra: Extra | None,
     ) -> Generation:
         """Commit the run to another store; this store is unchanged."""
-        what = f"the commit of step {self.step} in another directory"
-        with self.ranks.reporting_errors(what):
+        operation = f"the commit of step {self.step} in another directory"
+        with self.ranks.reporting_errors(operation):
             self.capture(params)
-            content = self._gather(params, groups, states, extra)()
+            small = self.small_values(groups, extra)
+            content = self._gather(params, groups, states, small)()
             content = target.store.copy(storage_of(params).store, content)
         try:
-            return self.ranks.run_on_all(what, lambda: target.store.commit(content))
+            return self.ranks.run_on_all(operation, lambda: target.store.commit(content))
         finally:
             for extent in content.extents():
                 target.store.release(extent)
@@ -278,27 +315,33 @@ class Commits:
             with SignalsDeferred():
                 _run_through(StepPlan([], [], rows, NO_SCALARS, commits=True), params)
 
+    def begin_anew(self, store: Store) -> None:
+        """Let the first commit replace the newest generation of ``store``, if there is one."""
+        self.generation = max((g.number for g in store.generations()), default=None)
+
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Continue from a generation that was just loaded."""
         self.step = self.committed = generation.step
         self.generation = generation.number
+        self.saved = None
         self._last = time.monotonic()
         self.extents.resumed(params.store, storage_of(params))
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        if self._executor is not None and self._owner == os.getpid():
+        if self._executor is not None and self._health.is_ours:
             self._executor.shutdown(wait=True)
+            _open_executors.discard(self._executor)
             self._executor = None
 
 
 def in_commit_thread() -> bool:
     """Return whether this is the committing thread, which must not wait for a commit."""
-    return getattr(_here, "commits", False)
+    return getattr(_this_thread, "commits", False)
 
 
 def _begin_thread() -> None:
-    _here.commits = True
+    _this_thread.commits = True
 
 
 def _run_through(plan: StepPlan, params: ParamTable) -> None:

@@ -1,14 +1,13 @@
 """Which extents of the store commits hold, and the tensors that are written for one."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import tensorstow._native as _native
-from tensorstow.checkpoint.content import module_tensors
+from tensorstow.checkpoint.content import has_bytes, unmanaged_tensors
+from tensorstow.checkpoint.frozen_weights import checksum_of, is_in_files
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
@@ -28,9 +27,11 @@ class CommittedExtents:
         """Begin with none."""
         self._places: dict[Chunk, FilePosition] = {}
         self._tensors: dict[str, tuple[tuple[int, int], TensorRecord]] = {}
-        """Of the module, by name, with the tensor's version and address when it was written."""
+        """Records of the module's tensors, by name, with the version and checksum when written."""
         self._temporary: list[TensorRecord] = []
-        """Of that commit alone: the next one has others."""
+        """Tensors of the newest commit alone; the next commit releases them."""
+        self._checksums: dict[str, int] = {}
+        """Checksums of frozen weights in the user's files, which do not change, by name."""
         self._warned_left_out = False
 
     def write(
@@ -45,22 +46,28 @@ class CommittedExtents:
         return records
 
     def write_module(
-        self, module: torch.nn.Module | None, params: ParamTable, storage: StoreStorage
+        self,
+        module: torch.nn.Module | None,
+        params: ParamTable,
+        storage: StoreStorage,
+        copies: Mapping[str, torch.Tensor],
     ) -> list[TensorRecord]:
-        """Write buffers and parameters that no optimizer updates, where they changed."""
-        if module is None:
-            return []
-        managed = {id(m.owner) for m in params.all()}
+        """Write buffers and parameters that no optimizer updates, if they changed.
+
+        Tensors in the user's files are not written: see ``checksums_in_files``.
+        ``copies``: tensors to write in place of the module's, by name.
+        """
         records = []
         left_out = []
-        for name, tensor in module_tensors(module):
-            if id(tensor) in managed or is_lazy(tensor):  # which has no values yet
-                continue
-            if not _has_bytes(tensor):
+        for name, tensor in unmanaged_tensors(module, params):
+            if not has_bytes(tensor):
                 left_out.append(name)
                 continue
+            if is_in_files(tensor):
+                continue
             with in_memory(tensor):
-                records.append(self._write_changed(name, tensor, storage))
+                written = self._write_changed(name, copies.get(name, tensor), storage)
+                records.append(written)
         if left_out and not self._warned_left_out:
             self._warned_left_out = True
             logger.warning(
@@ -69,6 +76,17 @@ class CommittedExtents:
                 ", ".join(left_out[:_FEW]) + (" ..." if len(left_out) > _FEW else ""),
             )
         return records
+
+    def checksums_in_files(
+        self, module: torch.nn.Module | None, params: ParamTable
+    ) -> dict[str, int]:
+        """Return the checksums of frozen weights that are in the user's files, by name."""
+        checksums: dict[str, int] = {}
+        for name, tensor in unmanaged_tensors(module, params):
+            if is_in_files(tensor):
+                checksums[name] = self._checksums.get(name) or checksum_of(tensor)
+        self._checksums = checksums
+        return checksums
 
     def _write_changed(
         self, name: str, tensor: torch.Tensor, storage: StoreStorage
@@ -114,15 +132,3 @@ class CommittedExtents:
         self._tensors.clear()
         self._temporary.clear()
         self._places.clear()
-
-
-def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether a frozen parameter or buffer is a plain tensor whose bytes can be stored.
-
-    A tensor made of others (quantised weights are) is put together by code that no commit keeps.
-    """
-    shard = shard_of(tensor)
-    if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
-        return False
-    expanded = 0 in shard.stride() and shard.numel() > 1
-    return not expanded and not is_traceable_wrapper_subclass(shard)

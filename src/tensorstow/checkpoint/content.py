@@ -5,6 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import tensorstow._native as _native
 from tensorstow.base.errors import OptionError
@@ -15,21 +17,22 @@ from tensorstow.states.stored import StoreStorage
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
 from tensorstow.store.records import ChunkRecord, ChunkShape, StreamShape
+from tensorstow.tensors.dtensor import shard_of
 
 
 def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
     """Return names of parameters by their id: the module's, else those that a group gives."""
     by_id: dict[int, str] = {}
     for group in groups:
-        given = group.get("param_names") or ()
-        by_id |= {id(p): n for p, n in zip(group["params"], given, strict=False)}
+        names = group.get("param_names") or ()
+        by_id |= {id(p): n for p, n in zip(group["params"], names, strict=False)}
     if module is not None:
         by_id |= {id(p): name for name, p in module.named_parameters()}
     return by_id
 
 
 def own_names(groups: Groups, module: torch.nn.Module | None) -> list[list[str]] | None:
-    """Return names group by group; None where not every parameter has one that no other has."""
+    """Return names group by group; None unless each parameter has a name of its own."""
     by_id = names_of(groups, module)
     parameters = [p for group in groups for p in group["params"]]
     if len({by_id[id(p)] for p in parameters if id(p) in by_id}) < len(parameters):
@@ -37,26 +40,50 @@ def own_names(groups: Groups, module: torch.nn.Module | None) -> list[list[str]]
     return [[by_id[id(p)] for p in group["params"]] for group in groups]
 
 
-def refuse_other_groups(where: str, saved: int, here: int) -> None:
-    """Raise OptionError where an optimizer has another number of groups than ``where``."""
-    if saved != here:
+def refuse_other_groups(source: str, saved: int, count: int) -> None:
+    """Raise OptionError if ``count``, this optimizer's number of groups, is not ``saved``."""
+    if saved != count:
         message = (
-            f"{where} has {saved} parameter groups and this optimizer {here}. Make the same groups"
-            " in the same order."
+            f"{source} has {saved} parameter groups and this optimizer {count}. Make the same"
+            " groups in the same order."
         )
         raise OptionError(message)
 
 
 def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and persistent buffers by the names that ``state_dict`` has for them.
+    """Yield parameters and persistent buffers by their names in ``state_dict``.
 
-    Not by ``state_dict`` itself: that waits for updates which run behind the step.
+    ``state_dict`` itself is not called: it waits for updates that overlap with the next step.
     """
     yield from module.named_parameters()
     for prefix, part in module.named_modules():
         for name, buffer in part.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in part._non_persistent_buffers_set:  # noqa: SLF001
                 yield name, buffer
+
+
+def unmanaged_tensors(
+    module: torch.nn.Module | None, params: ParamTable
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers, and the parameters that no optimizer updates, by name."""
+    if module is None:
+        return
+    managed = {id(m.owner) for m in params.all()}
+    for name, tensor in module_tensors(module):
+        if id(tensor) not in managed and not is_lazy(tensor):  # which has no values yet
+            yield name, tensor
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Return whether a frozen parameter or buffer is a plain tensor whose bytes can be stored.
+
+    A tensor made of others (quantised weights are) is put together by code that no commit keeps.
+    """
+    shard = shard_of(tensor)
+    if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
+        return False
+    expanded = 0 in shard.stride() and shard.numel() > 1
+    return not expanded and not is_traceable_wrapper_subclass(shard)
 
 
 def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
@@ -78,28 +105,38 @@ def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
+    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
+    return {**asdict(shape_of(chunk)), "runs": runs}
+
+
+def shape_of(chunk: Chunk) -> ChunkShape:
+    """Return how the bytes of ``chunk`` lie in its extent."""
     *streams, weight = (
         StreamShape(part.width, part.per) for part in parts_of(chunk.family, chunk.plan.elements)
     )
-    shape = ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
-    runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
-    return {**asdict(shape), "runs": runs}
+    return ChunkShape(chunk.plan.elements, _native.UPDATE_BLOCK, tuple(streams), weight)
 
 
-def hyper_of(params: ParamTable, groups: Groups, states: States) -> dict[str, Any]:
-    """Return parameter groups, step counts, and flags of parameters that the next update needs."""
-    saved = [
+def options_of(groups: Groups) -> list[dict[str, Any]]:
+    """Return the groups without their parameters."""
+    return [
         {k: v for k, v in group.items() if k not in {"params", "param_names"}} for group in groups
     ]
-    found = [[params.find(p) for p in group["params"]] for group in groups]
+
+
+def hyper_of(
+    params: ParamTable, groups: Groups, states: States, options: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the groups' ``options``, step counts, and flags that the next update needs."""
+    members = [[params.find(p) for p in group["params"]] for group in groups]
     counts = {
         str(m.number): float(states[m.owner]["step"])
         for m in params.all()
         if "step" in states.get(m.owner, {})
     }
     return {
-        "groups": saved,
-        "members": [[None if m is None else m.number for m in group] for group in found],
+        "groups": options,
+        "members": [[None if m is None else m.number for m in group] for group in members],
         "steps": counts,
         "reseed": [m.number for m in params.all() if must_seed(m, params.store)],
         "update_on": params.offload_policy.update_on or "host",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("tensorstow")
 
 _T = TypeVar("_T")
-_made = itertools.count()
+_numbers = itertools.count()
 """Ranks make their coordinators in the same order, so the number is the same on all."""
 _PAUSES = (0.0005, 0.02)
 _FAREWELL_SECONDS = 10.0
@@ -39,7 +39,7 @@ class Coordinator:
     def __init__(self, store: "Store", rank: int, world: int) -> None:
         """Use ``store``, which all ranks reach; each makes its coordinator at the same point."""
         self.rank, self.world = rank, world
-        prefix = f"tensorstow/{next(_made)}"
+        prefix = f"tensorstow/{next(_numbers)}"
         self._store: Store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         # Any: torch's stub of Store lacks it.
         timeout: Any = getattr(store, "timeout")  # noqa: B009
@@ -51,20 +51,20 @@ class Coordinator:
 
     def next_id(self) -> str:
         """Return an id of the next gather: the same on all ranks, and never used twice."""
-        what = "the first gather"
+        operation = "the first gather"
         if self._session is None:
             if self.rank == 0:
                 self.put("session", str(uuid.uuid4()))
-            self._session = self.wait_for("session", lambda _: True, what)
+            self._session = self.wait_for("session", lambda _: True, operation)
         return f"{self._session}/{self._gathers}"
 
-    def all_gather(self, what: str, value: object = None) -> list[Any]:
+    def all_gather(self, operation: str, value: object = None) -> list[Any]:
         """Post ``value`` (JSON); return the values of all ranks when all are there, by rank.
 
-        Raises RankError where a rank failed, is at something other than ``what``, or stays away.
+        Raises RankError if a rank failed, is at another operation, or does not come.
         """
-        with self._naming_unreachable(what):
-            number = self._post(what, {"value": value})
+        with self._naming_unreachable(operation):
+            number = self._post(operation, {"value": value})
             keys = [f"{number}/{rank}" for rank in range(self.world)]
 
             def poll() -> list[Any] | None:
@@ -74,12 +74,12 @@ class Coordinator:
                         r: k for r, k in enumerate(keys) if complete or self._store.check([k])
                     }
                     values = {r: json.loads(self._store.get(key)) for r, key in posted.items()}
-                    _refuse_failures(what, values)
+                    _refuse_failures(operation, values)
                     return [values[r]["value"] for r in values] if complete else None
                 return None
 
             values = self._poll(
-                what,
+                operation,
                 poll,
                 lambda: [r for r, key in enumerate(keys) if not self._store.check([key])],
             )
@@ -90,13 +90,15 @@ class Coordinator:
                 self._store.delete_key(f"{number - 1}/{key}")
         return values
 
-    def report_error(self, what: str, error: BaseException) -> None:
+    def report_error(self, operation: str, error: BaseException) -> None:
         """Post ``error`` for the others' next gather to raise; does not wait for them."""
         try:
-            self._post(what, {"failed": f"{type(error).__name__}: {error}"})
+            self._post(operation, {"failed": f"{type(error).__name__}: {error}"})
             self._store.set("trouble", "yes")
-        except RuntimeError as unreachable:  # what failed is raised; the others will miss this rank
-            logger.warning("the other ranks could not be told of %r: %s", error, unreachable)
+        except (
+            RuntimeError
+        ) as unreachable:  # the caller raises its own error; the others will miss this rank
+            logger.warning("%r could not be reported to the other ranks: %s", error, unreachable)
 
     def put(self, name: str, value: str) -> None:
         """Set the value of ``name`` for all ranks."""
@@ -108,18 +110,18 @@ class Coordinator:
         with self._naming_unreachable(name):
             return bool(self._store.check([name])) and bool(self._store.delete_key(name))
 
-    def wait_for(self, name: str, is_enough: Callable[[str], bool], what: str) -> str:
+    def wait_for(self, name: str, is_enough: Callable[[str], bool], operation: str) -> str:
         """Return the value that rank 0 puts as ``name``, once ``is_enough`` is true of it.
 
-        Raises RankError where rank 0 leaves or does not come.
+        Raises RankError if rank 0 leaves or does not come.
         """
 
         def poll() -> str | None:
             value = self._store.get(name).decode() if self._store.check([name]) else None
             return value if value is not None and is_enough(value) else None
 
-        with self._naming_unreachable(what):
-            return self._poll(what, poll, lambda: [0])
+        with self._naming_unreachable(operation):
+            return self._poll(operation, poll, lambda: [0])
 
     def leave(self) -> None:
         """Announce that this rank takes part in no further gather."""
@@ -134,34 +136,36 @@ class Coordinator:
                     break
                 time.sleep(_PAUSES[0])
 
-    def _post(self, what: str, value: Mapping[str, Any]) -> int:
+    def _post(self, operation: str, value: Mapping[str, Any]) -> int:
         number, self._gathers, self._unread = self._gathers, self._gathers + 1, None
-        self._store.set(f"{number}/{self.rank}", json.dumps({"at": what, **value}))
+        self._store.set(f"{number}/{self.rank}", json.dumps({"at": operation, **value}))
         return number
 
     def _poll(
-        self, what: str, poll: Callable[[], _T | None], absent: Callable[[], list[int]]
+        self, operation: str, poll: Callable[[], _T | None], absent: Callable[[], list[int]]
     ) -> _T:
         """Return the first result of ``poll``; raise RankError if a rank left or timed out."""
         deadline = time.monotonic() + self._seconds
         pause, longest = _PAUSES
-        while (found := poll()) is None:
+        while (result := poll()) is None:
             left = self._left()
             gone = [
                 rank for rank in absent() if rank in left
             ]  # in this order: a rank posts, then leaves
             if gone:
-                message = f"{_ranks(gone)} ended before {what}, which needs all ranks. {_ADVICE}"
+                message = (
+                    f"{_ranks(gone)} ended before {operation}, which needs all ranks. {_ADVICE}"
+                )
                 raise RankError(message)
             if time.monotonic() > deadline:
                 message = (
-                    f"{_ranks(absent())} did not come to {what} within {self._seconds:g} seconds"
-                    f" (init_process_group(timeout=)). {_ADVICE}"
+                    f"{_ranks(absent())} did not come to {operation} within {self._seconds:g}"
+                    f" seconds (init_process_group(timeout=)). {_ADVICE}"
                 )
                 raise RankError(message)
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return found
+        return result
 
     def _left(self) -> set[int]:
         if not self._store.check(["trouble"]):
@@ -169,16 +173,16 @@ class Coordinator:
         return {rank for rank in range(self.world) if self._store.check([f"left/{rank}"])}
 
     @contextmanager
-    def _naming_unreachable(self, what: str) -> Iterator[None]:
+    def _naming_unreachable(self, operation: str) -> Iterator[None]:
         try:
             yield
         except StowError:
             raise
         except RuntimeError as error:
             message = (
-                f"The other ranks cannot be reached for {what}: torch.distributed's store answers"
-                f" {str(error).splitlines()[0]!r}. Mostly rank 0, where it lives, has ended."
-                f" {_ADVICE}"
+                f"The other ranks cannot be reached for {operation}:"
+                f" torch.distributed's store answers {str(error).splitlines()[0]!r}."
+                f" Mostly rank 0, where it lives, has ended. {_ADVICE}"
             )
             raise RankError(message) from error
 
@@ -186,15 +190,15 @@ class Coordinator:
 _ADVICE = "See its log, end the others, start all of them again and resume()."
 
 
-def _refuse_failures(what: str, values: Mapping[int, Mapping[str, Any]]) -> None:
+def _refuse_failures(operation: str, values: Mapping[int, Mapping[str, Any]]) -> None:
     for rank, posted in values.items():
         if "failed" in posted:
             message = f"Rank {rank} failed at {posted['at']}: {posted['failed']} {_ADVICE}"
             raise RankError(message)
-        if posted["at"] != what:
+        if posted["at"] != operation:
             message = (
-                f"Rank {rank} is at {posted['at']} while another one is at {what}: every rank makes"
-                " the same calls in the same order. Compare what they run."
+                f"Rank {rank} is at {posted['at']} while another one is at {operation}: every rank"
+                " makes the same calls in the same order. Compare what they run."
             )
             raise RankError(message)
 

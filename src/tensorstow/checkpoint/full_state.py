@@ -18,7 +18,7 @@ from tensorstow.tensors.dtensor import is_sharded, layout_of, sharded_like
 from tensorstow.tensors.placeholder import StateOnDisk
 
 RAM_BYTES = 64 << 20
-"""States up to this size are gathered in RAM: a file would be slower and spare nothing."""
+"""States up to this size are gathered in RAM: a file would be slower and save nothing."""
 _WIDTH = torch.float32.itemsize
 
 
@@ -27,7 +27,7 @@ def read_full_states(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the states of the parameters with these ``numbers``, 1-D and fp32, by name.
 
-    States on disk of more than RAM_BYTES are returned in a mapped, unnamed file beside them (ADR
+    States on disk of more than RAM_BYTES are returned in a mapped, unnamed file next to them (ADR
     0014): the system may reclaim its pages, and the file is freed with the last of the tensors.
     Raises DirectoryError if no directory has space for it.
     """
@@ -57,26 +57,26 @@ def complete_state_dict(
 ) -> None:
     """Add states on disk to torch's state dict."""
     params.store.pipeline.wait_idle()
-    # By parameter: users keep entries under keys of their own, which go as they are, as in torch.
-    found = {
+    # By parameter: entries under the user's own keys stay as they are, as in torch.
+    params_by_index = {
         i: param
         for i, parameter in enumerate(parameters)
         if isinstance(entries.get(i), dict) and (param := params.find(parameter)) is not None
     }
     missing = {
         param.number: (i, param.shard)
-        for i, param in found.items()
+        for i, param in params_by_index.items()
         if lacks_states(entries[i], param)
     }
     for number, tensors in read_full_states(params.store, list(missing)).items():
         index, parameter = missing[number]
         entry = entries[index]
         shaped = in_shape_of(parameter, tensors)
-        # The moments are copies, so the step count is one too, all of the same time. Entries
-        # that the user has put in, for the next step to take, are kept.
+        # The moments are copies, so the step count is copied too: all are of one step. Entries
+        # that the user has set for the next step stay.
         entries[index] = {**entry, **shaped, **without_placeholders(entry)}
         entries[index]["step"] = entry["step"].clone()
-    for i, param in found.items():
+    for i, param in params_by_index.items():
         if layout_of(param.owner) is not None:
             entries[i] = _as_sharded(entries[i], param)
 
@@ -100,7 +100,7 @@ def _as_sharded(entry: Mapping[str, Any], param: ManagedParam) -> dict[str, Any]
 
 
 def _roomiest(directories: Sequence[Path], nbytes: int) -> Path:
-    facts = max(map(inspect_directory, directories), key=lambda found: found.free_bytes)
+    facts = max(map(inspect_directory, directories), key=lambda directory: directory.free_bytes)
     if facts.free_bytes < nbytes:
         free, needed = format_bytes(facts.free_bytes), format_bytes(nbytes)
         message = (

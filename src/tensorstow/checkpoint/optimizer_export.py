@@ -1,7 +1,7 @@
 """Optimizer states to a safetensors file and back, a piece at a time.
 
-A tensor is called ``<parameter>.<state>``; parameters go by name where all have one, else by their
-place in the groups, as in ``state_dict``. Hyper-parameters are JSON in the file's metadata.
+A tensor is called ``<parameter>.<state>``. A parameter is called by its name if all have one, else
+by its place in the groups, as in ``state_dict``. Hyper-parameters are JSON in the file's metadata.
 """
 
 import itertools
@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, named
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.new_file import NewFile
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint.content import own_names, refuse_other_groups
 from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
 from tensorstow.checkpoint.serialize import flatten, inflate
-from tensorstow.io.mapped import Mapped, replacing
+from tensorstow.io.digest_list import DigestList, digest_of_descriptor, verify
+from tensorstow.io.mapped import Mapped, pieces_of
 from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.param_table import ParamTable
@@ -42,9 +45,9 @@ class _Contents:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Those that are in memory."""
+    """The tensors that are in memory."""
     elsewhere: dict[int, str] = field(default_factory=dict)
-    """Members whose states are to be gathered, and what they are called."""
+    """Names of the parameters whose states are still to be gathered, by number."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor that is in memory."""
@@ -62,7 +65,7 @@ def save(
     """Write all states and hyper-parameters to ``path``, durably; a crash leaves the old file.
 
     Memory stays bounded: states on disk go from one file to the other in pieces. Raises
-    DirectoryError where there is no room, OptionError for a state that is no tensor, and where
+    DirectoryError if there is no room, OptionError for a state that is no tensor, or if
     parameters are sharded over several ranks.
     """
     _refuse_shards(groups)
@@ -78,7 +81,7 @@ def save(
         contents.add(f"{_HYPER}.{index}", number)
     for group, called in zip(hyper, names, strict=True):
         group["params"] = called
-    # "pt" is what readers of model files look for.
+    # Readers of model files look for "pt".
     metadata = {
         "format": "pt",
         _OURS: _VERSION,
@@ -99,6 +102,7 @@ def _refuse_shards(groups: Groups) -> None:
         raise OptionError(message)
 
 
+@names_keywords
 def state_dict_of(
     path: str | os.PathLike[str], groups: Groups, module: torch.nn.Module | None = None
 ) -> dict[str, Any]:
@@ -108,16 +112,19 @@ def state_dict_of(
         path: The file.
         groups: ``param_groups`` of the optimizer that is to load it.
         module: Has the parameters' names. Default: None, those that ``groups`` have, if any.
-            Where the file or the parameters have no names, they are matched by their places.
+            Without names in both, parameters are matched by their places.
 
     Returns:
         "state" and "param_groups", for ``load_state_dict``. The tensors are the file's mapped
-        memory: nothing is read before it is used.
+        memory. A file with a list of digests is read once to verify it; of another one nothing is
+        read before it is used.
 
     Raises:
+        DamageError: The file is not what was written.
         OptionError: It is another kind of file, or other parameters.
     """
     path = Path(path)
+    verify(path)
     table = read_table(path)
     if table.metadata.get(_OURS) != _VERSION:
         message = (
@@ -205,17 +212,29 @@ def _add_states(
 
 def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) -> None:
     elsewhere = contents.elsewhere
-    with replacing(path, table.nbytes) as file, closing(params.store.pieces(elsewhere)) as pieces:
-        header = torch.frombuffer(bytearray(table.header), dtype=torch.uint8)
-        file.write(header, 0)
-        for name, tensor in contents.tensors.items():
-            file.write(tensor.cpu(), table.entries[name].offset)
-        for piece in pieces:
-            for key, values in piece.states.items():
-                name = f"{elsewhere[piece.parameter]}.{key}"
-                if name not in contents.tensors:
-                    start = piece.start * values.element_size()
-                    file.write(values, table.entries[name].offset + start)
+    digests = DigestList(path)
+    with NewFile(path) as new_file:
+        with (
+            pieces_of(new_file, table.nbytes) as file,
+            closing(params.store.pieces(elsewhere)) as pieces,
+        ):
+            header = torch.frombuffer(bytearray(table.header), dtype=torch.uint8)
+            file.write(header, 0)
+            for name, tensor in contents.tensors.items():
+                file.write(tensor.cpu(), table.entries[name].offset)
+            for piece in pieces:
+                for key, values in piece.states.items():
+                    name = f"{elsewhere[piece.parameter]}.{key}"
+                    if name not in contents.tensors:
+                        start = piece.start * values.element_size()
+                        file.write(values, table.entries[name].offset + start)
+        with named("File", path):
+            # Read back: states on disk come in the order of the ring, not of the file.
+            digests.note(path, digest_of_descriptor(new_file.fd))
+        new_file.seal()
+        digests.remove()
+        new_file.publish()
+    digests.write()
 
 
 def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -227,21 +246,21 @@ def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.
 
 
 def _match(
-    path: Path, saved: Sequence[Sequence[str]], here: Sequence[Sequence[str]], *, by_name: bool
+    path: Path, saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]], *, by_name: bool
 ) -> list[str]:
-    """Return the file's name of each parameter here, in order."""
-    refuse_other_groups(str(path), len(saved), len(here))
-    for number, (theirs, ours) in enumerate(zip(saved, here, strict=True)):
-        if by_name and set(theirs) != set(ours):
-            raise OptionError(_difference(path, number, theirs, ours))
-        if len(theirs) != len(ours):
-            count = format_count(len(theirs), "parameter")
+    """Return the file's name of each parameter of this optimizer, in order."""
+    refuse_other_groups(str(path), len(saved), len(names))
+    for number, (saved_names, current) in enumerate(zip(saved, names, strict=True)):
+        if by_name and set(saved_names) != set(current):
+            raise OptionError(_difference(path, number, saved_names, current))
+        if len(saved_names) != len(current):
+            count = format_count(len(saved_names), "parameter")
             message = (
                 f"{path} has {count} in group {number} and this optimizer"
-                f" {len(ours)}: they are of different models, or grouped otherwise."
+                f" {len(current)}: they are of different models, or grouped otherwise."
             )
             raise OptionError(message)
-    return [name for group in (here if by_name else saved) for name in group]
+    return [name for group in (names if by_name else saved) for name in group]
 
 
 def _difference(path: Path, number: int, theirs: Sequence[str], ours: Sequence[str]) -> str:

@@ -5,8 +5,8 @@ checkpoints have: experts as one tensor, vision towers under other names. Its ow
 tensors of a file to those of the model; they are applied tensor by tensor, so that memory is that
 of one tensor and its sources. For other models the names in the files are the model's.
 
-[Note: Weights in int8] A tensor that is int8 beside another one with its name and ``SCALE`` at the
-end is read, for a parameter of floating point, as the values that these stand for.
+[Note: Weights in int8] An int8 tensor may have scales: a tensor with its name and ``SCALE`` at the
+end. For a parameter of floating point it is read as the values that the two stand for.
 """
 
 import json
@@ -24,16 +24,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from tensorstow.base.errors import StoreFormatError
+from tensorstow.base.core_share import LocalRanks
+from tensorstow.base.directories import expand_path, path_inside
+from tensorstow.base.errors import DirectoryError, StoreFormatError, StowError, named
+from tensorstow.base.regular_file import check_regular
+from tensorstow.base.text_file import read_text
+from tensorstow.checkpoint.adapters import Adapters
+from tensorstow.checkpoint.weight_files import INDEX, SeenFile
 from tensorstow.formats.row_scales import dequantize_rows
+from tensorstow.io.digest_list import verify_each
 
 RowReader = Callable[[int, int], torch.Tensor]
 """Returns rows of a parameter from the first to before the second number, on the CPU."""
 Read = Callable[[str], torch.Tensor]
-"""Returns a tensor of the files by its name there."""
+"""Returns a tensor of the files by its name in the files."""
 SCALE = "_scale"
 """Ends the name of the scales of a tensor's rows."""
-_INDEX = "model.safetensors.index.json"
 
 
 class PretrainedFiles:
@@ -52,7 +58,19 @@ class PretrainedFiles:
         self._of: dict[str, Path] = {}
         shapes: dict[str, Sequence[int]] = {}
         self._dtypes: dict[str, str] = {}
-        for file in _files_of(Path(path)):
+        self._seen: list[SeenFile] = []
+        files = _files_of(expand_path(path))
+        index = files[0].with_name(INDEX)
+        self._mains: dict[Path, Sequence[Path]] = {
+            file: (file, file.with_name(INDEX)) for file in files
+        }
+        """The files that are verified, and with which others each may be listed."""
+        if Path(os.path.realpath(path)).is_dir() and os.path.lexists(index):
+            self._mains[index] = (index,)
+        for file in files:
+            with _readable(file):
+                check_regular(file)
+                self._seen.append(SeenFile(file))
             with _open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  # no mapping
                     self._of[name] = file
@@ -67,6 +85,29 @@ class PretrainedFiles:
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.path = path
 
+    def validate_unchanged(self) -> None:
+        """Raise DamageError if a file was changed or replaced since; call it after the last read.
+
+        What a reader returns may be the file's mapped memory: copy it before.
+        """
+        for seen in self._seen:
+            seen.validate_unchanged()
+
+    def verify(self, ranks: LocalRanks | None = None) -> None:
+        """Raise DamageError unless the files have their digests; each is read once for that.
+
+        Files without digests are not read; the first one in this process is logged.
+
+        Args:
+            ranks: The ranks of this machine, if all of them make this call: each reads some files.
+                Default: None, this process reads all of them.
+
+        Raises:
+            DamageError: A file is not what was written, or a list of digests is damaged.
+            DirectoryError: A file cannot be read.
+        """
+        verify_each(self._mains, ranks)
+
     def has(self, name: str) -> bool:
         """Return whether the files have a tensor called ``name``."""
         return name in self._origins
@@ -75,18 +116,18 @@ class PretrainedFiles:
         """Return a reader of a tensor's rows.
 
         Args:
-            names: Names that the tensor may have; the first that is there is taken.
+            names: Names that the tensor may have; the first that the files have is taken.
             like: A tensor of the shape that is expected, and of the dtype that is read.
 
         Raises:
-            StoreFormatError: There is none, or it has another shape.
+            StoreFormatError: The files have none, or it has another shape.
         """
         origin = self.origin(names, like)
 
         def read(start: int, stop: int) -> torch.Tensor:
             if origin.make is not None:
-                made = origin.make(self._read_whole)
-                return (made[start:stop] if like.ndim else made).to(like.dtype)
+                whole = origin.make(self._read_whole)
+                return (whole[start:stop] if like.ndim else whole).to(like.dtype)
             source = origin.sources[0]
             if origin.scale is not None and like.is_floating_point():
                 return self._read_coded(source, origin.scale, slice(start, stop), like.dtype)
@@ -102,11 +143,11 @@ class PretrainedFiles:
         """Return the tensors of the files that a tensor is made of.
 
         Args:
-            names: Names that the tensor may have; the first that is there is taken.
+            names: Names that the tensor may have; the first that the files have is taken.
             like: A tensor of the shape that is expected.
 
         Raises:
-            StoreFormatError: There is none, or it has another shape.
+            StoreFormatError: The files have none, or it has another shape.
         """
         name = next((n for n in names if n in self._origins), None)
         if name is None:
@@ -133,7 +174,7 @@ class PretrainedFiles:
         return set(self._of.values())
 
     def path_of(self, source: str) -> Path:
-        """Return the file that has the tensor called ``source`` there."""
+        """Return the file that has the tensor called ``source``."""
         return self._of[source]
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -176,41 +217,50 @@ class PretrainedFiles:
 
 
 def _files_of(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    index = path / _INDEX
-    if index.is_file():
+    index = path / INDEX
+    with named("Weights in", path):
+        if os.path.lexists(path) and not path.is_dir():
+            return [path]
+        has_index = os.path.lexists(index)
+        files = sorted(path.glob("*.safetensors"))
+    if has_index:
         return _files_of_index(index)
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
+    if not files:
         message = f"{path} is neither a safetensors file nor a directory that has some."
         raise StoreFormatError(message)
-    return found
+    return files
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    """Return the files that an index names, which lie beside it."""
+    """Return the files that an index names, which are in its directory."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(read_text(index))["weight_map"].values()))
+    except DirectoryError:
+        raise
     except (OSError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         message = (
             f"{index}, which lists the files of the weights, cannot be read ({error!r})."
             " Take the original."
         )
         raise StoreFormatError(message) from error
-    strange = [name for name in names if not isinstance(name, str) or Path(name).name != name]
-    if strange:
-        message = f"{index} names {strange[0]!r}, which is no file beside it. Take the original."
-        raise StoreFormatError(message)
-    return [index.with_name(name) for name in names]
+    return [path_inside(index.parent, name, index, links=True) for name in names]
 
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise StoreFormatError if it is none or does not exist."""
-    try:
+    with _readable(file):
+        check_regular(file)
         with safe_open(file, framework="pt") as opened:
             yield opened
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raise StoreFormatError if a file is no safetensors or does not exist."""
+    try:
+        yield
+    except StowError:
+        raise
     except (OSError, SafetensorError, ValueError) as error:
         message = (
             f"{file} cannot be read as safetensors: {error}. It is another kind of file, or an"
@@ -255,40 +305,52 @@ def origins_of(model: nn.Module | None, shapes: Mapping[str, Sequence[int]]) -> 
     Returns:
         Origins by the model's names; other tensors of the files are under their own names.
     """
-    as_they_are = {name: Origin(tuple(shape), (name,)) for name, shape in shapes.items()}
-    if model is None or not is_of_transformers(model):
-        return as_they_are
+    origins = {name: Origin(tuple(shape), (name,)) for name, shape in shapes.items()}
+    if model is None:
+        return origins
+    adapters = Adapters(model)
+    names = adapters.base_names
+    origins |= _converted_origins(adapters.base, set(names.values()), shapes)
+    below = {name: base for name, base in names.items() if name not in shapes and base in origins}
+    return origins | {name: origins[base] for name, base in below.items()}
+
+
+def _converted_origins(
+    model: nn.Module, names: Collection[str], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Origin]:
+    """Return the origins of the tensors of ``names`` that transformers renames or converts."""
+    if not is_of_transformers(model):
+        return {}
     try:
         from transformers import conversion_mapping, core_model_loading  # noqa: PLC0415
     except ImportError:  # before version 5, whose models have what their files have
-        return as_they_are
-    given: Any = model
-    conversions = conversion_mapping.get_model_conversion_mapping(given)
-    return as_they_are | _convert_keys(model, shapes, conversions, core_model_loading)
+        return {}
+    typed_model: Any = model
+    conversions = conversion_mapping.get_model_conversion_mapping(typed_model)
+    return _convert_keys(model, dict.fromkeys(names, True), shapes, conversions, core_model_loading)
 
 
 def _convert_keys(
     model: Any,  # noqa: ANN401  # another library's
+    names: Mapping[str, object],
     shapes: Mapping[str, Sequence[int]],
     conversions: Iterable[Any],
-    theirs: Any,  # noqa: ANN401  # transformers.core_model_loading
+    loading: Any,  # noqa: ANN401  # transformers.core_model_loading
 ) -> dict[str, Origin]:
     """Return the origins of renamed and converted tensors, as in ``from_pretrained``."""
-    renamings = [c for c in conversions if isinstance(c, theirs.WeightRenaming)]
-    converters = [c for c in conversions if isinstance(c, theirs.WeightConverter)]
+    renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, loading.WeightConverter)]
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-    known = dict(model.named_parameters(remove_duplicate=False))
-    known |= dict(model.named_buffers(remove_duplicate=False))
     origins: dict[str, Origin] = {}
     parts: dict[str, list[tuple[str, str]]] = {}
-    for name in sorted(shapes, key=theirs.dot_natural_key):
-        given = (model.base_model_prefix, known)
-        target, pattern = theirs.rename_source_key(name, renamings, converters, *given)
-        if target not in known and name in known:
-            target, pattern = theirs.rename_source_key(name, [], [], *given)
+    for name in sorted(shapes, key=loading.dot_natural_key):
+        prefix_and_names = (model.base_model_prefix, names)
+        target, pattern = loading.rename_source_key(name, renamings, converters, *prefix_and_names)
+        if target not in names and name in names:
+            target, pattern = loading.rename_source_key(name, [], [], *prefix_and_names)
         if pattern is not None:
             parts.setdefault(target, []).append((name, pattern))
-        elif target in known:
+        elif target in names:
             origins.setdefault(target, Origin(tuple(shapes[name]), (name,)))
     for target, sources in parts.items():
         origins |= _origins_by(model, target, sources, by_pattern[sources[0][1]], shapes)
@@ -308,8 +370,8 @@ def _origins_by(
         fresh = deepcopy(converter)
         for name, pattern in sources:
             fresh.add_tensor(target, name, pattern, read(name))
-        made = fresh.convert(target, model=model, config=model.config)
-        return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
+        tensors = fresh.convert(target, model=model, config=model.config)
+        return {n: t[0] if isinstance(t, list) else t for n, t in tensors.items()}
 
     def maker(name: str) -> Callable[[Read], torch.Tensor]:
         return lambda read: convert(read)[name]

@@ -1,7 +1,7 @@
 """``quantize_to_int8``: a copy of a model's files with the weights of its linear layers in int8.
 
-[Note: Names] A weight ``x.weight`` is int8 there, and ``x.weight_scale`` has the scales of its
-rows: the names that compressed-tensors has for such weights.
+[Note: Names] A weight ``x.weight`` is int8 in the copy, and ``x.weight_scale`` has the scales of
+its rows: the names that compressed-tensors has for such weights.
 """
 
 import fcntl
@@ -15,7 +15,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError, StoreFormatError, named
+from tensorstow.base.keywords import names_keywords
 from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
 from tensorstow.formats.row_scales import quantize_rows
 from tensorstow.io.mapped import Mapped, PieceFile, replacing
@@ -23,25 +25,26 @@ from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
 
 _FILE = "model.safetensors"
 _SOURCE = "tensorstow.int8_of"
-"""The key in a file's metadata of what it was made of."""
+"""The metadata key for a digest of the source files."""
 _PIECE = 4 << 20
 """Elements that are in memory at once."""
 
 
+@names_keywords
 def quantize_to_int8(
     model: nn.Module, weights: str | os.PathLike[str], into: str | os.PathLike[str]
 ) -> Path:
     """Write a copy of a model's files in which weights of linear layers are int8, if there is none.
 
-    It is inexact: a weight is at most half of its row's scale beside the original, and a row's
+    It is inexact: a weight differs from the original by at most half of its row's scale. A row's
     scale is its largest magnitude divided by 127. Weights that another kind of layer shares (a tied
     embedding), and all other tensors, are copied as they are.
 
     Args:
         model: The model, which may be on the meta device: its linear layers count.
         weights: Its safetensors, a file or a directory.
-        into: The directory of the copy, made if there is none. A copy that is there of the same
-            files stays as it is; one of other files is replaced, durably and as a whole.
+        into: The directory of the copy, made if there is none. An existing copy of the same files
+            stays as it is; one of other files is replaced, durably and as a whole.
 
     Returns:
         The directory, for ``stow(model, None, weights=...)``.
@@ -50,39 +53,43 @@ def quantize_to_int8(
         StoreFormatError: The files are not the model's, or a weight is not finite.
         OptionError: Something else is in the directory.
         DirectoryError: There is no room, or the directory cannot be made.
+        DamageError: A file of the weights has another digest than what was written.
     """
     files = PretrainedFiles(weights, model)
     folder = Path(into)
     target = folder / _FILE
-    others = sorted({*folder.glob("*.safetensors"), *folder.glob("*.index.json")} - {target})
-    if others:
-        raise _refuse_other(others[0])
+    foreign_files = sorted({*folder.glob("*.safetensors"), *folder.glob("*.index.json")} - {target})
+    if foreign_files:
+        raise _refuse_other(foreign_files[0])
     tables = {path: read_table(path) for path in sorted(files.paths)}
-    found = {n: (path, e) for path, table in tables.items() for n, e in table.entries.items()}
+    entry_of = {n: (path, e) for path, table in tables.items() for n, e in table.entries.items()}
     chosen = {
         name
         for name in _linear_weights(model, files)
-        if found[name][1].dtype.is_floating_point and name + SCALE not in found
+        if entry_of[name][1].dtype.is_floating_point and name + SCALE not in entry_of
     }
     source = _describe(tables, chosen)
     with _locked(folder):  # the ranks of a machine may all ask for it
         if target.exists():
-            known = read_table(target).metadata.get(_SOURCE)
-            if known is None:
+            target_source = read_table(target).metadata.get(_SOURCE)
+            if target_source is None:
                 raise _refuse_other(target)
-            if known == source:
+            if target_source == source:
                 return folder
-        for left in folder.glob(f".{_FILE}.*"):  # by a process that was killed
-            left.unlink()
-        _write(target, tables, found, chosen, source)
+        files.verify()
+        entries = {name: entry for name, (_, entry) in entry_of.items()}
+        with _new_copy(target, entries, chosen, source) as (table, file):
+            for path, old in tables.items():
+                _copy(path, old, table, chosen, file)
+            files.validate_unchanged()
     return folder
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Make a directory if there is none, and keep other processes from writing a copy there."""
+    make_folder(folder)
     with named("A directory for a copy in int8,", folder):
-        folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -91,14 +98,11 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _write(
-    target: Path,
-    tables: Mapping[Path, Table],
-    found: Mapping[str, tuple[Path, Entry]],
-    chosen: set[str],
-    source: str,
-) -> None:
-    entries = {name: entry for name, (_, entry) in found.items()}
+@contextmanager
+def _new_copy(
+    target: Path, entries: dict[str, Entry], chosen: set[str], source: str
+) -> Iterator[tuple[Table, PieceFile]]:
+    """Yield the table of a copy, and its file, which replaces an older one after the block."""
     for name in sorted(chosen):
         shape = entries[name].shape
         entries[name] = Entry(torch.int8, shape)
@@ -106,8 +110,7 @@ def _write(
     table = lay_out(entries, {"format": "pt", _SOURCE: source})
     with replacing(target, table.nbytes) as file:
         file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
-        for path, old in tables.items():
-            _copy(path, old, table, chosen, file)
+        yield table, file
 
 
 def _refuse_other(path: Path) -> OptionError:
@@ -136,8 +139,9 @@ def _linear_weights(model: nn.Module, files: PretrainedFiles) -> set[str]:
 
 
 def _describe(tables: Mapping[Path, Table], chosen: set[str]) -> str:
-    """Return what changes with the files and with what is quantized of them."""
-    facts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in tables]
+    """Return a digest of the files' facts and of the names that are quantized."""
+    seen = [(path.name, path.stat()) for path in tables]
+    facts = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in seen]
     return hashlib.sha256(json.dumps([facts, sorted(chosen)]).encode()).hexdigest()
 
 

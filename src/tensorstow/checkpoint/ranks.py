@@ -3,7 +3,7 @@
 [Note: Ranks] If parameters are sharded and torch.distributed has several ranks, all of them form
 the run, whatever their meshes. A commit of one rank is useful only with those of the others, so
 each step of a commit runs by `run_on_all`: it succeeds on every rank, or every rank raises. A rank
-keeps the previous generation until all have the new one, so at any time there is one that all have.
+keeps the previous generation until all have the new one, so all ranks always have one in common.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,12 +15,26 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.directories import make_directories
+from tensorstow.base.launch import launched
 from tensorstow.checkpoint.coordinator import Coordinator
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds
 from tensorstow.tensors.dtensor import layout_of
 
 _T = TypeVar("_T")
+
+
+def refuse_unjoined(operation: str) -> None:
+    """Check that the ranks that a launcher started have met, if it started several.
+
+    Args:
+        operation: The request, as the start of a sentence.
+
+    Raises:
+        OptionError: There is no process group, and this is one of several ranks.
+    """
+    if not dist.is_initialized():
+        launched().refuse_unjoined(operation)
 
 
 class Ranks:
@@ -36,13 +50,15 @@ class Ranks:
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor], offload_policy: OffloadPolicy) -> "Ranks":
-        """Return the ranks that commit the states of ``parameters`` together."""
-        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if (
-            not several
-            or not offload_policy.placement.durable
-            or all(layout_of(p) is None for p in parameters)
-        ):
+        """Return the ranks that commit the states of ``parameters`` together.
+
+        Raises OptionError if a directory would be taken before they have met.
+        """
+        if not offload_policy.placement.durable:
+            return cls()
+        refuse_unjoined("dir= was given to an optimizer")
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        if not several or all(layout_of(p) is None for p in parameters):
             return cls()
         group: Any = dist.group.WORLD
         # A connection of our own: a wait in the group's would block ours.
@@ -57,7 +73,7 @@ class Ranks:
     def in_rank_directory(self, offload_policy: OffloadPolicy) -> OffloadPolicy:
         """Return ``offload_policy`` in this rank's directories; make the directory that all share.
 
-        Raises OptionError where a run of another number of ranks is in it.
+        Raises OptionError if it holds a run of another number of ranks.
         """
         placement = offload_policy.placement
         if not placement.durable or not placement.directories:
@@ -73,34 +89,36 @@ class Ranks:
         """Return the common number of the next collective operation; None for a single process."""
         return None if self._coordinator is None else self._coordinator.next_id()
 
-    def run_on_all(self, what: str, act: Callable[[], _T]) -> _T:
+    def run_on_all(self, operation: str, act: Callable[[], _T]) -> _T:
         """Run ``act`` on all ranks; return this rank's result when all have succeeded.
 
-        Raises what it raises; RankError where another rank failed or does not come.
+        Raises what it raises, or RankError if another rank failed or does not come.
         """
-        with self.reporting_errors(what):
+        with self.reporting_errors(operation):
             result = act()
-        self.all_gather(what)
+        self.all_gather(operation)
         return result
 
-    def all_gather(self, what: str, value: object = None) -> list[Any]:
-        """Return each rank's ``value`` (JSON) for the operation ``what``, by rank."""
-        return [value] if self._coordinator is None else self._coordinator.all_gather(what, value)
+    def all_gather(self, operation: str, value: object = None) -> list[Any]:
+        """Return each rank's ``value`` (JSON) for ``operation``, by rank."""
+        return (
+            [value] if self._coordinator is None else self._coordinator.all_gather(operation, value)
+        )
 
     @contextmanager
-    def reporting_errors(self, what: str) -> Iterator[None]:
-        """Report errors of the block to the ranks that will wait for this one at ``what``."""
+    def reporting_errors(self, operation: str) -> Iterator[None]:
+        """Report errors of the block to the ranks that will wait for this one at ``operation``."""
         try:
             yield
         except BaseException as error:
             if self._coordinator is not None:
-                self._coordinator.report_error(what, error)
+                self._coordinator.report_error(operation, error)
             raise
 
     def decide(self, step: int, due: Callable[[], bool], *, requests: bool = False) -> bool:
         """Return whether ``due``, on rank 0, at ``step``: the same on every rank.
 
-        A rank that ``requests`` it is heard by rank 0 at this step or a later one.
+        Rank 0 receives a request (``requests``) at this step or a later one.
         """
         if self._coordinator is None:
             return due()

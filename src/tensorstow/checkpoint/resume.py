@@ -1,5 +1,6 @@
 """Loads a commit: reads the weights, and leaves the states where they are on disk."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,27 +9,58 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-import tensorstow._native as _native
-from tensorstow.base.errors import DamageError, OptionError, StoreFormatError
+from tensorstow.base.errors import DamageError, OptionError, StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import UpdateOn, is_update_on, keyword_of
+from tensorstow.base.update_on import UpdateOn, keyword_of
 from tensorstow.checkpoint.commits import storage_of
-from tensorstow.checkpoint.content import module_tensors, names_of, own_names, refuse_other_groups
+from tensorstow.checkpoint.content import (
+    has_bytes,
+    module_tensors,
+    names_of,
+    own_names,
+    refuse_other_groups,
+)
+from tensorstow.checkpoint.frozen_weights import (
+    is_in_files,
+    is_same_bytes,
+    read_checksums,
+    validate_checksums,
+)
 from tensorstow.checkpoint.serialize import inflate
-from tensorstow.formats.state_format import StateFormat
+from tensorstow.checkpoint.stored_layout import (
+    StoredHyper,
+    StoredParameter,
+    altered,
+    naming,
+    read_hyper,
+    read_layout,
+)
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import ChunkPlan, Family, Segment, parts_of
+from tensorstow.states.layout import Family, parts_of
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
 from tensorstow.states.stored_chunks import StoredChunk
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
-from tensorstow.step.validation import refuse_beside
+from tensorstow.step.validation import check_group, refuse_beside
 from tensorstow.store.checksums import differing_runs, weight_checksums
 from tensorstow.store.records import ChunkShape, Generation, TensorRecord, chunk_shapes
 from tensorstow.tensors.dtensor import Pager, in_memory, order_of, shard_of
+
+logger = logging.getLogger("tensorstow")
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors that values may cause which ``flatten`` has not written."""
 
 
 def resume(
@@ -44,14 +76,16 @@ def resume(
     BudgetError if the run has other parameters or does not fit, before anything is changed; later
     failures poison the optimizer until it is resumed again.
     """
-    entries = generation.layout["parameters"]
-    _refuse_other_blocks(generation)
-    order = _match(entries, generation.hyper, groups, module)
-    _refuse_other_rule(generation.hyper, groups)
-    _refuse_unknown(params, order, names_of(groups, module))
-    families = [_family(entry, params) for entry in entries]
+    layout = read_layout(generation)
+    hyper = read_hyper(generation, len(layout.parameters))
+    order = _match(layout.parameters, hyper, groups, module)
     storage = storage_of(params)
-    plans = list(_plans(generation.layout["chunks"], families))
+    values = _group_values(hyper, generation, groups, storage)
+    extra = _extra(generation, storage)
+    refuse_other_rule("The run that is stored here", values, groups)
+    _refuse_unknown(params, order, names_of(groups, module))
+    buffers = _module_records(generation, order, module)
+    families = [_family(parameter, params) for parameter in layout.parameters]
     records = sorted(generation.chunks, key=lambda record: record.chunk)
 
     def adopt() -> list[StoredChunk]:
@@ -60,77 +94,70 @@ def resume(
             for r in records
         ]
 
-    params.store.check_budget(plans)
-    there = _updated_on(generation.hyper, params, order)
+    params.store.check_budget(layout.chunks)
+    update_on = _updated_on(hyper.update_on, params, order)
     try:
         for param in params.all():
             states.pop(param.owner, None)
-        params.restore(order, families, plans, adopt, there)
+        params.restore(order, families, layout.chunks, adopt, update_on)
         _load_weights(generation, params, storage)
         params.update_router.upload()
-        _load_module(generation, params, module, storage)
-        hyper = _put_back(generation.hyper, "hyper", generation, storage)
-        for group, values in zip(groups, hyper["groups"], strict=True):
-            group.update(values)
-        for number, count in hyper["steps"].items():
-            param = params.all()[int(number)]
+        _load_module(buffers, storage)
+        for group, value in zip(groups, values, strict=True):
+            group.update(value)
+        for number, count in hyper.steps.items():
+            param = params.all()[number]
             states[param.owner] = {"step": as_step(count), **param.views}
         for param in params.all():
-            _begin(param, params.store, reseed=param.number in hyper["reseed"], states=states)
-        return _put_back(generation.extra, "extra", generation, storage)
+            _begin(param, params.store, reseed=param.number in hyper.reseed, states=states)
     except BaseException as error:
         params.store.pipeline.poison(error)
         raise
+    return extra
 
 
 def _updated_on(
-    hyper: Mapping[str, Any], params: ParamTable, order: Sequence[torch.Tensor]
+    saved: UpdateOn, params: ParamTable, order: Sequence[torch.Tensor]
 ) -> UpdateOn | None:
     """Return the run's ``update_on`` if this optimizer has none of its own, else None.
 
     Raises OptionError if this optimizer cannot update there.
     """
-    where = hyper.get("update_on", "host")
-    if params.offload_policy.update_on is not None or where == "host":
+    if params.offload_policy.update_on is not None or saved == "host":
         return None
-    if not is_update_on(where):
-        message = (
-            f"The run that is stored here says update_on={where!r}, which this version does not"
-            ' know. Say where to update, update_on="host" for one: the bits are the same.'
-        )
-        raise OptionError(message)
-    why = f"The run that is stored here was written with {keyword_of(where)}"
-    refuse_beside(params.offload_policy.overlap, why)
+    why = f"The run that is stored here was written with {keyword_of(saved)}"
+    refuse_beside(params.offload_policy.timing, why)
     if not all(device_link.is_remote(shard_of(p)) for p in order):
         message = (
             f"{why}, and here are parameters in host memory. Move the model to the accelerator"
-            ' first, or say update_on="host", which goes on with the same bits.'
+            ' first, or set update_on="host", which goes on with the same bits.'
         )
         raise OptionError(message)
-    return where
+    return saved
 
 
-def _refuse_other_blocks(generation: Generation) -> None:
-    """Raise StoreFormatError if checksums are of blocks of another size than here."""
-    found = {shape.block for shape in chunk_shapes(generation.layout)} - {_native.UPDATE_BLOCK}
-    if found:
-        message = (
-            f"The run that is stored here has checksums over {min(found)} elements each, and this"
-            f" version takes {_native.UPDATE_BLOCK}. Resume it with the version that wrote it, save"
-            " state_dict() there, and load that into a new run."
-        )
-        raise StoreFormatError(message)
+def _group_values(
+    hyper: StoredHyper, generation: Generation, groups: Groups, storage: StoreStorage
+) -> list[dict[str, Any]]:
+    """Return the stored values of each group; raise DamageError if one is impossible."""
+    refuse_other_groups("The run that is stored here", len(hyper.groups), len(groups))
+    values = _put_back(hyper.groups, "hyper", generation, storage)
+    for number, group in enumerate(values):
+        try:
+            check_group(group)
+        except (OptionError, *_UNREADABLE) as error:
+            raise altered(generation, f"group {number}: {error}") from error
+    return list(values)
 
 
-def _refuse_other_rule(hyper: Mapping[str, Any], groups: Groups) -> None:
-    """Raise OptionError where a group is updated by another rule here than in the stored run."""
-    saved = inflate(hyper["groups"], lambda _: torch.empty(0))
-    for number, (there, here) in enumerate(zip(saved, groups, strict=True)):
-        wrote, asks = _rule(there), _rule(here)
+def refuse_other_rule(source: str, saved: Sequence[Mapping[str, Any]], groups: Groups) -> None:
+    """Raise OptionError if a group's update rule is not that of ``saved``, from ``source``."""
+    for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
+        wrote, asks = _rule(saved_group), _rule(group)
         if wrote != asks:
             message = (
-                f"The run that is stored here was written by {wrote}, and this optimizer is"
-                f" {asks} (parameter group {number}): its steps would be others. Construct"
+                f"{source} was written by {wrote}, and this optimizer is {asks} (parameter group"
+                f" {number}): its steps would be others. Construct"
                 f" tensorstow.{wrote.replace(')', ', ...)')}; for another rule, save state_dict()"
                 " there and load it into a new run."
             )
@@ -147,59 +174,56 @@ def _rule(group: Mapping[str, Any]) -> str:
 
 
 def _match(
-    entries: Sequence[Mapping[str, Any]],
-    hyper: Mapping[str, Any],
+    stored: Sequence[StoredParameter],
+    hyper: StoredHyper,
     groups: Groups,
     module: torch.nn.Module | None,
 ) -> list[torch.Tensor]:
-    """Return the parameters that the saved ones are, in their order.
+    """Return this optimizer's parameters in the order of the saved ones.
 
-    By name where all have one, else by their places in the groups. Those that have no states yet,
-    being frozen, are found too: the run may have unfrozen them on its way.
+    Parameters are matched by name if all have one, else by their places in the groups. Frozen
+    ones, without states, are matched too: the run may have unfrozen them later.
     """
-    places = {
-        number: (g, i)
-        for g, numbers in enumerate(hyper["members"])
-        for i, number in enumerate(numbers)
-        if number is not None
-    }
-    refuse_other_groups("The run that is stored here", len(hyper["groups"]), len(groups))
+    refuse_other_groups("The run that is stored here", len(hyper.groups), len(groups))
     names = own_names(groups, module)
     by_name = {
         name: (g, parameter)
         for g, called in enumerate(names or ())
         for name, parameter in zip(called, groups[g]["params"], strict=True)
     }
-    named = names is not None and all(e["name"] for e in entries)
-    found = []
-    for number, entry in enumerate(entries):
-        at = places.get(number)
+    named = names is not None and all(parameter.name for parameter in stored)
+    parameters: list[torch.Tensor] = []
+    taken: set[int] = set()
+    for number, wanted in enumerate(stored):
+        at = hyper.places.get(number)
         if named:
-            group, parameter = by_name.get(entry["name"], (None, None))
+            group, parameter = by_name.get(str(wanted.name), (None, None))
             if parameter is not None and at is not None and group != at[0]:
                 message = (
-                    f"{entry['name']} is in parameter group {group} here, and in group {at[0]} of"
+                    f"{wanted.name} is in parameter group {group} here, and in group {at[0]} of"
                     " the run that is stored here: it would get another one's hyper-parameters."
                     " Make the same groups in the same order."
                 )
                 raise OptionError(message)
         else:
             parameter = _at(groups, at)
-        if parameter is None or _print(parameter) != (tuple(entry["shape"]), entry["dtype"]):
-            raise OptionError(_difference(number, entry, parameter, len(entries), groups))
-        _check_order(number, entry, parameter)
-        found.append(parameter)
-    return found
+        is_taken = id(parameter) in taken
+        if parameter is None or is_taken or _print(parameter) != (wanted.shape, wanted.dtype):
+            raise OptionError(_difference(number, wanted, parameter, len(stored), groups))
+        _check_order(number, wanted, parameter)
+        parameters.append(parameter)
+        taken.add(id(parameter))
+    return parameters
 
 
-def _check_order(number: int, entry: Mapping[str, Any], parameter: torch.Tensor) -> None:
+def _check_order(number: int, stored: StoredParameter, parameter: torch.Tensor) -> None:
     """Raise OptionError for a parameter whose memory is in another order than the stored one's."""
-    order, here = entry.get("order"), order_of(shard_of(parameter))
-    if order != (None if here is None else list(here)):
+    order = order_of(shard_of(parameter))
+    if stored.order != order:
         message = (
-            f"{entry['name'] or f'Parameter {number}'} was committed with its dimensions"
-            f" {order or 'in their own order'} in memory and has them"
-            f" {here or 'in their own order'} here. Give the model the memory format it had"
+            f"{stored.name or f'Parameter {number}'} was committed with its dimensions"
+            f" {list(stored.order) if stored.order else 'in their own order'} in memory and has"
+            f" them {order or 'in their own order'} here. Give the model the memory format it had"
             " (model.to(memory_format=torch.channels_last), or contiguous_format), then make the"
             " optimizer."
         )
@@ -215,18 +239,18 @@ def _at(groups: Groups, place: tuple[int, int] | None) -> torch.Tensor | None:
 
 def _difference(
     number: int,
-    entry: Mapping[str, Any],
+    stored: StoredParameter,
     parameter: torch.Tensor | None,
     saved: int,
     groups: Groups,
 ) -> str:
-    there = f"{entry['name'] or f'number {number}'} ({entry['dtype']} {tuple(entry['shape'])})"
-    here = "nothing" if parameter is None else "{1} {0}".format(*_print(parameter))
+    wanted = f"{stored.name or f'number {number}'} ({stored.dtype} {stored.shape})"
+    actual = "nothing" if parameter is None else "{1} {0}".format(*_print(parameter))
     count = sum(len(group["params"]) for group in groups)
     return (
         f"The run that is stored here trains {format_count(saved, 'parameter')}, this"
         f" optimizer has {count:,}, and"
-        f" they are not the same: {there} of the run is {here} here. Give it the same model"
+        f" they are not the same: {wanted} of the run is {actual} here. Give it the same model"
         " in the same order, or another directory."
     )
 
@@ -234,14 +258,14 @@ def _difference(
 def _refuse_unknown(
     params: ParamTable, order: Sequence[torch.Tensor], names: Mapping[int, str]
 ) -> None:
-    known = {id(p) for p in order}
-    strange = [m for m in params.all() if id(m.owner) not in known]
+    run_ids = {id(p) for p in order}
+    strange = [m for m in params.all() if id(m.owner) not in run_ids]
     if strange:
         listed = [names.get(id(m.owner), f"number {m.number}") for m in strange[:5]]
         message = (
             f"This optimizer trains {format_count(len(strange), 'parameter')} that the run which is"
             f" stored here does not ({', '.join(listed)}). Give it the same model, or another"
-            " directory; one that is to be trained from now on is to be unfrozen behind resume()."
+            " directory; to train a frozen parameter from now on, unfreeze it after resume()."
         )
         raise OptionError(message)
 
@@ -253,25 +277,18 @@ def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
-def _family(entry: Mapping[str, Any], params: ParamTable) -> Family:
-    dtype = getattr(torch, entry["dtype"])
-    saved = Family(dtype, bool(entry["amsgrad"]), StateFormat(entry["format"]))
-    wanted = params.offload_policy.family(dtype, amsgrad=saved.amsgrad)
+def _family(stored: StoredParameter, params: ParamTable) -> Family:
+    saved = stored.family
+    wanted = params.offload_policy.family(saved.dtype, amsgrad=saved.amsgrad)
     if params.offload_policy.format is not None and wanted != saved:
         message = (
             f"state_format={params.offload_policy.format.value!r} was requested, and the run that"
-            f" is stored here keeps its {entry['dtype']} parameters' states as"
+            f" is stored here keeps its {stored.dtype} parameters' states as"
             f" {saved.format.value!r}. Leave state_format out; to change it, save state_dict() and"
             " load it into a new run."
         )
         raise OptionError(message)
     return saved
-
-
-def _plans(entries: Sequence[Mapping[str, Any]], families: Sequence[Family]) -> Iterator[Chunk]:
-    for entry in entries:
-        runs = tuple(Segment(p, start, count, at) for p, start, count, at in entry["runs"])
-        yield Chunk(ChunkPlan(runs, entry["elements"]), families[runs[0].parameter])
 
 
 @contextmanager
@@ -313,9 +330,9 @@ def _read_weights(
         read = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
         number, offset = store.pipeline.stored.place(chunk)
         storage.file(number).read(read, offset + part.file_at).wait()
-        found = weight_checksums(shapes[chunk.number], read.data_ptr())
-        if found != record.weight_checksums:
-            blocks = next(differing_runs(found, record.weight_checksums))
+        checksums = weight_checksums(shapes[chunk.number], read.data_ptr())
+        if checksums != record.weight_checksums:
+            blocks = next(differing_runs(checksums, record.weight_checksums))
             names = _names_in(chunk, shapes[chunk.number], blocks, generation.layout)
             at = offset + part.file_at
             raise _damaged(shapes[chunk.number], blocks, names, storage.path(number), at)
@@ -351,32 +368,81 @@ def _damaged(
     return DamageError(message)
 
 
+def _module_records(
+    generation: Generation, order: Sequence[torch.Tensor], module: torch.nn.Module | None
+) -> list[tuple[torch.Tensor, TensorRecord]]:
+    """Return the tensors of ``module`` that no optimizer updates, and what is stored of each.
+
+    Raises OptionError if one has another dtype or shape, or has bytes that the run lacks.
+    """
+    records = {r.name: r for r in generation.tensors if r.kind == "module"}
+    managed = {id(parameter) for parameter in order}
+    tensors = () if module is None else module_tensors(module)
+    wanted = [(n, t) for n, t in tensors if id(t) not in managed and not is_lazy(t)]
+    with naming(generation):
+        checksums = read_checksums(generation.hyper)
+    validate_checksums(wanted, checksums)
+    wanted = [(name, tensor) for name, tensor in wanted if name not in checksums]
+    if not records and not checksums:
+        missing = [name for name, tensor in wanted if has_bytes(tensor)]
+        if missing:
+            logger.warning(
+                "The run in this directory was committed without module=: %s of the model, which no"
+                " optimizer updates, stays as it is%s",
+                missing[0],
+                f", and {len(missing) - 1} more" if len(missing) > 1 else "",
+            )
+        return []
+    pairs = []
+    for name, tensor in wanted:
+        record, facts = records.get(name), _print(tensor)
+        if record is None and not has_bytes(tensor):
+            continue
+        if record is None or (record.shape, record.dtype) != facts:
+            stored = "nothing" if record is None else f"{record.dtype} {record.shape}"
+            message = (
+                f"{name} of the model is {facts[1]} {facts[0]}, and {stored} in the run that is"
+                " stored here. Give the optimizer the model that the run had."
+            )
+            raise OptionError(message)
+        pairs.append((tensor, record))
+    return pairs
+
+
 @torch.no_grad()
 def _load_module(
-    generation: Generation,
-    params: ParamTable,
-    module: torch.nn.Module | None,
-    storage: StoreStorage,
+    records: Sequence[tuple[torch.Tensor, TensorRecord]], storage: StoreStorage
 ) -> None:
-    records = {r.name: r for r in generation.tensors if r.kind == "module"}
-    if module is None:
-        return
-    managed = {id(m.owner) for m in params.all()}
-    for name, tensor in module_tensors(module):
-        if id(tensor) not in managed and name in records:
-            shard = shard_of(tensor)
-            with in_memory(tensor, for_write=True):
-                shard.copy_(storage.store.read_tensor(records[name]).view(shard.shape))
+    for tensor, record in records:
+        values = storage.store.read_tensor(record)
+        if is_in_files(tensor):  # an unchanged one stays in its file
+            with in_memory(tensor):
+                if is_same_bytes(shard_of(tensor), values):
+                    continue
+        with in_memory(tensor, for_write=True):
+            shard_of(tensor).copy_(values)
 
 
-def _put_back(
-    plain: object, kind: str, generation: Generation, storage: StoreStorage
-) -> dict[str, Any]:
-    records: dict[int, TensorRecord] = {
-        int(r.name): r for r in generation.tensors if r.kind == kind
-    }
-    value: dict[str, Any] = inflate(plain, lambda i: storage.store.read_tensor(records[i]))
-    return value
+def _extra(generation: Generation, storage: StoreStorage) -> dict[str, Any]:
+    extra = _put_back(generation.extra, "extra", generation, storage)
+    if isinstance(extra, dict):
+        return extra
+    raise altered(generation, f"its extra is a {type(extra).__name__}")
+
+
+def _put_back(plain: object, kind: str, generation: Generation, storage: StoreStorage) -> Any:  # noqa: ANN401
+    """Rebuild what ``flatten`` took apart; raise DamageError if it cannot have written this."""
+    records = {r.name: r for r in generation.tensors if r.kind == kind}
+
+    def tensor_at(index: object) -> torch.Tensor:
+        return storage.store.read_tensor(records[str(index)])
+
+    try:
+        return inflate(plain, tensor_at)
+    except StowError:
+        raise
+    except _UNREADABLE as error:
+        raise altered(generation, f"its {kind} cannot be read ({error!r})") from error
 
 
 def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: States) -> None:

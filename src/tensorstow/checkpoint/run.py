@@ -56,6 +56,6 @@ class RunOptions:
     """Backward passes per step, where updates run beside the last one; or a function."""
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
-    """Called at each commit for what the caller keeps with it."""
+    """Called at the end of each step, and by ``commit()``, for what the caller keeps with it."""
     checkpoints: Checkpoints = "full"
     """What ``state_dict()`` returns: states, or the name of a snapshot that holds them."""

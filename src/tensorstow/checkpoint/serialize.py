@@ -30,22 +30,22 @@ _MOST_NESTED = 100
 _SCALAR_KINDS = frozenset("biufcSUmM")
 
 
-def flatten(value: object, what: str) -> tuple[Any, list[torch.Tensor]]:
+def flatten(value: object, name: str) -> tuple[Any, list[torch.Tensor]]:
     """Return ``value`` as JSON and the tensors that were in it.
 
     Lists, tuples, sets, dicts, numbers, text, bytes, booleans, None, tensors, numpy's arrays and
-    scalars, argparse's namespaces, paths, torch's dtypes and devices come back as they were (what
-    is a class of its own upon tuple, set or dict, as a tuple, set or dict). Raises TypeError, which
+    scalars, argparse's namespaces, paths, torch's dtypes and devices come back as they were (a
+    subclass of tuple, set or dict comes back as a tuple, set or dict). Raises TypeError, which
     names the place, for anything else: an object would need pickle, which runs code when it is
     read. DTypeError for a tensor without plain elements.
     """
     tensors: list[torch.Tensor] = []
-    return _plain(value, what, tensors, 0), tensors
+    return _plain(value, name, tensors, 0), tensors
 
 
-def check_extra(given: object) -> None:
+def check_extra(extra: object) -> None:
     """Raise TypeError or DTypeError for an ``extra`` that a commit could not keep."""
-    flatten(extra_of(given), "extra")
+    flatten(extra_of(extra), "extra")
 
 
 def is_checked(extra: Callable[[], object] | None) -> bool:
@@ -57,22 +57,22 @@ def is_checked(extra: Callable[[], object] | None) -> bool:
     if extra is None:
         return True
     try:
-        given = extra()
+        values = extra()
     except Exception:  # a user's function: the first step raises it
         logger.debug("extra() raised at construction; the first step calls it again", exc_info=True)
         return False
-    check_extra(given)
+    check_extra(values)
     return True
 
 
-def extra_of(given: object) -> dict[str, Any]:
-    """Return ``given`` as a dict; raise TypeError where it is none."""
-    if not isinstance(given, Mapping):
+def extra_of(extra: object) -> dict[str, Any]:
+    """Return ``extra`` as a dict; raise TypeError if it is none."""
+    if not isinstance(extra, Mapping):
         message = (
-            f"extra is a {type(given).__name__}: it is a dict, or a function that returns one."
+            f"extra is a {type(extra).__name__}: it is a dict, or a function that returns one."
         )
         raise TypeError(message)
-    return dict(given)
+    return dict(extra)
 
 
 def inflate(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # noqa: ANN401
@@ -87,29 +87,29 @@ def inflate(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # 
     return {k: inflate(v, tensor_at) for k, v in plain.items()}
 
 
-def _plain(value: object, where: str, tensors: list[torch.Tensor], depth: int) -> Any:  # noqa: ANN401
+def _plain(value: object, place: str, tensors: list[torch.Tensor], depth: int) -> Any:  # noqa: ANN401
     if value is None or type(value) in {bool, int, float, str}:
         return value
     if isinstance(value, dict | list | tuple | set | frozenset):
         if depth == _MOST_NESTED:
             message = (
-                f"{where[:80]}... is nested more than {_MOST_NESTED} deep, or contains itself: a"
+                f"{place[:80]}... is nested more than {_MOST_NESTED} deep, or contains itself: a"
                 " commit does not keep that."
             )
             raise TypeError(message)
         if isinstance(value, dict):
-            return _plain_dict(value, where, tensors, depth)
-        plain = [_plain(v, f"{where}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
+            return _plain_dict(value, place, tensors, depth)
+        plain = [_plain(v, f"{place}[{i}]", tensors, depth + 1) for i, v in enumerate(value)]
         marks = ((tuple, _TUPLE), (set, _SET), (frozenset, _FROZEN_SET))
         return next(({mark: plain} for kind, mark in marks if isinstance(value, kind)), plain)
     if type(value) is Namespace:
-        return {_NAMESPACE: _plain(vars(value), where, tensors, depth)}
-    return _plain_leaf(value, where, tensors)
+        return {_NAMESPACE: _plain(vars(value), place, tensors, depth)}
+    return _plain_leaf(value, place, tensors)
 
 
-def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[str, Any]:
+def _plain_leaf(value: object, place: str, tensors: list[torch.Tensor]) -> dict[str, Any]:
     if isinstance(value, np.generic):
-        return {_SCALAR: _scalar(value, where)}
+        return {_SCALAR: _scalar(value, place)}
     named = ((PurePath, _PATH), (torch.dtype, _DTYPE), (torch.device, _DEVICE))
     for kind, mark in named:
         if isinstance(value, kind):
@@ -117,14 +117,14 @@ def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, torch.Tensor):
-        tensor_bytes(value)  # raises where there are none to keep
+        tensor_bytes(value)  # raises if there are none to keep
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
     if isinstance(value, np.ndarray) and type(value) in {np.ndarray, np.memmap}:
-        tensors.append(_array(value, where))
+        tensors.append(_array(value, place))
         return {_ARRAY: len(tensors) - 1}
     message = (
-        f"{where} is a {type(value).__name__}: a commit keeps numbers, text, bytes, booleans, None,"
+        f"{place} is a {type(value).__name__}: a commit keeps numbers, text, bytes, booleans, None,"
         " lists, tuples, sets, dicts, namespaces, paths, dtypes, devices, tensors and numpy's"
         " arrays. Keep what it is made from."
     )
@@ -132,37 +132,37 @@ def _plain_leaf(value: object, where: str, tensors: list[torch.Tensor]) -> dict[
 
 
 def _plain_dict(
-    value: dict[Any, object], where: str, tensors: list[torch.Tensor], depth: int
+    value: dict[Any, object], place: str, tensors: list[torch.Tensor], depth: int
 ) -> Any:  # noqa: ANN401
     if all(type(key) is str for key in value) and _TAGS.isdisjoint(value):
-        return {k: _plain(v, f"{where}[{k!r}]", tensors, depth + 1) for k, v in value.items()}
+        return {k: _plain(v, f"{place}[{k!r}]", tensors, depth + 1) for k, v in value.items()}
     pairs = [
         [
-            _plain(k, f"a key of {where}", tensors, depth + 1),
-            _plain(v, f"{where}[{k!r}]", tensors, depth + 1),
+            _plain(k, f"a key of {place}", tensors, depth + 1),
+            _plain(v, f"{place}[{k!r}]", tensors, depth + 1),
         ]
         for k, v in value.items()
     ]
     return {_PAIRS: pairs}
 
 
-def _scalar(value: np.generic, where: str) -> list[str]:
+def _scalar(value: np.generic, place: str) -> list[str]:
     """Return its dtype and bytes, so that a float32 is restored as a float32, not as a float."""
     if value.dtype.kind not in _SCALAR_KINDS:
         message = (
-            f"{where} is a numpy scalar of dtype {value.dtype}: numbers, texts and times are kept."
+            f"{place} is a numpy scalar of dtype {value.dtype}: numbers, texts and times are kept."
             " Keep it as an array, or what it is made from."
         )
         raise TypeError(message)
     return [value.dtype.str, value.tobytes().hex()]
 
 
-def _array(value: np.ndarray[Any, Any], where: str) -> torch.Tensor:
-    """Return the array as numpy writes it to files: dtype, order and shape are in there."""
+def _array(value: np.ndarray[Any, Any], place: str) -> torch.Tensor:
+    """Return the array as numpy writes it to files, with its dtype, order and shape."""
     descr = np.lib.format.dtype_to_descr(value.dtype)
     if value.dtype.hasobject or np.lib.format.descr_to_dtype(descr) != value.dtype:
         message = (
-            f"{where} is a numpy array of dtype {value.dtype}: only plain elements are kept, for"
+            f"{place} is a numpy array of dtype {value.dtype}: only plain elements are kept, for"
             " objects would need pickle. Convert it first."
         )
         raise TypeError(message)
@@ -175,22 +175,26 @@ def _read_array(stored: torch.Tensor) -> np.ndarray[Any, Any]:
     if stored.numel() == 0:  # a placeholder, if only the other values are wanted
         return np.empty(0)
     file = io.BytesIO(stored.cpu().numpy().tobytes())
-    found: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)
-    return found
+    array: np.ndarray[Any, Any] = np.lib.format.read_array(file, allow_pickle=False)
+    return array
 
 
 def _read_scalar(stored: list[str]) -> Any:  # noqa: ANN401
-    dtype, text = stored
-    found: Any = np.ndarray((), np.dtype(dtype), buffer=bytes.fromhex(text))[()]
-    return found
+    name, text = stored
+    dtype = np.dtype(name)
+    if dtype.kind not in _SCALAR_KINDS:  # bytes as an object are an address
+        message = f"A numpy scalar of dtype {name!r} was stored: numbers, texts and times are kept."
+        raise TypeError(message)
+    scalar: Any = np.ndarray((), dtype, buffer=bytes.fromhex(text))[()]
+    return scalar
 
 
 def _read_dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         message = f"The dtype {name!r} was stored, and this torch ({torch.__version__}) has none."
         raise TypeError(message)
-    return found
+    return dtype
 
 
 TensorAt = Callable[[int], torch.Tensor]

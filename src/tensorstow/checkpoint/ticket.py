@@ -7,29 +7,54 @@ the state dict is returned: a ticket that was saved names what is durable. It co
 strings and lists, so ``torch.load(weights_only=True)`` takes it. The name is unique, so that a
 directory that has it is the ticket's. Before the first step there is nothing to name. Loading a
 ticket of what the optimizer has reads nothing: wrappers load at once what they have just asked for.
+
+``torch.load`` checks no sum of its file, so a ticket has a digest of its own fields and of the
+groups. Tickets of earlier versions have none. A list and a tuple have the same digest.
 """
 
-from collections.abc import Mapping
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from tensorstow.base.errors import OptionError
+import torch
+
+from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.content import options_of
 from tensorstow.store.store import Store
+
+logger = logging.getLogger("tensorstow")
 
 KEY = "tensorstow"
 FORMAT = 1
 PREFIX = "ticket-"
-"""Of the names of snapshots that were made for a ticket."""
+"""The prefix of snapshots that were made for a ticket."""
+_DIGEST = "digest"
 _NOTE = (
     "The optimizer states are in the run's directory (dir=), in the snapshot of this name: they are"
     " not lost, and not in this file."
 )
+_warned_without_digest = set[str]()
 
 
-def ticket_of(step: int, snapshot: str | None) -> dict[str, Any]:
-    """Return a ticket; ``snapshot`` None: of a run that has taken no step."""
-    return {"format": FORMAT, "step": step, "snapshot": snapshot, "note": _NOTE}
+@dataclass(frozen=True, slots=True)
+class TicketFields:
+    """The fields of a ticket, checked as far as possible without its directory."""
+
+    snapshot: str | None
+    """None: its run had taken no step."""
+    groups: Sequence[Mapping[str, Any]]
+    """The options of the parameter groups."""
+    has_digest: bool
+
+
+def ticket_of(step: int, snapshot: str | None, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a ticket next to ``groups``; ``snapshot`` None: of a run that has taken no step."""
+    fields = {"format": FORMAT, "step": step, "snapshot": snapshot, "note": _NOTE}
+    return {**fields, _DIGEST: _digest(fields, options_of(groups))}
 
 
 def new_name(step: int) -> str:
@@ -37,32 +62,106 @@ def new_name(step: int) -> str:
     return f"{PREFIX}{step}-{uuid4().hex[:12]}"
 
 
-def is_ticket(state_dict: Mapping[str, Any]) -> bool:
-    """Return whether a state dict names a snapshot instead of holding states."""
-    return KEY in state_dict
+def is_ticket(state_dict: object) -> bool:
+    """Return whether a state dict names a snapshot instead of holding states.
+
+    Another key counts too: a damaged ticket must not be loaded as a state dict without states.
+    """
+    return isinstance(state_dict, Mapping) and any(
+        key == KEY or (isinstance(value, Mapping) and {"snapshot", "note"} & value.keys())
+        for key, value in state_dict.items()
+    )
 
 
-def snapshot_named_by(state_dict: Mapping[str, Any]) -> str | None:
-    """Return the snapshot that a ticket names; None if its run had taken no step.
+def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
+    """Check a whole ticket, and return its fields.
 
     Args:
         state_dict: What ``state_dict()`` of an optimizer with ``checkpoints="ticket"`` returned.
 
     Returns:
-        The name.
+        The ticket.
 
     Raises:
         OptionError: No ticket, or one of a newer version.
+        DamageError: The ticket is not what was saved.
     """
-    ticket = state_dict.get(KEY)
-    if not isinstance(ticket, dict) or ticket.get("format") != FORMAT:
+    fields, groups = state_dict.get(KEY), state_dict.get("param_groups")
+    if not isinstance(fields, Mapping) or fields.get("format") != FORMAT:
         message = (
-            f"A state dict with {KEY}={ticket!r} was given: a ticket of format {FORMAT} was"
+            f"A state dict with {KEY}={fields!r} was given: a ticket of format {FORMAT} was"
             " expected. Load it with the version that saved it."
         )
         raise OptionError(message)
-    name = ticket["snapshot"]
-    return None if name is None else str(name)
+    name, step = fields.get("snapshot"), fields.get("step")
+    has_groups = isinstance(groups, Sequence) and all(isinstance(g, dict) for g in groups)
+    is_named = name is None or isinstance(name, str)
+    if not has_groups or not is_named or type(step) is not int or state_dict.get("state"):
+        message = (
+            f"A ticket with snapshot={name!r}, step={step!r} and the keys"
+            f" {sorted(map(str, state_dict))} was given: a ticket has param_groups, no states, the"
+            " number of a step, and the name of a snapshot. The file is damaged: take another"
+            " checkpoint, or resume() for the newest commit."
+        )
+        raise DamageError(message)
+    options = options_of(groups or [])
+    _check_digest(fields, options)
+    return TicketFields(name, options, _DIGEST in fields)
+
+
+def _check_digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> None:
+    """Raise DamageError unless the digest of a ticket is right; log once that one has none."""
+    if _DIGEST not in fields:
+        if not _warned_without_digest:
+            _warned_without_digest.add(str(fields["snapshot"]))
+            logger.warning(
+                "The ticket of snapshot %s has no checksum: its parameter groups are taken as they"
+                " are. Those that this version saves have one",
+                fields["snapshot"],
+            )
+        return
+    rest = {key: value for key, value in fields.items() if key != _DIGEST}
+    if _digest(rest, options) != fields[_DIGEST]:
+        message = (
+            f"A ticket of step {fields['step']} was given, and its checksum is of other contents:"
+            " its file is damaged, or its parameter groups were edited. Take another checkpoint, or"
+            " resume() for the newest commit. For other options, load the ticket as it was saved,"
+            " and set them in optimizer.param_groups afterwards."
+        )
+        raise DamageError(message)
+
+
+def _digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> str:
+    """Return a digest of a ticket's fields and of its groups' options."""
+    return hashlib.sha256(_text_of([fields, options]).encode()).hexdigest()
+
+
+def _text_of(value: object) -> str:
+    """Return a text that equal values have, and no others; a tuple and a list are equal."""
+    if isinstance(value, torch.Tensor):
+        elements = value.detach().cpu().reshape(-1).view(torch.uint8).tolist()
+        return f"{value.dtype}{tuple(value.shape)}{elements}"
+    if isinstance(value, Mapping):
+        items = sorted(f"{_text_of(key)}: {_text_of(entry)}" for key, entry in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_text_of, value)))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text_of, value))}]"
+    return repr(value)
+
+
+def differing_keys(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return the keys of ``saved`` that have another value, or none, in ``groups``."""
+    keys = {
+        key
+        for theirs, ours in zip(saved, groups, strict=True)
+        for key, value in theirs.items()
+        if key not in ours or _text_of(value) != _text_of(ours[key])
+    }
+    return sorted(keys)
 
 
 def names_of_now(store: Store, commits: Commits) -> tuple[str, ...]:
@@ -79,12 +178,12 @@ def is_own(name: str) -> bool:
 
 
 def refuse_unknown(store: Store, name: str) -> None:
-    """Raise OptionError, naming the snapshots that are there, if ``name`` is none of them."""
-    there = [name for summary in store.generations() for name in summary.names]
-    if name not in there:
+    """Raise OptionError, which lists the snapshots of ``store``, if ``name`` is none of them."""
+    snapshots = [name for summary in store.generations() for name in summary.names]
+    if name not in snapshots:
         message = (
             f"A ticket of snapshot {name!r} was given, and {store.directories[0]} does not have it:"
-            f" it has {', '.join(there) or 'no snapshot at all'}. The checkpoint is of another"
+            f" it has {', '.join(snapshots) or 'no snapshot at all'}. The checkpoint is of another"
             " dir=, or its snapshot was dropped: take another checkpoint, or resume() for the"
             " newest commit."
         )

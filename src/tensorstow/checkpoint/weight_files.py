@@ -1,4 +1,4 @@
-"""Safetensors files that stay open, to read single tensors from where they lie."""
+"""Safetensors files that stay open, to read single tensors from where they are."""
 
 import errno as codes
 import os
@@ -8,26 +8,92 @@ from pathlib import Path
 
 import torch
 
-from tensorstow.base.errors import DamageError, TransferError
+from tensorstow.base.errors import DamageError, TransferError, named
+from tensorstow.base.regular_file import check_regular
+from tensorstow.io.digest_list import digest_of, listed_digest
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import IoFuture, open_file, reads_direct
 from tensorstow.io.safetensors import read_table
 
+INDEX = "model.safetensors.index.json"
+"""Lists the files of a model that has several."""
+
+
+class SeenFile:
+    """A file of weights as it was when it was opened.
+
+    [Note: Changed files] Programs set the time of the last write back (``rsync --inplace -t``), and
+    no program sets that of the last change (ctime), which renaming, linking or ``chmod`` change
+    too. So another ctime means changed contents, with two exceptions: the file still has its listed
+    digest, or has lost its last name, for another file took it and the contents did not change.
+    """
+
+    def __init__(self, path: Path, fd: int | None = None) -> None:
+        """Remember the facts of a file.
+
+        Args:
+            path: The file.
+            fd: The descriptor that it is read by. Default: None, it is opened again for each read,
+                and must be the same file each time.
+
+        Raises:
+            DirectoryError: There is no such file.
+            DamageError: The list of its digest is damaged.
+        """
+        self.path = path
+        self._is_reopened = fd is None
+        with named("File", path):
+            check_regular(path)
+            self._fd = os.open(path, os.O_PATH | os.O_CLOEXEC) if fd is None else fd
+        if fd is None:
+            weakref.finalize(self, os.close, self._fd)
+        self._digest = listed_digest(path, (path, path.with_name(INDEX)))
+        self._seen = self._look()
+
+    def validate_unchanged(self) -> None:
+        """Raise DamageError if somebody has written to the file since, or replaced it."""
+        now = self._look()
+        if now == self._seen:
+            return
+        is_unnamed = not self._is_reopened and not os.fstat(self._fd).st_nlink
+        if not (is_unnamed and now[:-1] == self._seen[:-1]) and not self._has_digest():
+            message = (
+                f"{self.path} was changed while a model is computed with its weights or reads them:"
+                " what was read before and after are of different models. Write new weights to a"
+                " new file (and rename it, if need be), and stow() a model anew."
+            )
+            raise DamageError(message)
+        self._seen = now
+
+    def _has_digest(self) -> bool:
+        """Return whether the contents are those of the list that was written with the file."""
+        opened = self.path if self._is_reopened else Path(f"/proc/self/fd/{self._fd}")
+        return self._digest is not None and digest_of(opened) == self._digest
+
+    def _look(self) -> tuple[bool, int, int, int]:
+        try:
+            facts = os.fstat(self._fd)
+            is_same = not self._is_reopened or os.path.samestat(facts, self.path.stat())
+        except OSError as error:
+            code = error.errno or codes.EIO
+            raise TransferError(self.path, "fstat", offset=0, length=0, errno=code) from error
+        return is_same, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+
 
 class WeightFile:
-    """One safetensors file, open for asynchronous reads."""
+    """One file of weights, open for asynchronous reads."""
 
-    def __init__(self, files: "WeightFiles", path: Path) -> None:
-        """Open ``path``, and remember its size and the time of its last change.
+    def __init__(self, files: "WeightFiles", path: Path, *, has_table: bool = True) -> None:
+        """Open ``path``, and remember its facts; ``has_table``: it is a safetensors file.
 
-        Raises DirectoryError where it cannot be opened, OptionError where it is no safetensors.
+        Raises DirectoryError if it cannot be opened, OptionError if it is no safetensors.
         """
         self.path = path
         self.engine = files.engine
         self._file = open_file(files.engine, path, access=os.O_RDONLY)
         weakref.finalize(self, self._file.close)
-        self._seen = self._look()
-        self.entries = read_table(path).entries
+        self._seen = SeenFile(path, self._file.fd)
+        self.entries = read_table(path).entries if has_table else {}
         self.validate_unchanged()
 
     def read(self, offset: int, into: torch.Tensor) -> IoFuture:
@@ -36,30 +102,22 @@ class WeightFile:
 
     def validate_unchanged(self) -> None:
         """Raise DamageError if somebody has written to the file since it was opened."""
-        if self._look() != self._seen:
-            message = (
-                f"{self.path} was changed while a model is computed with its weights: what was read"
-                " before and after are of different models. Write new weights to a new file (and"
-                " rename it, if need be), and stow() a model anew."
-            )
-            raise DamageError(message)
-
-    def _look(self) -> tuple[int, int]:
-        try:
-            facts = os.fstat(self._file.fd)
-        except OSError as error:
-            code = error.errno or codes.EIO
-            raise TransferError(self.path, "fstat", offset=0, length=0, errno=code) from error
-        return facts.st_size, facts.st_mtime_ns
+        self._seen.validate_unchanged()
 
 
 class WeightFiles:
     """All files of one model, read through one I/O engine."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        """Open every file; raises as ``WeightFile``."""
-        paths = sorted(set(paths))
+    def __init__(self, tables: Iterable[Path], plain: Iterable[Path] = ()) -> None:
+        """Open every file; raises as ``WeightFile``.
+
+        Args:
+            tables: Safetensors files.
+            plain: Files of any other kind; the caller knows the offsets of their tensors.
+        """
+        safetensors = set(tables)
+        paths = sorted(safetensors.union(plain))
         # Through the page cache threads are faster.
         backend = None if all(reads_direct(path) for path in paths) else "threads"
         self.engine = open_engine(backend)
-        self.by_path = {path: WeightFile(self, path) for path in paths}
+        self.by_path = {p: WeightFile(self, p, has_table=p in safetensors) for p in paths}

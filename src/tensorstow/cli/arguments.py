@@ -1,6 +1,6 @@
-"""The commands, and the arguments of each: declared without importing what carries them out.
+"""The commands and their arguments, declared without importing the commands' modules.
 
-Torch takes a second to be imported, which no help and no usage error has to wait for.
+Importing torch takes a second; help and usage errors need not wait for it.
 """
 
 import argparse
@@ -10,20 +10,10 @@ from pathlib import Path
 
 from tensorstow.measure.known_models import KNOWN
 
-TURN_STEPS = 2
-"""Steps that a row of the demo takes before the next one has its turn; the first of them is not
-counted."""
-DEFAULT_STEPS = 2 * TURN_STEPS
 DTYPES = ("fp32", "bf16", "fp16")
-"""Of a model's parameters, as `tensorstow plan` calls them."""
+"""Names that `tensorstow plan` uses for the dtypes of a model's parameters."""
 _JSON_BY_RANK = "one JSON object, or a list of them by rank,"
 _EXAMPLES = {
-    "demo": """\
-examples:
-  tensorstow demo                a minute: GPT-2 in memory, and with its states on disk
-  tensorstow demo --gemini       the table of ColossalAI's Gemini example
-  tensorstow demo --out figures  report, timeline and memory go there
-""",
     "doctor": """\
 examples:
   tensorstow doctor                    the kernel, and where states may go
@@ -62,9 +52,9 @@ class Command:
     name: str
     summary: str
     module: str
-    """What has ``run``, which is called with the parsed arguments."""
+    """Module whose ``run`` is called with the parsed arguments."""
     declare_own: Callable[[argparse.ArgumentParser], None]
-    """Declares the options that this command alone has."""
+    """Function that declares the options of this command only."""
     json: str = "one JSON object"
     """What ``--json`` prints."""
 
@@ -74,37 +64,6 @@ class Command:
         parser.formatter_class = argparse.RawDescriptionHelpFormatter
         self.declare_own(parser)
         parser.add_argument("--json", action="store_true", help=f"print {self.json} instead")
-
-
-def _demo(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow demo`."""
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        help="put the scratch files here (default: the first real disk among the usual places)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        type=Path,
-        default=Path("tensorstow-demo"),
-        help="write plots, report and event log here (default: ./%(default)s)",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        default=DEFAULT_STEPS,
-        help=f"training steps per configuration, in turns of {TURN_STEPS} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--small", action="store_true", help="a toy model: seconds instead of minutes"
-    )
-    parser.add_argument(
-        "--gemini",
-        action="store_true",
-        help="make the table of ColossalAI's Gemini example instead (3 steps, no files)",
-    )
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -144,12 +103,12 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         " returns a module, or a module and the arguments of its forward, or one of"
         f" {', '.join(KNOWN)}",
     )
-    for tier, what in (
+    for tier, help_text in (
         ("device", "an accelerator's memory for each rank; 0: the CPU computes (default: 0)"),
-        ("host", "host memory for each rank, 64GiB say (default: no limit)"),
+        ("host", "host memory for each rank, such as 64GiB (default: no limit)"),
         ("disk", "disk space for each rank (default: no limit)"),
     ):
-        parser.add_argument(f"--{tier}", metavar="SIZE", help=what)
+        parser.add_argument(f"--{tier}", metavar="SIZE", help=help_text)
     parser.add_argument(
         "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
     )
@@ -184,7 +143,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="where states on disk are to be, which was measured (default: the fastest measured)",
     )
     parser.add_argument(
-        "--tbw", metavar="SIZE", help="bytes that a drive may be written, 600TB say: its lifetime"
+        "--tbw",
+        metavar="SIZE",
+        help="bytes that a drive may be written, such as 600TB: its lifetime",
     )
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
@@ -234,21 +195,36 @@ def _recover(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         nargs="+",
-        help="the store's first directory; all of them, in order, where any was moved",
+        help="the store's directories, all of them, in their order",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="go on from what is whole; without this, only say what"
+        "--yes",
+        action="store_true",
+        help="go on from what is whole if that loses nothing; without this, only print what",
+    )
+    parser.add_argument(
+        "--accept-loss",
+        action="store_true",
+        help="go on from what is whole, though steps or snapshots are lost",
     )
 
 
 def _clean(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow clean`."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
-    parser.add_argument("--yes", action="store_true", help="remove it; without this, only say what")
+    parser.add_argument(
+        "directories",
+        metavar="DIR",
+        type=Path,
+        nargs="+",
+        help="the store's directories, the first one first: no other is changed",
+    )
+    parser.add_argument(
+        "--yes", action="store_true", help="remove it; without this, only print what"
+    )
 
 
 def _steps(text: str) -> int | None:
-    """Return a number of micro-batches; None: it is searched."""
+    """Return a number of micro-batches; None for "auto"."""
     if text == "auto":
         return None
     try:
@@ -259,12 +235,6 @@ def _steps(text: str) -> int | None:
 
 
 COMMANDS = (
-    Command(
-        "demo",
-        "train GPT-2 with and without offload and show what it costs",
-        "tensorstow.cli.demo.run",
-        _demo,
-    ),
     Command(
         "doctor",
         "print what this machine gives: kernel, I/O backend, directories",
@@ -299,14 +269,14 @@ COMMANDS = (
     ),
     Command(
         "scrub",
-        "read back all that a store keeps and say what is damaged",
+        "read back all that a store keeps and report damage",
         "tensorstow.cli.scrub",
         _scrub,
         _JSON_BY_RANK,
     ),
     Command(
         "recover",
-        "make a damaged manifest anew, of what in it is whole",
+        "read a store, and make its manifest anew of what is whole",
         "tensorstow.cli.recover",
         _recover,
         _JSON_BY_RANK,

@@ -22,21 +22,21 @@ from tensorstow.measure.calibration import calibrate
 
 _LABEL_COLUMNS = 16
 _BUSY = 0.5
-"""Of the cores: where others use more of them, what is measured is less than the machine has."""
+"""Share of the cores: if other processes use more, the measured rates are too low."""
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     load = os.getloadavg()[0] / process_cores()
     console = make_console(to_stderr=True)
     with _progress() as status:
-        directories = given.directories or [choose_directory().path]
-        found = calibrate(directories, lambda what: status.update(f"measuring: {what}"))
-    path = write_profile(_with_earlier(found))
-    if given.json:
-        print_json(found.as_dict())
+        directories = options.directories or [choose_directory().path]
+        profile = calibrate(directories, lambda subject: status.update(f"measuring: {subject}"))
+    path = write_profile(_with_earlier(profile))
+    if options.json:
+        print_json(profile.as_dict())
     else:
-        print_profile(found)
+        print_profile(profile)
         print_line(make_console(), f"\nkept in {path}")
     if load > _BUSY:
         message = (
@@ -47,12 +47,12 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _with_earlier(found: Profile) -> Profile:
-    """Return a profile with the directories that were measured before, too."""
+def _with_earlier(profile: Profile) -> Profile:
+    """Return a profile that also has the directories measured earlier."""
     earlier = read_profile()
     if earlier is None:
-        return found
-    return found.but(directories={**earlier.directories, **found.directories})
+        return profile
+    return profile.but(directories={**earlier.directories, **profile.directories})
 
 
 @contextmanager
@@ -95,21 +95,21 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
     yield "", f"{fresh}, checksums {format_rate(profile.checksums)}"
     label = "updates"
     for key, rate in profile.update.items():
-        dtype, kept_as = key.split("/")
-        yield label, f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {kept_as}"
+        dtype, state_format = key.split("/")
+        yield label, f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {state_format}"
         label = ""
     label = "updates there"
     for key, rate in profile.device_update.items():
-        dtype, kept_as = key.split("/")
-        told = f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {kept_as}"
-        yield label, f"{told}, on the accelerator"
+        dtype, state_format = key.split("/")
+        speed = f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {state_format}"
+        yield label, f"{speed}, on the accelerator"
         label = ""
     for kind, rates in profile.compute.items():
         flops = (f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.flops.items())
         yield f"compute, {kind}", ", ".join(flops)
-        each = f"{1e6 * rates.call_seconds:.1f} us for each operation"
+        call_time = f"{1e6 * rates.call_seconds:.1f} us for each operation"
         random = f"{rates.random_elements / 1e6:,.0f} million random numbers/s"
-        yield "", f"elementwise {format_rate(rates.tensor_bytes)}, {each}, {random}"
+        yield "", f"elementwise {format_rate(rates.tensor_bytes)}, {call_time}, {random}"
     if profile.link is not None:
         up, down, both = profile.link.up, profile.link.down, profile.link.both
         yield (

@@ -11,21 +11,22 @@ from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.remove import Removal, hold_dead_run, remove
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     with ExitStack() as locks:  # all of them first: a run with one live rank is not dead
-        directories = stores_in(given.directory)
-        found = [locks.enter_context(hold_dead_run(d)) for d in directories]
-        for removal in found if given.yes else ():
+        first, *other_directories = options.directories
+        directories = stores_in(first)
+        removals = [locks.enter_context(hold_dead_run(d, other_directories)) for d in directories]
+        for removal in removals if options.yes else ():
             remove(removal)
-    if given.json:
-        facts = [_facts(removal, is_removed=given.yes) for removal in found]
-        print_json(by_rank(facts, directories, given.directory))
+    if options.json:
+        facts = [_facts(removal, is_removed=options.yes) for removal in removals]
+        print_json(by_rank(facts, directories, first))
         return 0
-    for removal in found:
-        for line in _lines(removal, "removed" if given.yes else "would remove"):
+    for removal in removals:
+        for line in _lines(removal, "removed" if options.yes else "would remove"):
             print(line)
-    if not given.yes:
+    if not options.yes:
         print("nothing was touched: add --yes to remove it")
     return 0
 
@@ -35,11 +36,11 @@ def _facts(removal: Removal, *, is_removed: bool) -> dict[str, Any]:
 
 
 def _lines(removal: Removal, verb: str) -> list[str]:
-    kept = [
+    steps = [
         f"{s.step} ({', '.join(s.names)})" if s.names else str(s.step) for s in removal.generations
     ]
     return [
-        f"run {removal.run}: committed steps {', '.join(kept) or 'none'}",
+        f"run {removal.run}: committed steps {', '.join(steps) or 'none'}",
         *(f"{verb} {path}" for path in removal.files),
         f"{verb} {format_count(len(removal.files), 'file')}, {format_bytes(removal.nbytes)}",
         *(f"left alone, not this run's: {path}" for path in removal.foreign),

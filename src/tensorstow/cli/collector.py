@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept off while what is made is kept."""
+"""Pauses Python's garbage collector while many long-lived objects are created."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let no garbage be collected inside.
+    """Pause the garbage collector inside the block.
 
-    Importing torch and transformers makes a million objects, none of which goes: the collector
-    would look at all of them again and again, which is a sixth of what `tensorstow plan` takes.
+    Importing torch and transformers creates a million objects, none of which is freed. Scanning
+    them again and again would take a sixth of the time of `tensorstow plan`.
     """
     was_on = gc.isenabled()
     gc.disable()

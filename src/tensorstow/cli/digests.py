@@ -1,4 +1,4 @@
-"""SHA-256 of a model's parameters and of an optimizer's states, by name, wherever they are."""
+"""SHA-256 of a model's parameters and of an optimizer's states by name, on any tier."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ def digests_of(model: nn.Module) -> dict[str, str]:
     Args:
         model: A model; it may be one that ``stow`` placed.
     """
-    found = {}
+    digests = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        found[name] = _digest(value.full_tensor() if isinstance(value, DTensor) else value)
-    return found
+        digests[name] = _digest(value.full_tensor() if isinstance(value, DTensor) else value)
+    return digests
 
 
 def digests_of_states(optimizer: Optimizer, model: nn.Module) -> dict[str, str]:

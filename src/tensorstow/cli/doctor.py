@@ -1,6 +1,7 @@
 """`tensorstow doctor`: kernel, threads, I/O backend and directories of this machine, and why."""
 
 import argparse
+import contextlib
 import os
 import platform
 import re
@@ -15,7 +16,12 @@ import torch
 
 from tensorstow.base.core_share import LocalRanks, part
 from tensorstow.base.cores import affinity_cores, quota_cores
-from tensorstow.base.directories import check_directory, default_candidates, inspect_directory
+from tensorstow.base.directories import (
+    check_directory,
+    default_candidates,
+    inspect_directory,
+    resolve_path,
+)
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
@@ -30,6 +36,7 @@ from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.layout import Family
 from tensorstow.step.update_rule import rule_on
 
+_MOST_RANKS = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _LABEL_COLUMNS = 16
 _CANDIDATE_COLUMNS = 6
@@ -37,7 +44,7 @@ _CANDIDATE_COLUMNS = 6
 
 @dataclass(frozen=True, slots=True)
 class DirectoryReport:
-    """The findings about one directory."""
+    """The result of examining one directory."""
 
     path: str
     named_by_user: bool
@@ -47,18 +54,18 @@ class DirectoryReport:
     device: str | None = None
     free_bytes: int | None = None
     takes_direct_io: bool | None = None
-    """Transfers bypass the page cache; None where it could not be tried."""
+    """Whether transfers bypass the page cache; None: it could not be tried."""
     read_bytes_per_second: float | None = None
-    """As `tensorstow calibrate` measured it; None where it did not."""
+    """Rate that `tensorstow calibrate` measured; None: not measured."""
     write_bytes_per_second: float | None = None
     verdict: str | None = None
-    """Whether it is worth offloading to."""
+    """Whether the directory is worth offloading to."""
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if a named directory cannot hold states."""
-    facts = examine(given.directory, given.local_ranks)
-    if given.json:
+    facts = examine(options.directory, options.local_ranks)
+    if options.json:
         print_json(facts)
     else:
         _print_facts(facts)
@@ -67,11 +74,11 @@ def run(given: argparse.Namespace) -> int:
 
 def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
     """Return everything that the command prints, as plain values, for ``ranks`` on the machine."""
-    if ranks is not None and ranks < 1:
-        message = f"--local-ranks {ranks} was given: it is a number of ranks, 1 or more."
+    if ranks is not None and not 1 <= ranks <= _MOST_RANKS:
+        message = f"--local-ranks {ranks} was given: it is a number of ranks, 1 to {_MOST_RANKS}."
         raise OptionError(message)
-    here = local_ranks()
-    local = here if ranks is None else LocalRanks(ranks, None)
+    launched = local_ranks()
+    local = launched if ranks is None else LocalRanks(ranks, None)
     directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
     kernels = prepare_kernels()
     profile = read_profile()
@@ -90,7 +97,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             "usable_cores": usable_cores(),
             "affinity_cores": affinity_cores(),
             "quota_cores": quota_cores(),
-            "local_ranks": here.count,
+            "local_ranks": launched.count,
         },
         "numa": {
             "nodes": [asdict(node) for node in read_nodes()],
@@ -101,8 +108,8 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
         "memlock_bytes": _memlock(),
         "transparent_huge_pages": huge_pages(),
         "directories": [
-            asdict(look_at(path, named_by_user=mine, profile=profile))
-            for path, mine in _distinct(directories)
+            asdict(look_at(path, named_by_user=is_named, profile=profile))
+            for path, is_named in _distinct(directories)
         ],
     }
 
@@ -137,10 +144,10 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
 
 def _share(local: LocalRanks) -> dict[str, Any]:
     """Return the cores, threads and I/O depth of one of the machine's ranks."""
-    found = accelerator_nodes(initialise=True)
-    if found is not None and local.rank is not None:
-        found = replace(found, current=local.rank % len(found.nodes))
-    share = share_here(local=local, devices=found)
+    devices = accelerator_nodes(initialise=True)
+    if devices is not None and local.rank is not None:
+        devices = replace(devices, current=local.rank % len(devices.nodes))
+    share = share_here(local=local, devices=devices)
     return {
         "rank": local.rank,
         "threads": share.threads,
@@ -160,17 +167,20 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
 
 
 def _distinct(candidates: list[tuple[Path, bool]]) -> list[tuple[Path, bool]]:
-    """Drop directories that were named before."""
+    """Return the candidates without repeated directories."""
     first: dict[Path, tuple[Path, bool]] = {}
-    for path, mine in candidates:
-        first.setdefault(path.expanduser().resolve(), (path, mine))
+    for path, is_named in candidates:
+        key = path
+        with contextlib.suppress(DirectoryError):  # look_at reports the reason
+            key = resolve_path(path)
+        first.setdefault(key, (path, is_named))
     return list(first.values())
 
 
 def _backends() -> dict[str, Any]:
     try:
         chosen = choose_backend().name
-    except OSError:  # each one's reason is in what was probed
+    except OSError:  # "probed" has the reason of each
         chosen = None
     return {
         "backend": chosen,
@@ -212,7 +222,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     kernel, threads, io, lock = (facts[k] for k in ("kernel", "threads", "io", "memlock_bytes"))
-    (_, own), *others = facts["versions"].items()
+    (_, tensorstow_version), *other_versions = facts["versions"].items()
     quota = _cores(threads["quota_cores"])
     why = (
         f"affinity {format_count(threads['affinity_cores'], 'core')}, cgroup quota {quota},"
@@ -225,9 +235,13 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     pages = facts["transparent_huge_pages"]
     advice = {"never": " (our buffers get small pages: more TLB misses)", None: " (not offered)"}
     return [
-        ("tensorstow", f"{own}, " + ", ".join(f"{name} {number}" for name, number in others)),
+        (
+            "tensorstow",
+            f"{tensorstow_version}, "
+            + ", ".join(f"{name} {number}" for name, number in other_versions),
+        ),
         ("accelerator", facts["accelerator"] or "none that torch can use"),
-        *_updates_there(facts["device_update"]),
+        *_device_update_lines(facts["device_update"]),
         ("CPU kernel", f"{kernel['isa']} (this CPU runs {', '.join(kernel['supported'])})"),
         ("threads", f"{threads['update']} ({why})"),
         ("NUMA nodes", _nodes(facts["numa"]["nodes"])),
@@ -238,16 +252,16 @@ def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _updates_there(found: dict[str, str] | None) -> list[tuple[str, str]]:
-    if found is None:
+def _device_update_lines(choice: dict[str, str] | None) -> list[tuple[str, str]]:
+    if choice is None:
         return []
-    why = found["why_not_fused"]
-    return [("device updates", found["rule"] + (f" ({why})" if why else ""))]
+    why = choice["why_not_fused"]
+    return [("device updates", choice["rule"] + (f" ({why})" if why else ""))]
 
 
 def _nodes(nodes: list[dict[str, Any]]) -> str:
-    known = (f"{node['number']} (cores {_ranges(node['cores'])})" for node in nodes)
-    return ", ".join(known) or "not told by this system"
+    descriptions = (f"{node['number']} (cores {_ranges(node['cores'])})" for node in nodes)
+    return ", ".join(descriptions) or "not reported by this system"
 
 
 def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:
@@ -264,15 +278,17 @@ def _runs(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _rank(share: dict[str, Any]) -> str:
     who = _ranges(range(share["rank"], share["last"] + 1))
-    where = " and ".join(str(number) for number in share["nodes"])
-    on = f"on node {where} (cores {_ranges(share['cores'])})" if where else "on any core"
+    nodes = " and ".join(str(number) for number in share["nodes"])
+    location = f"on node {nodes} (cores {_ranges(share['cores'])})" if nodes else "on any core"
     threads = format_count(share["threads"], "thread")
-    each = " each" if share["last"] > share["rank"] else ""
-    return f"{who}: {threads}{each} {on}, {format_count(share['io_depth'], 'block')} in flight"
+    suffix = " each" if share["last"] > share["rank"] else ""
+    return (
+        f"{who}: {threads}{suffix} {location}, {format_count(share['io_depth'], 'block')} in flight"
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in order as the kernel writes them: 0-3,8."""
+    """Return sorted numbers as the kernel writes them: 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] + 1 == number:

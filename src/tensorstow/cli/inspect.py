@@ -20,22 +20,22 @@ from tensorstow.store.rank_dirs import stores_in
 _LABEL_COLUMNS = 13
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    directories = stores_in(given.directory)
-    found = [inspect_store(directory) for directory in directories]
-    if given.json:
-        print_json(by_rank([asdict(each) for each in found], directories, given.directory))
+    directories = stores_in(options.directory)
+    stores = [inspect_store(directory) for directory in directories]
+    if options.json:
+        print_json(by_rank([asdict(store) for store in stores], directories, options.directory))
         return 0
     console = make_console()
-    for each in found:
-        print_facts(console, _lines(each), _LABEL_COLUMNS)
-        if each.generations:
-            print_generations(console, each)
+    for store in stores:
+        print_facts(console, _lines(store), _LABEL_COLUMNS)
+        if store.generations:
+            print_generations(console, store)
     return 0
 
 
-def print_generations(console: Console, found: StoreInfo) -> None:
+def print_generations(console: Console, store: StoreInfo) -> None:
     """Print the kept generations as a table, oldest first."""
     rows = [
         (
@@ -46,22 +46,22 @@ def print_generations(console: Console, found: StoreInfo) -> None:
             str(summary.chunk_count),
             format_bytes(summary.bytes),
         )
-        for summary in found.generations
+        for summary in store.generations
     ]
     heads = ("generation", "step", "committed", "snapshots", "chunks", "bytes")
     print_table(console, heads, rows)
 
 
-def _lines(found: StoreInfo) -> list[tuple[str, str]]:
+def _lines(store: StoreInfo) -> list[tuple[str, str]]:
     lines = [
-        ("store", f"{found.directory}"),
-        ("run", f"{found.run}, format {found.format}, by tensorstow {found.writer}"),
-        ("held", f"by {found.holder}" if found.holder else "by nobody"),
-        *(("file", _describe(file)) for file in found.files),
+        ("store", f"{store.directory}"),
+        ("run", f"{store.run}, format {store.format}, by tensorstow {store.writer}"),
+        ("held", f"by {store.holder}" if store.holder else "by nobody"),
+        *(("file", _describe(file)) for file in store.files),
     ]
-    if found.layout is None:
+    if store.layout is None:
         return [*lines, ("generations", "none: nothing is committed yet")]
-    layout = found.layout
+    layout = store.layout
     return [
         *lines,
         ("elements", f"{layout.elements:,} in {format_count(layout.chunks, 'chunk')}"),

@@ -1,15 +1,17 @@
 """The command `tensorstow`: parses arguments, runs a subcommand, prints errors.
 
-Exit statuses: 0; 1, something was found: damage, an unusable directory, results that differ; 2, the
-request cannot be carried out; 130, interrupted; 143, terminated, and 129, the terminal was closed;
-141, the reader of the output has closed it (``| head``), as the shell reports for SIGPIPE.
+Exit statuses: 0, success; 1, the command reports damage, an unusable directory or results that
+differ; 2, the request cannot be carried out; 130, interrupted; 143, terminated; 129, the terminal
+was closed; 141, the reader of the output closed it (``| head``), as shells report for SIGPIPE.
 
-An error is a line on standard error. With ``--json`` it is an object on standard output, too:
+An error is a line on standard error. With ``--json`` it is also an object on standard output:
 ``{"error": {"type": "OptionError", "message": ...}}``.
 """
 
 import argparse
 import atexit
+import io
+import itertools
 import json
 import os
 import re
@@ -54,25 +56,28 @@ def make_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tensorstow {version('tensorstow')}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for each in COMMANDS:
-        command = commands.add_parser(
-            each.name,
-            help=each.summary,
-            description=f"{each.summary[0].upper()}{each.summary[1:]}.",
+    for command in COMMANDS:
+        subparser = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             allow_abbrev=False,
         )
-        each.declare(command)
-        command.set_defaults(module=each.module, parser=command)
+        command.declare(subparser)
+        subparser.set_defaults(module=command.module, parser=subparser)
     return parser
 
 
-def run_and_exit() -> NoReturn:
+def run_and_exit(parser: argparse.ArgumentParser | None = None) -> NoReturn:
     """Run the command that this process was started for, and end the process.
 
-    Python would take apart each of the million objects that torch and transformers have made, which
-    takes most of a second: once everything is written and closed, the system frees memory sooner.
+    Python would deallocate each of the million objects that torch and transformers have created,
+    which takes most of a second. Once everything is written and closed, exiting at once is faster.
+
+    Args:
+        parser: As for ``main``.
     """
-    status = main()
+    status = main(parser=parser)
     if threading.active_count() > 1:  # Python waits for them
         sys.exit(status)
     atexit._run_exitfuncs()  # noqa: SLF001  # Python's own way to call them
@@ -82,28 +87,39 @@ def run_and_exit() -> NoReturn:
     os._exit(status)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit status."""
-    given = argparse.Namespace()
+def main(
+    arguments: Sequence[str] | None = None, parser: argparse.ArgumentParser | None = None
+) -> int:
+    """Run the command; return its exit status.
+
+    Args:
+        arguments: The words after the command's name. Default: None, those of this process.
+        parser: Parser of another program. It sets ``module``, whose ``run`` is called, and
+            ``parser``. Default: None, the parser of `tensorstow`.
+    """
+    options = argparse.Namespace()
+    for stream in (sys.stdout, sys.stderr):  # file names may be invalid in the encoding
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        given = _parse(arguments)
+        options = _parse(make_parser() if parser is None else parser, arguments)
         with _terminations_raised():
             with collector_paused():
-                module = import_module(given.module)
-            status: int = module.run(given)
+                module = import_module(options.module)
+            status: int = module.run(options)
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be reported
     except BrokenPipeError:
         _drop(sys.stdout)
         return PIPE_CLOSED
     except StowError as error:
-        _print_error(given, type(error).__name__, str(error))
+        _print_error(options, type(error).__name__, str(error))
         return USAGE_ERROR
-    except KeyboardInterrupt:  # while what a command needs is being imported, too
-        _print_error(given, "KeyboardInterrupt", "interrupted")
+    except KeyboardInterrupt:  # also during the import of the command's module
+        _print_error(options, "KeyboardInterrupt", "interrupted")
         return INTERRUPTED
     except Terminated as ended:
-        _print_error(given, "Terminated", str(ended).lower())
+        _print_error(options, "Terminated", str(ended).lower())
         return ended.status
     return status
 
@@ -117,46 +133,53 @@ def _terminations_raised() -> Iterator[None]:
 
     replaced = []
     if threading.current_thread() is threading.main_thread():
-        # nohup has them ignored, and who calls main() may handle them.
-        replaced = [each for each in _ENDING if signal.getsignal(each) is signal.SIG_DFL]
-    for each in replaced:
-        signal.signal(each, end)
+        # nohup ignores them, and the caller of main() may handle them.
+        replaced = [
+            signal_number
+            for signal_number in _ENDING
+            if signal.getsignal(signal_number) is signal.SIG_DFL
+        ]
+    for signal_number in replaced:
+        signal.signal(signal_number, end)
     try:
         yield
     finally:
-        for each in replaced:
-            signal.signal(each, signal.SIG_DFL)
+        for signal_number in replaced:
+            signal.signal(signal_number, signal.SIG_DFL)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if arguments is None else arguments
-    given, strange = make_parser().parse_known_args(_with_negative_values(words))
-    if strange:  # argparse would print the usage of the whole command
-        given.parser.error(f"unrecognized arguments: {' '.join(strange)}")
-    return given
+    options, unrecognized = parser.parse_known_args(_with_negative_values(words))
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        if re.fullmatch(r"--[a-z-]+=--", word):  # argparse would return an empty list
+            options.parser.error(f"argument {word[:-3]}: expected one argument")
+    if unrecognized:  # argparse would print the usage of the whole command
+        options.parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+    return options
 
 
 def _with_negative_values(words: Sequence[str]) -> list[str]:
-    """Return words with ``--host -5GiB`` as ``--host=-5GiB``: argparse takes it for an option."""
-    found: list[str] = []
+    """Join ``--host -5GiB`` to ``--host=-5GiB``: argparse would take -5GiB for an option."""
+    joined: list[str] = []
     for word in words:
-        if found and _NEGATIVE.match(word) and re.fullmatch(r"--[a-z][a-z-]*", found[-1]):
-            found[-1] += f"={word}"
+        if joined and _NEGATIVE.match(word) and re.fullmatch(r"--[a-z][a-z-]*", joined[-1]):
+            joined[-1] += f"={word}"
         else:
-            found.append(word)
-    return found
+            joined.append(word)
+    return joined
 
 
-def _print_error(given: argparse.Namespace, kind: str, message: str) -> None:
-    """Print an error for people, and with ``--json`` for the program that reads the output, too."""
-    _tell(sys.stderr, f"tensorstow: {message}")
-    if getattr(given, "json", False):
+def _print_error(options: argparse.Namespace, kind: str, message: str) -> None:
+    """Print an error as a line, and with ``--json`` also as an object on standard output."""
+    _print_line(sys.stderr, f"tensorstow: {message}")
+    if getattr(options, "json", False):
         error = {"error": {"type": kind, "message": message}}
-        _tell(sys.stdout, json.dumps(error, indent=2))
+        _print_line(sys.stdout, json.dumps(error, indent=2))
 
 
-def _tell(stream: TextIO | None, text: str) -> None:
-    """Print a line, unless nobody reads it."""
+def _print_line(stream: TextIO | None, text: str) -> None:
+    """Print a line; discard the stream if its reader has closed it."""
     if stream is None:
         return
     try:
@@ -166,7 +189,7 @@ def _tell(stream: TextIO | None, text: str) -> None:
 
 
 def _drop(stream: TextIO) -> None:
-    """Discard what was not written yet, and what will be."""
+    """Discard buffered and future output."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, stream.fileno())

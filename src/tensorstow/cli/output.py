@@ -1,4 +1,4 @@
-"""How commands print: text that fits the terminal, or one JSON value."""
+"""Output of the commands: text that fits the terminal, or one JSON value."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 _NARROW = 60
-"""Below this many columns a label has a line of its own."""
+"""Below this many columns a label gets its own line."""
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ class _Console(Console):
     """Rich's console, but a closed pipe raises an error instead of exiting with status 1."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Leave the exit status to ``main``, where 1 means that something was found."""
+        """Leave the exit status to ``main``, which reserves 1 for damage and differences."""
         raise BrokenPipeError
 
 
@@ -35,13 +35,13 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def by_rank(each: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
+def by_rank(values: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
     """Return the value that ``--json`` prints: a list if ``asked`` has a store for each rank."""
-    return each[0] if list(directories) == [asked] else each
+    return values[0] if list(directories) == [asked] else values
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]], column: int) -> None:
-    """Print labels and texts; one line each if the output is no terminal.
+    """Print labels and texts; one line each if the output is not a terminal.
 
     On a terminal long texts are wrapped in their column; nothing is cut off.
     """
@@ -71,11 +71,11 @@ def print_table(
     *,
     numbers_from: int | None = None,
 ) -> None:
-    """Print a table; if it is too wide, its rows one after the other, labelled with the heads.
+    """Print a table; if it is too wide, print its rows one below the other, with labels.
 
-    Columns from ``numbers_from`` on have numbers, which end below each other.
+    Columns from ``numbers_from`` on are right-aligned.
 
-    Lines are drawn on a terminal alone: elsewhere they would be in the way of awk and grep.
+    Lines are drawn only on a terminal: in a pipe they would disturb awk and grep.
     """
     table = Table(*heads, box=box.HEAVY_HEAD if console.is_terminal else None)
     for index, column in enumerate(table.columns):
@@ -94,7 +94,7 @@ def print_table(
 
 
 def format_rate(rate: float) -> str:
-    """Return bytes per second as people read them, in decimal units.
+    """Return bytes per second as text, in decimal units.
 
     Args:
         rate: Bytes per second.
@@ -103,7 +103,7 @@ def format_rate(rate: float) -> str:
 
 
 def fits(console: Console, table: Table) -> bool:
-    """Return whether ``table`` is shown whole."""
+    """Return whether ``table`` fits the width of the console."""
     unbounded = console.options.update(max_width=1 << 20)
     return console.measure(table, options=unbounded).maximum <= console.width
 

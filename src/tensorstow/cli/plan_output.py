@@ -1,4 +1,4 @@
-"""How `tensorstow plan` prints what it found."""
+"""Text output of `tensorstow plan`."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,10 +27,10 @@ def print_plan(facts: dict[str, Any]) -> None:
     print_facts(console, describe(facts), _LABEL_COLUMNS)
     console.print()
     print_table(console, ["tier", "what", "bytes of one rank", "budget"], _rows(facts))
-    others = list(other_placements(facts))
-    if others:
+    alternatives = list(other_placements(facts))
+    if alternatives:
         console.print("\n[bold]other placements[/]")
-    for placement, reason in others:
+    for placement, reason in alternatives:
         print_line(console, f"  {placement}: {reason}")
     console.print("\n[bold]to run it[/]")
     for line in facts["code"]:
@@ -46,10 +46,10 @@ def print_plan(facts: dict[str, Any]) -> None:
 
 
 def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
-    """Print what a form cannot say of the plan."""
+    """Print the parts of a plan that a configuration cannot express."""
     if lacks:
-        told = ", ".join(f"{name} ({value!r} here)" for name, value in lacks.items())
-        print_line(console, f"  differs from the plan in {told}")
+        differences = ", ".join(f"{name} ({value!r} here)" for name, value in lacks.items())
+        print_line(console, f"  differs from the plan in {differences}")
 
 
 def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -82,10 +82,12 @@ def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "seconds", f"not predicted: say {facts['trace_with']}"
     else:
         phases = ", ".join(
-            f"{each['name']} {show_seconds(each['seconds'])}" for each in step["phases"]
+            f"{phase['name']} {show_seconds(phase['seconds'])}" for phase in step["phases"]
         )
         yield "step", f"{show_seconds(step['seconds'])}: {phases}"
-        busy = ", ".join(f"{name} {show_seconds(each)}" for name, each in step["busy"].items())
+        busy = ", ".join(
+            f"{name} {show_seconds(seconds)}" for name, seconds in step["busy"].items()
+        )
         yield "bound by", f"{step['binding']} (at work in a step: {busy})"
         rate = f"{step['tokens_per_second']:,.0f} {counted_in}/s"
         yield counted_in, f"{step['tokens']:,} per step, {rate}"
@@ -111,20 +113,20 @@ def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def other_placements(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the placements that were not chosen, and why; at last how many are not among them.
+    """Yield the placements that were not chosen, and why; then the count of those left out.
 
     Args:
         facts: What ``plan.examine`` returned.
     """
-    for each in facts["tried"]:
-        if each["reason"] != "chosen":
-            yield placement_of(each), each["reason"]
+    for alternative in facts["tried"]:
+        if alternative["reason"] != "chosen":
+            yield placement_of(alternative), alternative["reason"]
     if facts["left_out"]:
         yield f"{facts['left_out']:,} more", "variants of these that gain less than 2%"
 
 
 def show_seconds(seconds: float) -> str:
-    """Return seconds as people read them.
+    """Return seconds as text, in seconds or milliseconds.
 
     Args:
         seconds: Seconds.
@@ -143,26 +145,26 @@ def _activations(traced: dict[str, Any] | None, trace_with: str) -> str:
     return f"{held}, for {traced['batch']} x {traced['sequence']} tokens"
 
 
-def placement_of(found: dict[str, Any]) -> str:
-    """Return where everything lives, in words.
+def placement_of(facts: dict[str, Any]) -> str:
+    """Return the tiers of parameters and states, and other options, as text.
 
     Args:
-        found: With the fields of a plan, and its state format.
+        facts: The fields of a plan, and its state format.
     """
-    plan = found["plan"]
+    plan = facts["plan"]
     rest = "".join(
         f", {name} {format_bytes(value) if name in _SIZES else value}"
         for name, value in plan.items()
         if name not in {"parameters", "states", "units"}
     )
-    kept_as = "" if found["state_format"] is None else f" in {found['state_format']}"
+    in_format = "" if facts["state_format"] is None else f" in {facts['state_format']}"
     units = _units(plan.get("units", {}))
     parameters = f"parameters on {plan['parameters'].upper()}{units}"
-    return f"{parameters}, states on {plan['states'].upper()}{kept_as}{rest}"
+    return f"{parameters}, states on {plan['states'].upper()}{in_format}{rest}"
 
 
 def _units(units: dict[str, str]) -> str:
-    """Return how many units are on another tier."""
+    """Return the number of units on each other tier, as text."""
     tiers = list(units.values())
     return "".join(
         f", {format_count(tiers.count(tier), 'unit')} of them on {tier.upper()}"
@@ -173,10 +175,10 @@ def _units(units: dict[str, str]) -> str:
 def _rows(facts: dict[str, Any]) -> Sequence[Sequence[str]]:
     rows = []
     for tier, total in facts["tiers"].items():
-        own = [item for item in facts["held"] if item["tier"] == tier]
-        rows += [[tier, item["what"], format_bytes(item["bytes"]), ""] for item in own]
+        items = [item for item in facts["held"] if item["tier"] == tier]
+        rows += [[tier, item["what"], format_bytes(item["bytes"]), ""] for item in items]
         limit = total["budget"]
-        if own:
+        if items:
             budget = "no limit" if limit is None else format_bytes(limit)
             rows.append([tier, "all", format_bytes(total["bytes"]), budget])
     return rows

@@ -25,7 +25,7 @@ _COLORS = (
     "#2f7fb5", "#cf8a1d", "#1f9484", "#a9659f", "#6f953c", "#c4553f", "#6c7fa6", "#8a919c",
 )  # fmt: skip
 _LABELLED = 15
-"""Per cent of a step: a phase that is shorter has no room for its name."""
+"""Per cent of a step: a shorter phase has no room for its name."""
 _LANE_COLORS = {
     "cores": "#6c7fa6",
     "accelerator": "#6f953c",
@@ -52,7 +52,7 @@ def compose(facts: dict[str, Any]) -> str:
         "<h2>One step</h2>",
         *_timeline(facts["step"]),
         "<h2>Other placements</h2>",
-        f"<dl>{''.join(_others(facts))}</dl>",
+        f"<dl>{''.join(_alternatives(facts))}</dl>",
         "<h2>To run it</h2>",
         f"<pre>{escape(chr(10).join(facts['code']))}</pre>",
     ]
@@ -62,7 +62,7 @@ def compose(facts: dict[str, Any]) -> str:
 def _tiers(facts: dict[str, Any]) -> Iterator[str]:
     """Yield a bar for each tier that holds something; its length is the budget."""
     purposes = list(dict.fromkeys(item["what"] for item in facts["held"]))
-    color = {what: _COLORS[turn % len(_COLORS)] for turn, what in enumerate(purposes)}
+    color = {purpose: _COLORS[turn % len(_COLORS)] for turn, purpose in enumerate(purposes)}
     for tier, total in facts["tiers"].items():
         items = [item for item in facts["held"] if item["tier"] == tier]
         if not items:
@@ -90,7 +90,7 @@ def _part(item: dict[str, Any], whole: int, color: dict[str, str]) -> str:
 
 
 def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
-    """Yield a lane for each resource: how much of each phase it works."""
+    """Yield a lane for each resource: the share of each phase that it works."""
     if step is None:
         yield '<p class="faint">Not predicted: it needs rates, --batch and --seq.</p>'
         return
@@ -118,6 +118,6 @@ def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
         yield f'<div class="lane"><span>{label}</span><div class="bar">{"".join(cells)}</div></div>'
 
 
-def _others(facts: dict[str, Any]) -> Iterator[str]:
+def _alternatives(facts: dict[str, Any]) -> Iterator[str]:
     for placement, reason in other_placements(facts):
         yield f"<dt>{escape(placement)}</dt><dd>{escape(reason)}</dd>"

@@ -1,12 +1,14 @@
-"""What runs a plan: lines of Python, a DeepSpeed configuration, Gemini's arguments."""
+"""A plan as lines of Python, as a DeepSpeed configuration, and as Gemini's arguments."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_host
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
 from tensorstow.formats.state_format import StateFormat
@@ -16,7 +18,7 @@ _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _LR = 1e-4
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 ANY_DIRECTORY = "/nvme"
-"""Stands for the directory where none was named."""
+"""Placeholder for the directory if none was named."""
 _USUAL = Plan()
 _FIELDS = (
     "units",
@@ -28,38 +30,38 @@ _FIELDS = (
     "activations",
     "activation_ram_budget",
 )
-"""Of a plan, beside tiers: what a search may set."""
+"""Fields of a plan, next to its tiers, that a search may set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A plan, and what else is to be said for a run to follow it."""
+    """A plan, and what else a run needs to follow it."""
 
     plan: Plan
     state_format: StateFormat | None
     dtype: torch.dtype
-    """Of the parameters."""
+    """Dtype of the parameters."""
     directory: str | None
-    """Where states and parameters on disk are to be."""
+    """Directory for states and parameters on disk."""
     commits: bool
-    """Whether the run commits, there."""
+    """Whether the run commits to ``directory``."""
     fills_cache: bool = False
-    """Whether the model is one of transformers, whose forward fills a cache unless told not to."""
+    """Whether the model is from transformers: its forward fills a cache by default."""
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
-    """Return where everything lives, and what else differs from a plan's defaults.
+    """Return the tiers of a plan, and the fields that differ from their defaults.
 
     Args:
         plan: The plan.
     """
-    found: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
+    fields: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
     for name in _FIELDS:
         if getattr(plan, name) != getattr(_USUAL, name):
-            found[name] = getattr(plan, name)
+            fields[name] = getattr(plan, name)
     if plan.units:
-        found["units"] = {name: str(tier) for name, tier in plan.units.items()}
-    return found
+        fields["units"] = {name: str(tier) for name, tier in plan.units.items()}
+    return fields
 
 
 def code_of(recipe: Recipe) -> list[str]:
@@ -69,31 +71,31 @@ def code_of(recipe: Recipe) -> list[str]:
         recipe: The plan.
     """
     plan, directory = recipe.plan, recipe.directory
-    given = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
-    keywords, where = f"lr={_LR}", ""
+    arguments = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
+    keywords, directory_keyword = f"lr={_LR}", ""
     if recipe.state_format is not None:
         keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
     if recipe.commits:
-        where = f", dir={directory or ANY_DIRECTORY!r}"
+        directory_keyword = f", dir={directory or ANY_DIRECTORY!r}"
     elif directory is not None and uses_disk(plan):
-        keywords, where = f"{keywords}, durability='none'", f", dir={directory!r}"
-    made = f"functools.partial(tensorstow.AdamW, {keywords})"
-    uncached = recipe.fills_cache and plan.activations == "recompute"
+        keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={directory!r}"
+    factory = f"functools.partial(tensorstow.AdamW, {keywords})"
+    uncached = recipe.fills_cache and plan.activations is ActivationPlacement.RECOMPUTE
     return [
         "import functools, tensorstow",
         *(["model.config.use_cache = False"] if uncached else []),
-        f"plan = tensorstow.Plan({given})",
-        f"model, optimizer = tensorstow.stow(model, {made}, plan=plan{where})",
+        f"plan = tensorstow.Plan({arguments})",
+        f"model, optimizer = tensorstow.stow(model, {factory}, plan=plan{directory_keyword})",
     ]
 
 
 def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
-    """Return a configuration of DeepSpeed; ``deepspeed_lacks`` says what it does not say.
+    """Return a DeepSpeed configuration; ``deepspeed_lacks`` returns what it cannot express.
 
     Args:
         recipe: The plan.
         batch: Sequences of a micro-batch.
-        ranks: Over how many ranks the model is sharded.
+        ranks: Number of ranks that the model is sharded over.
     """
     plan, directory = recipe.plan, recipe.directory
     zero: dict[str, Any] = {"stage": plan.stage}
@@ -106,9 +108,9 @@ def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
         zero["offload_param"]["max_in_cpu"] = (
             int(plan.buffer_pool_bytes or 0) // recipe.dtype.itemsize
         )
-    if plan.update_on == "device":
+    if not reaches_host(plan.update_on):
         zero["offload_optimizer"]["ratio"] = 0.0
-    found: dict[str, Any] = {
+    configuration: dict[str, Any] = {
         "train_batch_size": batch * plan.accumulation_steps * ranks,
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": plan.accumulation_steps,
@@ -118,30 +120,34 @@ def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
     }
     for name, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if recipe.dtype == kind:
-            found[name] = {"enabled": True}
-    return found
+            configuration[name] = {"enabled": True}
+    return configuration
 
 
 def deepspeed_lacks(
-    recipe: Recipe, configuration: dict[str, Any], ranks: int, *, here: bool
+    recipe: Recipe, configuration: dict[str, Any], ranks: int, *, device_is_host: bool
 ) -> dict[str, Any]:
-    """Return what a configuration cannot say of the plan: names, and what it has instead.
+    """Return the fields of a plan that a configuration cannot express, with its own values.
 
     Args:
         recipe: The plan.
         configuration: What ``deepspeed_of`` returned.
-        ranks: Over how many ranks the model is sharded.
-        here: Whether the CPU computes.
+        ranks: Number of ranks that the model is sharded over.
+        device_is_host: Whether the CPU computes.
     """
-    read = plan_of(read_settings(configuration, ranks), device_is_host=here)
+    described = plan_of(read_settings(configuration, ranks), device_is_host=device_is_host)
     plan, itemsize = recipe.plan, recipe.dtype.itemsize
     lacks = {
-        name: getattr(read, name)
+        name: getattr(described, name)
         for name in ("parameters", "states", *_FIELDS)
-        if getattr(read, name) != getattr(plan, name)
+        if getattr(described, name) != getattr(plan, name)
     }
-    given, meant = plan.buffer_pool_bytes, read.buffer_pool_bytes
-    if given is not None and meant is not None and int(given) - int(meant) < itemsize:
+    pool_bytes, described_pool_bytes = plan.buffer_pool_bytes, described.buffer_pool_bytes
+    if (
+        pool_bytes is not None
+        and described_pool_bytes is not None
+        and int(pool_bytes) - int(described_pool_bytes) < itemsize
+    ):
         lacks.pop("buffer_pool_bytes", None)  # it counts elements
     if recipe.state_format is not None:
         lacks["state_format"] = None
@@ -151,9 +157,9 @@ def deepspeed_lacks(
 
 
 def gemini_of(recipe: Recipe) -> list[str] | None:
-    """Return lines of Python that boost ``model``; None: Gemini's arguments cannot say the plan.
+    """Return lines of Python that boost ``model``; None: they cannot express the plan.
 
-    ``gemini_lacks`` says what they leave out.
+    ``gemini_lacks`` returns what they leave out.
 
     Args:
         recipe: The plan.
@@ -178,7 +184,7 @@ def gemini_of(recipe: Recipe) -> list[str] | None:
 
 
 def gemini_lacks(recipe: Recipe) -> dict[str, Any]:
-    """Return what ``gemini_of`` cannot say of the plan: names, and what its run has instead.
+    """Return the fields of a plan that ``gemini_of`` cannot express, with its run's values.
 
     Args:
         recipe: The plan.

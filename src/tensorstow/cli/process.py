@@ -1,4 +1,4 @@
-"""A process that a command starts and controls by lines; it answers in lines of JSON."""
+"""A process that a command starts and controls with lines of text; it answers in JSON lines."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO, Any, TextIO
 
 from tensorstow.base.errors import StowError
 
 OPTIMIZER = "opt.step"
-"""The part of a step that updates."""
+"""Name of the part of a step that updates."""
 
 
 class Process:
@@ -30,8 +31,8 @@ class Process:
     def messages(self) -> Iterator[dict[str, Any]]:
         """Yield its messages until it ends; raise StowError with its last output if it failed."""
         for line in self._lines:
-            said: dict[str, Any] = json.loads(line)
-            yield said
+            message: dict[str, Any] = json.loads(line)
+            yield message
         status = self._child.wait()
         if status != 0:
             raise StowError(_last_words(self.name, status, self._output))
@@ -55,21 +56,33 @@ class Process:
 
     def _orders(self) -> IO[bytes]:
         if self._child.stdin is None:
-            message = f"{self.name!r} was to be told something and has no standard input."
+            message = f"{self.name!r} was sent a line, but it has no standard input."
             raise StowError(message)
         return self._child.stdin
 
 
 @contextmanager
-def started(name: str, module: str, arguments: Sequence[str]) -> Iterator[Process]:
-    """Run ``module`` in a new process, killed at the end of the block, however that ends."""
+def started(
+    name: str, module: str, arguments: Sequence[str], folder: Path | None = None
+) -> Iterator[Process]:
+    """Run ``module`` in a new process, which is killed when the block ends or raises.
+
+    Args:
+        name: Name of the process in errors.
+        module: Module to run; it takes ``--descriptor``, to which it writes its messages.
+        arguments: Its other arguments.
+        folder: Folder to import ``module`` from. Default: None, it is installed.
+    """
     reader, writer = os.pipe()
-    # -P: what lies in the working directory must not be imported instead.
+    # -P: modules in the working directory must not be imported instead.
     command = [sys.executable, "-P", "-m", module, *arguments]
+    path = [*([] if folder is None else [str(folder)]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
     with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
         try:
-            child = subprocess.Popen(  # noqa: S603  # ourselves
+            child = subprocess.Popen(  # noqa: S603  # this interpreter
                 [*command, "--descriptor", str(writer)],
+                env=environment,
                 pass_fds=[writer],
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -98,20 +111,22 @@ def say(pipe: TextIO, line: str) -> None:
     pipe.flush()
 
 
-def kill_in_an_update(process: Process, behind: int, tell: Callable[[int, str], None]) -> None:
+def kill_in_an_update(
+    process: Process, first_step: int, announce: Callable[[int, str], None]
+) -> None:
     """Kill a training process in the first update after a step.
 
     Args:
-        process: It reports parts of steps by ``teller``.
-        behind: Steps that are taken before, so that one of them is committed.
-        tell: Called with each report.
+        process: The process; it reports parts of steps with ``teller``.
+        first_step: First step to kill in, counted from 0; an earlier step must be committed.
+        announce: Called with each report.
 
     Raises:
-        StowError: It ended by itself.
+        StowError: The process ended by itself.
     """
-    for said in process.messages():
-        tell(said["step"], said["part"])
-        if said["step"] >= behind and said["part"] == OPTIMIZER:
+    for report in process.messages():
+        announce(report["step"], report["part"])
+        if report["step"] >= first_step and report["part"] == OPTIMIZER:
             process.kill()
             return
     message = (
@@ -123,8 +138,8 @@ def kill_in_an_update(process: Process, behind: int, tell: Callable[[int, str], 
 
 def _last_words(name: str, status: int, output: IO[bytes]) -> str:
     output.seek(0)
-    words = output.read().decode(errors="replace").strip().splitlines()[-20:]
+    last_lines = output.read().decode(errors="replace").strip().splitlines()[-20:]
     ended = f"signal {-status}" if status < 0 else f"exit status {status}"
     hint = " (signal 9 is mostly the system's answer to too little memory)" * (status == -9)
-    said = "\n  ".join(["It said last:", *words]) if words else "It said nothing."
-    return f"The process {name!r} ended with {ended}{hint}. {said}"
+    quoted = "\n  ".join(["It said last:", *last_lines]) if last_lines else "It said nothing."
+    return f"The process {name!r} ended with {ended}{hint}. {quoted}"

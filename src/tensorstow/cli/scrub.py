@@ -1,7 +1,7 @@
-"""`tensorstow scrub`: read everything that a run's directory holds, and print what is damaged."""
+"""`tensorstow scrub`: read everything in a run's directory, and report damage."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from tensorstow.base.errors import LockedError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import (
     by_rank,
@@ -17,11 +16,10 @@ from tensorstow.cli.output import (
     print_json,
     print_line,
 )
-from tensorstow.io.engine import open_engine
-from tensorstow.store.inspect import inspect_store
 from tensorstow.store.rank_dirs import stores_in
-from tensorstow.store.scrub import Damage, scrub
-from tensorstow.store.store import Store
+from tensorstow.store.records import Generation
+from tensorstow.store.retention import find
+from tensorstow.store.scrub import Damage, ScrubProgress, StoreContents, open_contents, scrub
 
 DAMAGED = 1
 
@@ -40,56 +38,53 @@ class Reading:
         return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if something is damaged."""
-    directories = stores_in(given.directory)
-    console = make_console(to_stderr=given.json)  # of progress, and of what people read
-    found = []
+    directories = stores_in(options.directory)
+    console = make_console(
+        to_stderr=options.json
+    )  # progress and text; JSON goes to standard output
+    readings = []
     for directory in directories:
-        with _held(directory) as store:
-            reading = _read_back(store, _chosen(store, given.generation), given, console)
-        found.append(reading)
-        if not given.json:
+        with open_contents(directory) as store:
+            reading = _read_back(store, options, console)
+        readings.append(reading)
+        if not options.json:
             print_line(console, str(reading))
-    if given.json:
-        print_json(by_rank([asdict(each) for each in found], directories, given.directory))
-    return DAMAGED if any(each.damages for each in found) else 0
+    if options.json:
+        print_json(
+            by_rank([asdict(reading) for reading in readings], directories, options.directory)
+        )
+    return DAMAGED if any(reading.damages for reading in readings) else 0
+
+
+def _chosen(generations: Sequence[Generation], wanted: str | None) -> Sequence[Generation]:
+    if wanted is None:
+        return generations
+    return [find(generations, int(wanted) if wanted.isdigit() else wanted)]
+
+
+def _read_back(store: StoreContents, options: argparse.Namespace, console: Console) -> Reading:
+    done = 0
+    damages: list[Damage] = []
+    with reading_bar(console) as show_progress:
+        for progress in scrub(store.files, _chosen(store.generations, options.generation)):
+            show_progress(progress)
+            done = progress.done_bytes
+            damages += progress.damages
+            for damage in () if options.json else progress.damages:
+                print_line(console, str(damage))
+    return Reading(store.directory, done, tuple(damages))
 
 
 @contextmanager
-def _held(directory: Path) -> Iterator[Store]:
-    found = inspect_store(directory)  # a store that is not there is not to be made
-    if found.holder is not None:
-        message = (
-            f"A scrub of {found.directory} was requested but the store is held by {found.holder}:"
-            " wait until that is over. (A run checks what it reads by itself.)"
-        )
-        raise LockedError(message)
-    with Store.open([file.path.parent for file in found.files], open_engine()) as store:
-        yield store
-
-
-def _chosen(store: Store, wanted: str | None) -> list[int] | None:
-    if wanted is None:
-        return None
-    generation = store.generation(int(wanted) if wanted.isdigit() else wanted)
-    return [generation.number] if generation is not None else []
-
-
-def _read_back(
-    store: Store, numbers: list[int] | None, given: argparse.Namespace, console: Console
-) -> Reading:
+def reading_bar(console: Console) -> Iterator[Callable[[ScrubProgress], None]]:
+    """Show a progress bar on a terminal; yield the function that updates it."""
     columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
-    done = 0
-    damages: list[Damage] = []
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         task = bar.add_task("scrub")
-        for progress in scrub(store, numbers):
-            done = progress.done_bytes
-            bar.update(task, total=progress.total_bytes, completed=done)
-            damages += progress.found
-            for damage in () if given.json else progress.found:
-                print_line(console, str(damage))
-    return Reading(store.directories[0], done, tuple(damages))
+        yield lambda progress: bar.update(
+            task, total=progress.total_bytes, completed=progress.done_bytes
+        )

@@ -5,6 +5,7 @@ colossalai.booster.plugin import GeminiPlugin`` becomes ``from tensorstow.coloss
 import GeminiPlugin``. docs/guides/colossalai.md lists what is honoured and what is refused.
 """
 
+from tensorstow.base.absent_names import refuse_other_modules
 from tensorstow.colossalai import accelerator
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
 from tensorstow.colossalai.initialize import (
@@ -27,3 +28,5 @@ __all__ = [
     "launch_from_slurm",
     "launch_from_torch",
 ]
+
+refuse_other_modules(__name__, "docs/guides/colossalai.md")

@@ -8,7 +8,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.sharding import backend_of, current_device
 
 _NO_MEMORY = (
-    "{call}() was called where the CPU computes, and torch does not count host memory: the"
+    "{call}() was called on the CPU, and torch does not count host memory: the"
     " optimizer's memory() returns what it holds."
 )
 
@@ -31,18 +31,11 @@ class Accelerator:
         return backend_of(current_device())
 
     def get_current_device(self) -> torch.device:
-        """Return this rank's device.
-
-        Returns:
-            The device, with its index on an accelerator.
-        """
+        """Return this rank's device, with its index on an accelerator."""
         return current_device()
 
     def current_device(self) -> int:
         """Return the index of this rank's device.
-
-        Returns:
-            The index.
 
         Raises:
             OptionError: The CPU computes, which has no index.
@@ -50,7 +43,7 @@ class Accelerator:
         device = current_device()
         if device.type == "cpu":
             message = (
-                "get_accelerator().current_device() was called where the CPU computes, which has"
+                "get_accelerator().current_device() was called on the CPU, which has"
                 " no index: get_current_device() returns a device."
             )
             raise OptionError(message)
@@ -66,19 +59,11 @@ class Accelerator:
             torch.accelerator.set_device_index(device)
 
     def is_available(self) -> bool:
-        """Return whether the device is there.
-
-        Returns:
-            True: without an accelerator the CPU is the device.
-        """
+        """Return True: without an accelerator the CPU is the device."""
         return True
 
     def device_count(self) -> int:
-        """Return how many devices there are.
-
-        Returns:
-            The accelerators; 1 where the CPU computes.
-        """
+        """Return the number of accelerators; 1 where the CPU computes."""
         return 1 if self.name == "cpu" else torch.accelerator.device_count()
 
     def synchronize(self, device: torch.device | int | None = None) -> None:
@@ -96,13 +81,10 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return what tensors take of a device.
+        """Return the bytes that tensors take of a device.
 
         Args:
             device: The device or its index. Default: None, this rank's.
-
-        Returns:
-            Bytes.
 
         Raises:
             OptionError: The CPU computes.
@@ -111,13 +93,10 @@ class Accelerator:
         return torch.accelerator.memory_allocated(device)
 
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
-        """Return the most that tensors took of a device.
+        """Return the most bytes of tensors since the start, or ``reset_peak_memory_stats``.
 
         Args:
             device: The device or its index. Default: None, this rank's.
-
-        Returns:
-            Bytes since the start, or since ``reset_peak_memory_stats``.
 
         Raises:
             OptionError: The CPU computes.
@@ -144,9 +123,5 @@ class Accelerator:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """Return the accelerator of this process.
-
-    Returns:
-        The same object at each call.
-    """
+    """Return the accelerator of this process, the same object at each call."""
     return Accelerator()

@@ -10,9 +10,13 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.optimizer import ParamsT
 
+from tensorstow.base.directories import read_paths
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.fields import read_value
+from tensorstow.base.update_on import Overlap, refuse_delayed
 from tensorstow.checkpoint.run import DEFAULT_EVERY
+from tensorstow.doorkit.adam_keywords import ADAM
+from tensorstow.doorkit.keyword_table import checks_keywords
 from tensorstow.fsdp.validation import KeepsOnDevice, TranslatesPlacement
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, StatePlacement
@@ -27,33 +31,23 @@ from tensorstow.tensors.dtensor import gradient_of, is_sharded, part_of, shard_o
 logger = logging.getLogger("tensorstow")
 
 
+@checks_keywords(ADAM)
 class CPUAdam(StowedAdam):
     """ColossalAI's CPUAdam: Adam or AdamW for parameters in host memory.
 
     Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
 
     Args:
-        model_params: Parameters, named parameters, or parameter groups.
-        lr: The learning rate. Default: 1e-3.
-        bias_correction: Whether the moments are corrected for their start at zero.
-        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
-        weight_decay: The weight decay. Default: 0.
-        adamw_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
         nvme_offload_fraction: The fraction of the states' bytes that is on disk, 0 to 1, exactly.
         nvme_offload_dir: The directory of scratch files, which is created if it is missing.
             Default: None, a real disk that is chosen and logged.
-        amsgrad: Whether the running maximum of the second moment is used.
         simd_log: Whether the instruction set and the number of threads are logged.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend; no value changes a result.
-        states: What ``tensorstow.stow`` says: "host", or "disk", of which ``nvme_offload_fraction``
-            is on disk where that is above 0. Default: None, as the fraction says.
+        states: Set by ``tensorstow.stow``: "host", or "disk", of which ``nvme_offload_fraction``
+            is on disk if that is above 0. Default: None, by the fraction.
         dir: The directory of a run, whose commits outlive the process, as in ``AdamW``.
-        ram_budget: As in ``AdamW``.
-        overlap: As in ``AdamW``.
-        module: As in ``AdamW``.
-        accumulation_steps: As in ``AdamW``.
+        ram_budget, overlap, module, accumulation_steps: As in ``AdamW``.
 
     Raises:
         OptionError: An argument that cannot be used.
@@ -84,17 +78,17 @@ class CPUAdam(StowedAdam):
         module: torch.nn.Module | None = None,
         accumulation_steps: int = 1,
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
+        refuse_delayed(overlap, f"to {type(self).__name__}")
         fraction = _fraction_of(nvme_offload_fraction, states)
-        scratch = options.directories(nvme_offload_dir, "nvme_offload_dir")
+        scratch = read_paths(nvme_offload_dir, "nvme_offload_dir")
         if scratch and dir is not None:
             message = (
                 f"nvme_offload_dir={nvme_offload_dir!r} and dir={dir!r} were given: the files of a"
-                " run have one place. Leave nvme_offload_dir out."
+                " run are all in dir. Leave nvme_offload_dir out."
             )
             raise OptionError(message)
         self._commits_states = dir is not None
-        if simd_log:
+        if read_value(bool, simd_log, "simd_log"):
             facts = prepare_kernels(policy)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
         super().__init__(
@@ -140,10 +134,10 @@ class CPUAdam(StowedAdam):
         """Translate a caller's keywords for the placement to those of a plan.
 
         Args:
-            keywords: Those of the constructor.
+            keywords: The constructor's keywords.
 
         Returns:
-            The keywords; "states" is "disk" where ``nvme_offload_fraction`` is above 0.
+            The keywords; "states" is "disk" if ``nvme_offload_fraction`` is above 0.
         """
         asked = dict(keywords)
         if asked.get("nvme_offload_fraction"):
@@ -172,7 +166,7 @@ class CPUAdam(StowedAdam):
             TransferError: The disk failed.
         """
         if math.isnan(div_scale):
-            message = "div_scale is NaN: it is what gradients are divided by, or -1 for nothing."
+            message = "div_scale is NaN: it must be the divisor of gradients, or -1 for none."
             raise OptionError(message)
         loss = None
         if closure is not None:
@@ -199,19 +193,16 @@ class ParamsInHostMemory(ParamFilter):
 class HybridAdam(CPUAdam):
     """ColossalAI's HybridAdam: CPUAdam in host memory, torch's fused Adam on accelerators.
 
-    The states of parameters on an accelerator stay there; ``nvme_offload_fraction`` is of the
+    The states of parameters on an accelerator stay on it; ``nvme_offload_fraction`` applies to the
     others. The arguments are those of ``CPUAdam``.
     """
 
     @staticmethod
     def stays_on_device(name: str) -> bool:
-        """Return whether a parameter that is on the device is updated there.
+        """Return True: a parameter that is on the device is updated there.
 
         Args:
             name: The parameter's name.
-
-        Returns:
-            True.
         """
         del name
         return True
@@ -219,26 +210,22 @@ class HybridAdam(CPUAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or ``torch.optim.Adam(W)``, without loss.
 
-        Args:
-            state_dict: As of ``AdamW``.
-
         Raises:
             OptionError: States that do not fit their parameter; nothing has changed.
         """
         super().load_state_dict(state_dict)
-        states: dict[Any, Any] = self.state  # also under keys of the caller's own, which stay
+        states: dict[Any, Any] = self.state  # may have keys of the caller's own, which stay
         for parameter, entry in states.items():
             if not isinstance(parameter, torch.Tensor) or self._param_filter.manages(parameter):
                 continue
             if isinstance(entry.get("step"), torch.Tensor):
-                entry["step"] = entry["step"].to(
-                    parameter.device
-                )  # where the fused kernel wants it
+                # The fused kernel needs the step count on the device.
+                entry["step"] = entry["step"].to(parameter.device)
             if is_sharded(parameter):
                 for key, value in entry.items():
                     if key != "step" and not is_sharded(value):
-                        own = part_of(value, parameter, f"The saved {key!r}")
-                        entry[key] = sharded_like(parameter, own)
+                        share = part_of(value, parameter, f"The saved {key!r}")
+                        entry[key] = sharded_like(parameter, share)
 
     def _make_param_filter(self) -> ParamFilter:
         return ParamsInHostMemory()
@@ -250,7 +237,7 @@ class HybridAdam(CPUAdam):
         check_elsewhere(parameter, name)
         if self._commits_states:
             message = (
-                f"dir= was given, and {name} is on {parameter.device}, where its states stay:"
+                f"dir= was given, and {name} is on {parameter.device}, and so are its states:"
                 " commits would lack them. Use tensorstow.AdamW, whose states are in host memory."
             )
             raise OptionError(message)
@@ -282,16 +269,16 @@ def update_on_accelerator(
     for parameter in due:
         if not states[parameter]:
             states[parameter].update(_zero_state(parameter, amsgrad=group["amsgrad"]))
-    kept = [states[p] for p in due]
+    entries = [states[p] for p in due]
     run = torch_adamw if group["decoupled_weight_decay"] else torch_adam
     lr = group["lr"]
     run(
         [shard_of(p) for p in due],
         [g for p in due if (g := gradient_of(p)) is not None],
-        [shard_of(s["exp_avg"]) for s in kept],
-        [shard_of(s["exp_avg_sq"]) for s in kept],
-        [shard_of(s["max_exp_avg_sq"]) for s in kept] if group["amsgrad"] else [],
-        [s["step"] for s in kept],
+        [shard_of(s["exp_avg"]) for s in entries],
+        [shard_of(s["exp_avg_sq"]) for s in entries],
+        [shard_of(s["max_exp_avg_sq"]) for s in entries] if group["amsgrad"] else [],
+        [s["step"] for s in entries],
         fused=True,
         grad_scale=None
         if factor == 1.0
@@ -310,7 +297,7 @@ def check_elsewhere(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError for a parameter that torch's fused Adam cannot update either."""
     if parameter.is_meta:
         message = (
-            f"{name} is on {parameter.device} and has no values to update. Give it memory first:"
+            f"{name} is on {parameter.device} and has no values to update. Allocate it first:"
             " model.to_empty(device=...)."
         )
         raise DTypeError(message)
@@ -322,16 +309,16 @@ def _zero_state(parameter: torch.Tensor, *, amsgrad: bool) -> dict[str, torch.Te
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device), **zeros}
 
 
-def _fraction_of(given: object, states: StatePlacement | None) -> float:
+def _fraction_of(fraction_on_disk: object, states: StatePlacement | None) -> float:
     """Return the fraction of the states on disk; raises OptionError for a contradiction."""
-    fraction = options.fraction_of(given, "nvme_offload_fraction")
+    fraction = options.fraction_of(fraction_on_disk, "nvme_offload_fraction")
     if states is None:
         return fraction
     placed = options.placement(states, None, None).disk_fraction
     if fraction and placed not in {1.0, fraction}:
         message = (
-            f"nvme_offload_fraction={given} was given with states={states!r}: say in one place how"
-            " much of the states is on disk."
+            f"nvme_offload_fraction={fraction_on_disk} was given with states={states!r}: set the"
+            " share on disk by only one of them."
         )
         raise OptionError(message)
     return fraction or placed

@@ -1,26 +1,34 @@
 """Checkpoints by ColossalAI's calls: whole tensors, in one file or in several with an index.
 
 Every rank takes part: tensors are gathered one after the other, and rank 0 writes. Files are those
-of torch (``pytorch_model.bin``) or safetensors, by transformers' names; states are by the
-optimizer's order, as torch's Adam numbers them. A file is replaced when its successor is complete,
-and several with an index when all of them are: one that was cut off is never read as a mixture of
-two. Weights are in the parameters' dtype, states and master weights
-as the optimizer keeps them, so a resumed run goes on bit for bit.
+of torch (``pytorch_model.bin``) or safetensors, with transformers' names; states are numbered in
+the optimizer's order, as torch's Adam does. A file is replaced when its successor is complete, and
+several with an index when all of them are: a save that is cut off never mixes two checkpoints. A
+list has the digests of the files, which are verified before anything is loaded. Weights have the
+parameters' dtype, states and master weights the optimizer's formats, so a resumed run goes on bit
+for bit.
 """
 
 import json
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.base.directories import make_folder, path_inside
+from tensorstow.base.errors import DirectoryError, OptionError, StoreFormatError, named
+from tensorstow.base.new_file import NewFiles
+from tensorstow.base.regular_file import check_regular
+from tensorstow.base.sizes import parts_within
+from tensorstow.base.text_file import read_text
+from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.export import (
     save_safetensors,
@@ -28,11 +36,12 @@ from tensorstow.fsdp.export import (
     write_configuration,
 )
 from tensorstow.fsdp.full_tensors import whole_weights
-from tensorstow.fsdp.sharding import on_every_rank
+from tensorstow.fsdp.sharding import on_every_rank, rank_here, verify_together
+from tensorstow.io.digest_list import SUFFIX, DigestList, verify
 
 Checkpoint = str | os.PathLike[str]
 _WEIGHTS, _STATES, _GROUPS = "pytorch_model", "pytorch_optim", "pytorch_optim_group.bin"
-_SUFFIX = ".bin"
+_SUFFIX, _INDEX = ".bin", ".index.json"
 _OF_SAFETENSORS = ".safetensors"
 
 
@@ -45,20 +54,10 @@ def save_model(
     shard_bytes: int,
     use_safetensors: bool,
 ) -> None:
-    """Write the weights and persistent buffers; collective.
+    """Write the weights and persistent buffers, as ``Booster.save_model``; collective.
 
-    Args:
-        model: The model.
-        checkpoint: The file, or the directory where ``shard`` is set.
-        shard: Whether there are several files and an index.
-        prefix: Put before each name. None: nothing.
-        shard_bytes: The largest size of one of several files.
-        use_safetensors: Whether files are safetensors rather than torch's, as one file is whose
-            name ends so.
-
-    Raises:
-        OptionError: Arguments that cannot be honoured together.
-        StowError: Rank 0 could not write, which raises what it met.
+    ``shard_bytes`` is the largest size of one of several files. A single file is safetensors if
+    that is asked, or its name ends in ".safetensors".
     """
     module = _module_of(model)
     path = Path(checkpoint)
@@ -78,11 +77,11 @@ def save_model(
 def _save_safetensors(
     module: nn.Module, path: Path, prefix: str | None, shard_bytes: int | None
 ) -> None:
-    """Write a directory, or one file where ``shard_bytes`` is None."""
+    """Write a directory, or one file if ``shard_bytes`` is None."""
     if prefix or (shard_bytes is None and path.suffix != _OF_SAFETENSORS):
         message = (
             f"Safetensors were to be written to {path}, prefix={prefix!r}: they have the model's"
-            f' names, and one file of them is called "...{_OF_SAFETENSORS}". Give shard=True, or'
+            f' names, and a single file is called "...{_OF_SAFETENSORS}". Pass shard=True, or'
             " such a name, and no prefix."
         )
         raise OptionError(message)
@@ -95,31 +94,34 @@ def _save_safetensors(
 def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool) -> None:
     """Load weights and buffers that ``save_model``, torch or transformers wrote; collective.
 
-    Args:
-        model: The model.
-        checkpoint: A file, an index, or a directory that has one.
-        strict: Whether the names must be the model's.
-
-    Raises:
-        StoreFormatError: There is no checkpoint.
-        OptionError: The names are others.
+    Raises StoreFormatError or DamageError for a file that cannot be read, and OptionError for names
+    or shapes that differ from the model's.
     """
     module = _module_of(model)
-    own = set(module.state_dict())
-    missing, unexpected = set(own), set()
-    for file in _files_of(Path(checkpoint), (f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)):
-        found = _read(file)
-        module.load_state_dict({n: v for n, v in found.items() if n in own}, strict=False)
-        missing -= found.keys()
-        unexpected |= found.keys() - own
-    tied = _tied(module)
-    missing = {name for name in missing if not tied.get(name, set()) - missing}
+    module_state = module.state_dict()
+    main = _main_of(Path(checkpoint), f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)
+    verify_together(main)
+    saved: dict[str, torch.Tensor] = {}
+    for file in _listed(main) if main.name.endswith(_INDEX) else [main]:
+        saved |= _read(file, torch.Tensor)
+    tied, absent = _tied(module), module_state.keys() - saved.keys()
+    missing = {name for name in absent if not tied.get(name, set()) - absent}
+    unexpected = saved.keys() - module_state.keys()
     if strict and (missing or unexpected):
         message = (
             f"{checkpoint} is of another model: it lacks {sorted(missing)} and also has"
             f" {sorted(unexpected)}. Pass strict=False to load what both have."
         )
         raise OptionError(message)
+    both = {name: values for name, values in saved.items() if name in module_state}
+    for name, values in both.items():
+        if values.shape != module_state[name].shape:
+            message = (
+                f"{name} is {tuple(values.shape)} in {checkpoint} and"
+                f" {tuple(module_state[name].shape)} in the model: it is of another model."
+            )
+            raise OptionError(message)
+    module.load_state_dict(both, strict=False)
 
 
 def save_optimizer(
@@ -130,23 +132,11 @@ def save_optimizer(
     prefix: str | None,
     shard_bytes: int,
 ) -> None:
-    """Write states and groups; collective.
-
-    Args:
-        optimizer: What ``boost`` returned.
-        checkpoint: The file, or the directory where ``shard`` is set.
-        shard: Whether there are several files and an index.
-        prefix: Put before the names of files. None: nothing.
-        shard_bytes: The largest size of one of several files.
-
-    Raises:
-        OptionError: The file is called as safetensors are.
-        StowError: Rank 0 could not write, which raises what it met.
-    """
+    """Write states and groups, as ``Booster.save_optimizer``; collective."""
     path = Path(checkpoint)
     if path.suffix == _OF_SAFETENSORS:
         message = (
-            f"States were to be written to {path}: they and their groups are files of torch. Give"
+            f"States were to be written to {path}: they and their groups are files of torch. Pass"
             ' another name, such as "optimizer.pt".'
         )
         raise OptionError(message)
@@ -166,55 +156,38 @@ def save_optimizer(
 def load_optimizer(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
     """Load what ``save_optimizer`` wrote; collective.
 
-    Args:
-        optimizer: What ``boost`` returned.
-        checkpoint: The file, the index, or the directory that has one.
-
-    Raises:
-        StoreFormatError: There is no checkpoint.
-        OptionError: The states do not fit their parameters.
+    Raises StoreFormatError or DamageError for a file that cannot be read, and OptionError for
+    states that do not fit their parameters.
     """
-    wrapper, path = _wrapper_of(optimizer), Path(checkpoint)
-    index = _index_of(path)
-    if index is None:
-        if not path.is_file():
-            message = f"{path} is no file, and no directory with an index: nothing was saved there."
+    wrapper, main = _wrapper_of(optimizer), _main_of(Path(checkpoint))
+    verify_together(main)
+    groups, *files = _listed(main, "param_groups") if main.name.endswith(_INDEX) else [main]
+    saved = _read(groups)
+    states = {key: entry for file in files for key, entry in _read(file).items()}
+    saved = {**saved, "state": states} if files else saved
+    for key in ("state", "param_groups"):
+        if key not in saved:
+            message = f"{groups} has no {key!r}, as states of an optimizer have."
             raise StoreFormatError(message)
-        wrapper.load_state_dict(_read(path))
-        return
-    metadata = json.loads(index.read_text())["metadata"]
-    rest = _read(index.parent / metadata["param_groups"])
-    states: dict[int, Any] = {}
-    for file in _files_of(index, ()):
-        states |= _read(file)
-    wrapper.load_state_dict({"state": states, **rest})
+    wrapper.load_state_dict(saved)
 
 
-def save_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: ANN401
-    """Write a scheduler's state, on rank 0; collective.
-
-    Args:
-        scheduler: The scheduler.
-        checkpoint: The file.
-
-    Raises:
-        StowError: Rank 0 could not write, which raises what it met.
-    """
+def save_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:
+    """Write a scheduler's state, on rank 0; collective."""
     path = Path(checkpoint)
     _on_rank_0(path, lambda: _write(path, scheduler.state_dict()))
 
 
-def load_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:  # noqa: ANN401
+def load_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:
     """Load what ``save_lr_scheduler`` wrote.
 
-    Args:
-        scheduler: The scheduler.
-        checkpoint: The file.
+    Raises StoreFormatError or DamageError for a file that cannot be read.
     """
+    verify(Path(checkpoint))
     scheduler.load_state_dict(_read(Path(checkpoint)))
 
 
-# --- what is written ---
+# --- writing ---
 
 
 def _write_shards(
@@ -224,151 +197,149 @@ def _write_shards(
     most: int,
     **alone: tuple[str, object],
 ) -> None:
-    """Write items to files of at most ``most`` bytes, and the index behind the last.
+    """Write items to files of at most ``most`` bytes, and after the last one the index.
 
-    ``alone``: files of their own and what is in them, by what the index calls them. Older files are
-    replaced when all new ones are complete; the older index goes first, so that no loader reads
-    files of both.
+    ``alone``: further files with their content, by their keys in the index. Older files are
+    replaced when all new ones are complete; the older index is removed first, so that no loader
+    mixes old and new files.
     """
-    where: dict[str, str] = {}
-    part: dict[Any, Any] = {}
-    files: list[Path] = []
-    total = held = number = 0
+    file_of: dict[str, str] = {}
+    total = number = 0
 
-    def write(file: str, what: object) -> None:
-        new = _beside(folder / file)
-        _on_rank_0(folder, lambda: _put(new, lambda opened: torch.save(what, opened)))
-        files.append(folder / file)
+    def write(file: str, content: object) -> None:
+        def save() -> None:
+            make_folder(folder)
+            with listed.stream(new_files.create(folder / file)) as stream:
+                torch.save(content, stream)
 
-    def flush() -> None:
-        nonlocal held, number
-        number += 1
-        file = f"{name}-{number:05}{_SUFFIX}"
-        where.update(dict.fromkeys(map(str, part), file))
-        write(file, dict(part))
-        part.clear()
-        held = 0
+        _on_rank_0(folder, save)
 
     def publish() -> None:
         index = {"total_size": total, **{key: file for key, (file, _) in alone.items()}}
-        text = json.dumps({"metadata": index, "weight_map": where}, indent=2)
-        target = folder / f"{name}{_SUFFIX}.index.json"
-        target.unlink(missing_ok=True)
-        for file in files:
-            _beside(file).replace(file)
-        _replace(target, lambda opened: opened.write(text.encode()))
+        text = json.dumps({"metadata": index, "weight_map": file_of}, indent=2)
+        new_files.keep()
+        listed.remove()
+        listed.main.unlink(missing_ok=True)
+        new_files.publish()
+        listed.write_main(lambda stream: stream.write(text.encode()))
 
-    try:
-        for file, what in alone.values():
-            write(file, what)
-        for key, value in items:
-            nbytes = _bytes_of(value)
-            if part and held + nbytes > most:
-                flush()
-            part[key] = value if _writes() else None
-            held += nbytes
-            total += nbytes
-        flush()
-        told = f"replace the files in {folder} (save again: they are no checkpoint as they are)"
-        on_every_rank(lambda: publish() if _writes() else None, told)
-    finally:
-        for target in files if _writes() else ():
-            _beside(target).unlink(missing_ok=True)
+    listed = DigestList(folder / f"{name}{_SUFFIX}{_INDEX}")
+    with NewFiles() as new_files:
+        for file, content in alone.values():
+            write(file, content)
+        sized = ((key, value if _writes() else None, _bytes_of(value)) for key, value in items)
+        for part in parts_within(sized, most, itemgetter(2)):
+            number += 1
+            file = f"{name}-{number:05}{_SUFFIX}"
+            file_of.update(dict.fromkeys((str(key) for key, *_ in part), file))
+            total += sum(nbytes for *_, nbytes in part)
+            write(file, {key: value for key, value, _ in part})
+            part.clear()  # its tensors are freed before the next ones are gathered
+        purpose = f"replace the files in {folder} (save again: they are not a whole checkpoint)"
+        on_every_rank(lambda: publish() if _writes() else None, purpose)
 
 
-def _bytes_of(value: Any) -> int:  # noqa: ANN401
+def _bytes_of(value: Any) -> int:
     tensors = value.values() if isinstance(value, dict) else [value]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _drain(items: Iterable[object]) -> dict[Any, Any]:
-    """Take part in gathering what rank 0 keeps."""
+    """Take part in gathering the items for rank 0."""
     for _ in items:
         pass
     return {}
 
 
 def _writes() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank_here() == 0
 
 
 def _on_rank_0(path: Path, write: Callable[[], object]) -> None:
-    """Write on rank 0, and raise on every rank what failed there."""
-    what = f"write {path} (what was there before is still there)"
-    on_every_rank(lambda: write() if _writes() else None, what)
+    """Write on rank 0; raise an error on every rank if that fails."""
+    purpose = f"write {path} (an older file is unchanged)"
+    on_every_rank(lambda: write() if _writes() else None, purpose)
 
 
-def _write(path: Path, what: object) -> None:
-    _replace(path, lambda file: torch.save(what, file))
+def _write(path: Path, content: object) -> None:
+    """Write a file of torch, durably; it replaces ``path`` when it is complete."""
+    make_folder(path.parent)
+    DigestList(path).write_main(partial(torch.save, content))
 
 
-def _replace(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file beside ``path``, durably, and put it in its place."""
-    beside = _beside(path)
-    _put(beside, write)
+# --- reading ---
+
+
+def _read(path: Path, kind: type = object) -> dict[Any, Any]:
+    """Return the dict in a file, whose values have one type; a file of tensors is mapped."""
+    if not os.path.lexists(path):
+        message = f"{path} does not exist: nothing was saved under that name."
+        raise StoreFormatError(message)
     try:
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+        with named("File", path):
+            check_regular(path)
+            content: Any = (
+                load_file(path)
+                if path.suffix == _OF_SAFETENSORS
+                else load_torch_file(path, maps=kind is torch.Tensor)
+            )
+        if isinstance(content, dict) and all(isinstance(value, kind) for value in content.values()):
+            return content
+        message = f"{path} is not a checkpoint: not every name in it has a {kind.__name__}."
+    except (DirectoryError, MemoryError):
+        raise
+    except Exception as error:  # damaged bytes may raise any error
+        message = f"{path} cannot be read ({error}): it is damaged or cut short."
+        raise StoreFormatError(message) from error
+    raise StoreFormatError(message)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
+def _main_of(path: Path, *alone: str) -> Path:
+    """Return the main file of a checkpoint: ``path``, or the index in that directory.
 
-
-def _put(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file, durably, or leave none; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        except BaseException:
-            path.unlink()
-            raise
-
-
-# --- what is read ---
-
-
-def _read(path: Path) -> Any:  # noqa: ANN401  # a dict of what the file has
-    if not path.is_file():
-        message = f"{path} is not there: nothing was saved under that name."
-        raise StoreFormatError(message)
-    if path.suffix == _OF_SAFETENSORS:
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _index_of(path: Path) -> Path | None:
-    """Return the index that ``path`` is, or the only one that it has; None: there is none."""
-    if path.is_file():
-        return path if path.name.endswith(".index.json") else None
-    found = sorted(path.glob("*.index.json"))
-    if len(found) > 1:
-        message = f"{path} has several indices ({', '.join(f.name for f in found)}): name one."
+    ``alone``: names of a file without an index, in a directory.
+    """
+    if _is_saved(path):
+        return path
+    listed = {file.with_suffix("") for file in path.glob(f"*{_INDEX}{SUFFIX}")}
+    indices = sorted({*path.glob(f"*{_INDEX}"), *listed})
+    if len(indices) > 1:
+        message = f"{path} has several indices ({', '.join(f.name for f in indices)}): name one."
         raise OptionError(message)
-    return found[0] if found else None
+    for file in (*indices, *(path / name for name in alone)):
+        if _is_saved(file):
+            return file
+    missing = (
+        "has no weights and no index" if alone else "is not a file or a directory with an index"
+    )
+    message = f"{path} {missing}: nothing was saved under that name."
+    raise StoreFormatError(message)
 
 
-def _files_of(path: Path, alone: tuple[str, ...]) -> list[Path]:
-    """Return the files of a checkpoint; ``alone``: names of one without an index, in a folder."""
-    index = _index_of(path)
-    if index is not None:
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [index.parent / name for name in dict.fromkeys(names)]
-    for name in alone:
-        if (path / name).is_file():
-            return [path / name]
-    if path.is_dir() or not path.exists():
-        message = f"{path} has no weights and no index: nothing was saved there."
-        raise StoreFormatError(message)
-    return [path]
+def _is_saved(path: Path) -> bool:
+    """Return whether a file has this name, of whatever kind, or a list of digests is for it."""
+    is_file = os.path.lexists(path) and not path.is_dir()
+    return is_file or os.path.lexists(DigestList(path).path)
+
+
+def _listed(index: Path, *alone: str) -> list[Path]:
+    """Return the files that an index lists; first those that its metadata calls ``alone``."""
+    try:
+        read = json.loads(read_text(index))
+        names = [read["metadata"][key] for key in alone] + list(read["weight_map"].values())
+        return [path_inside(index.parent, name, index) for name in dict.fromkeys(names)]
+    except (OSError, StoreFormatError):
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        message = (
+            f"{index}, which lists the files of a checkpoint, cannot be read ({error!r}): it is"
+            " damaged or cut short. Load another checkpoint."
+        )
+        raise StoreFormatError(message) from error
 
 
 def _tied(module: nn.Module) -> dict[str, set[str]]:
-    """Return the names of the same tensor, by each name that has others."""
+    """Return all names of each tensor that has several, by each of them."""
     names: dict[int, set[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), set()).add(name)
@@ -383,7 +354,7 @@ def _wrapper_of(optimizer: Optimizer) -> OptimizerWrapper:
     if isinstance(optimizer, OptimizerWrapper):
         return optimizer
     message = (
-        f"A {type(optimizer).__name__} was given: give the optimizer that boost() returned, which"
-        " has the states of what was placed."
+        f"A {type(optimizer).__name__} was given: pass the optimizer that boost() returned, which"
+        " has the states of the placed model."
     )
     raise OptionError(message)

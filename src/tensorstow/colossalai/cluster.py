@@ -1,7 +1,6 @@
 """``colossalai.cluster``: the rank's position, and work for one rank alone."""
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -9,6 +8,8 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.launch import launched
+from tensorstow.fsdp.sharding import rank_here, world_size
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,25 +34,20 @@ class DistCoordinator:
     @property
     def local_rank(self) -> int:
         """The rank on this machine; -1 if no launcher sets it, 0 for one process alone."""
+        rank = launched().local_rank
         alone = 0 if self.world_size == 1 else -1
-        return int(os.environ.get("LOCAL_RANK", alone))
+        return alone if rank is None else rank
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
         """Return whether this is rank 0.
 
         Args:
             process_group: The ranks that are counted. Default: None, all.
-
-        Returns:
-            Whether it is.
         """
         return _place_in(process_group)[0] == 0
 
     def is_node_master(self) -> bool:
         """Return whether this has local rank 0.
-
-        Returns:
-            Whether it has.
 
         Raises:
             OptionError: No launcher has set LOCAL_RANK.
@@ -69,9 +65,6 @@ class DistCoordinator:
 
         Args:
             process_group: The ranks that are counted. Default: None, all.
-
-        Returns:
-            Whether it is.
         """
         rank, size = _place_in(process_group)
         return rank == size - 1
@@ -125,9 +118,14 @@ class DistCoordinator:
 
         Args:
             process_group: The ranks that wait. Default: None, all.
+
+        Raises:
+            OptionError: The environment describes several ranks, and there is no process group.
         """
         if dist.is_initialized():
             dist.barrier(group=process_group)
+        else:
+            launched().refuse_unjoined("block_all() was called")
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
         """End the process group.
@@ -164,5 +162,5 @@ class DistCoordinator:
 def _place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group, and how many there are."""
     if not dist.is_initialized():
-        return 0, 1
+        return rank_here(), world_size()
     return dist.get_rank(group), dist.get_world_size(group)

@@ -2,15 +2,17 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.sizes import parts_within
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.full_tensors import whole_weights
-from tensorstow.fsdp.sharding import host_group
+from tensorstow.fsdp.sharding import host_group, rank_here
 
 
 class GeminiModel(ModelWrapper):
@@ -24,28 +26,16 @@ class GeminiModel(ModelWrapper):
         inputs_dtype: What floating point inputs are cast to. Default: None, they are not.
     """
 
-    def named_parameters(
-        self,
-        *args: Any,  # noqa: ANN401  # torch's
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's parameters by its own names.
-
-        Args:
-            args: As of ``torch.nn.Module.named_parameters``.
-            kwargs: As of ``torch.nn.Module.named_parameters``.
-
-        Yields:
-            Names and parameters.
-        """
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the module's parameters by its own names."""
         yield from self.module.named_parameters(*args, **kwargs)
 
     def state_dict(  # type: ignore[override]  # upstream's signature
         self,
         destination: dict[str, Any] | None = None,
         prefix: str = "",
-        keep_vars: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        only_rank_0: bool = True,  # noqa: FBT001, FBT002
+        keep_vars: bool = False,  # upstream's
+        only_rank_0: bool = True,
     ) -> dict[str, Any]:
         """Return whole weights and persistent buffers; collective.
 
@@ -63,54 +53,42 @@ class GeminiModel(ModelWrapper):
             OptionError: ``keep_vars`` is set.
         """
         _refuse_keep_vars(keep_vars)
-        found: dict[str, Any] = OrderedDict() if destination is None else destination
+        weights: dict[str, Any] = OrderedDict() if destination is None else destination
         for name, values in whole_weights(self.module):
-            found[prefix + name] = values if _keeps(only_rank_0) else values.new_empty(0)
-        return found
+            weights[prefix + name] = values if _keeps(only_rank_0) else values.new_empty(0)
+        return weights
 
     def state_dict_shard(
         self,
         prefix: str = "",
-        keep_vars: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        keep_vars: bool = False,  # upstream's
         max_shard_size: float = 1024,
-        only_rank_0: bool = True,  # noqa: FBT001, FBT002
+        only_rank_0: bool = True,
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """Yield what ``state_dict`` returns in parts; collective.
 
         Args:
-            prefix: As of ``state_dict``.
-            keep_vars: As of ``state_dict``.
+            prefix, keep_vars, only_rank_0: As of ``state_dict``.
             max_shard_size: The largest part in MiB; a larger tensor is a part of its own.
-            only_rank_0: As of ``state_dict``.
 
         Yields:
             A part, and its size in MiB.
         """
         _refuse_keep_vars(keep_vars)
-        part: dict[str, Any] = OrderedDict()
-        held = 0.0
-        for name, values in whole_weights(self.module):  # gathered one after the other
-            size = values.nbytes / 2**20
-            if part and held + size > max_shard_size:
-                yield part, held
-                part, held = OrderedDict(), 0.0
-            part[prefix + name] = values if _keeps(only_rank_0) else values.new_empty(0)
-            held += size
-        if part:
-            yield part, held
+        sized = (  # gathered one after the other
+            (prefix + name, v if _keeps(only_rank_0) else v.new_empty(0), v.nbytes / 2**20)
+            for name, v in whole_weights(self.module)
+        )
+        # map() holds no part while the next one is gathered.
+        yield from map(_with_size, filter(None, parts_within(sized, max_shard_size, itemgetter(2))))
 
     def load_state_dict(
         self,
         state_dict: Mapping[str, Any],
-        strict: bool = True,  # noqa: FBT001, FBT002  # torch's
-        assign: bool = False,  # noqa: FBT001, FBT002
-    ) -> Any:  # noqa: ANN401
+        strict: bool = True,  # torch's
+        assign: bool = False,
+    ) -> Any:
         """Load whole weights by the module's names; call it on every rank with all of them.
-
-        Args:
-            state_dict: Tensors by the module's names.
-            strict: Whether the names must be the module's.
-            assign: As of ``torch.nn.Module.load_state_dict``.
 
         Returns:
             The names that were missing and those that were not expected.
@@ -124,7 +102,7 @@ class GeminiStates(OptimizerWrapper):
     The arguments are those of ``OptimizerWrapper``.
     """
 
-    def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002
+    def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """Return whole states, and the loss scale's under fp16; collective.
 
         Args:
@@ -146,7 +124,7 @@ class GeminiStates(OptimizerWrapper):
 
 
 def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
-    """Return the states of rank 0 where ``only_rank_0`` left a rank without, else this rank's."""
+    """Return rank 0's states if ``only_rank_0`` left a rank without any, else this rank's."""
     group = host_group()
     if group is None:
         return states
@@ -154,19 +132,23 @@ def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mappin
     dist.all_gather_object(lacking, any(not entry for entry in states.values()), group)
     if not any(lacking):
         return states
-    found = {}
+    broadcast = {}
     for index, entry in states.items():
         received = [entry]
         dist.broadcast_object_list(received, 0, group)
-        found[index] = received[0]
-    return found
+        broadcast[index] = received[0]
+    return broadcast
 
 
-def _keeps(only_rank_0: bool) -> bool:  # noqa: FBT001
-    return not (only_rank_0 and dist.is_initialized() and dist.get_rank() > 0)
+def _with_size(part: list[tuple[str, Any, float]]) -> tuple[dict[str, Any], float]:
+    return OrderedDict((name, values) for name, values, _ in part), sum(n for *_, n in part)
 
 
-def _refuse_keep_vars(keep_vars: bool) -> None:  # noqa: FBT001
+def _keeps(only_rank_0: bool) -> bool:
+    return not (only_rank_0 and rank_here() > 0)
+
+
+def _refuse_keep_vars(keep_vars: bool) -> None:
     if keep_vars:
         message = (
             "keep_vars=True was given to the state dict of a model that Gemini has placed, whose"

@@ -3,22 +3,28 @@
 from collections.abc import Mapping
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.keyword_table import checks_keywords, honoured
+
+LOSS_SCALE = {
+    "initial_scale": honoured("The first loss scale; this and the next six are of fp16."),
+    "growth_factor": honoured(
+        "The factor of the scale after ``growth_interval`` good steps, above 1."
+    ),
+    "backoff_factor": honoured("The factor of the scale at an overflow, below 1."),
+    "growth_interval": honoured("Good steps in a row until the scale grows."),
+    "min_scale": honoured("The least loss scale."),
+    "max_scale": honoured("The largest loss scale."),
+    "hysteresis": honoured("Overflows until the scale falls."),
+}
+"""The keywords by which every plugin with fp16 sets its loss scale."""
 
 
+@checks_keywords(LOSS_SCALE)
 class DynamicGradScaler:
     """The loss scale of a run, updated after each step by whether gradients overflowed.
 
     Of overflows with fewer than ``growth_interval`` good steps in a row between them, the first
     ``hysteresis - 1`` leave the scale as it is; each one after them makes it smaller.
-
-    Args:
-        initial_scale: The first scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: What it is multiplied by at an overflow.
-        growth_interval: Good steps in a row until the scale grows.
-        min_scale: The least scale. Default: None, none.
-        max_scale: The largest scale. Default: None, none.
-        hysteresis: See above.
 
     Raises:
         OptionError: A value that cannot be used.
@@ -34,13 +40,12 @@ class DynamicGradScaler:
         max_scale: float | None = None,
         hysteresis: int = 2,
     ) -> None:
-        """Create the scaler; the class documents the arguments."""
         self.scale = float(initial_scale)
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval, self._hysteresis = growth_interval, hysteresis
         self._min, self._max = min_scale or 0.0, max_scale or float("inf")
         self._good_steps = self._overflows = 0
-        for name, value, legal, what in (
+        for name, value, legal, requirement in (
             ("growth_factor", growth_factor, growth_factor > 1, "above 1"),
             ("backoff_factor", backoff_factor, 0 < backoff_factor < 1, "between 0 and 1"),
             (
@@ -58,15 +63,11 @@ class DynamicGradScaler:
             ),
         ):
             if not legal:
-                message = f"{name}={value} was given: it is {what}."
+                message = f"{name}={value} was given: it must be {requirement}."
                 raise OptionError(message)
 
     def update(self, *, overflow: bool) -> None:
-        """Record a step; one that overflowed is skipped by the caller.
-
-        Args:
-            overflow: Whether a gradient was not finite.
-        """
+        """Record a step; the caller skips one that overflowed."""
         if overflow:
             self._overflows += 1
             self._good_steps = 0
@@ -79,11 +80,7 @@ class DynamicGradScaler:
             self.scale = min(self.scale * self._growth_factor, self._max)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return what a checkpoint keeps.
-
-        Returns:
-            The scale, and the steps that are counted.
-        """
+        """Return the scale and the counted steps, for a checkpoint."""
         return {
             "scale": self.scale,
             "good_steps": self._good_steps,
@@ -91,10 +88,6 @@ class DynamicGradScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Go on from what ``state_dict`` returned.
-
-        Args:
-            state: The state.
-        """
+        """Go on from what ``state_dict`` returned."""
         self.scale = float(state["scale"])
         self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])

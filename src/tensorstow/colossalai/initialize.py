@@ -2,19 +2,16 @@
 
 import os
 import random
-from collections.abc import Mapping
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.launch import Launch, launched
 from tensorstow.fsdp.sharding import backend_of, current_device
 
 _OF_CUDA = "nccl"
-_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SLURM = ("SLURM_PROCID", "SLURM_NPROCS")
-_OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
 def launch(
@@ -25,7 +22,7 @@ def launch(
     backend: str = _OF_CUDA,
     local_rank: int | None = None,
     seed: int = 1024,
-    verbose: bool = True,  # noqa: FBT001, FBT002  # upstream's own signature
+    verbose: bool = True,  # upstream's own signature
 ) -> None:
     """Join the process group and seed the random numbers.
 
@@ -52,11 +49,11 @@ def launch(
         index = rank % torch.accelerator.device_count() if local_rank is None else local_rank
         torch.accelerator.set_device_index(index)
     address = f"[{host}]" if ":" in host else host
-    own = backend_of(device)
+    backends = backend_of(device)
     if backend != _OF_CUDA:
-        own = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
+        backends = backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}"
     dist.init_process_group(
-        own, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size
+        backends, init_method=f"tcp://{address}:{port}", rank=rank, world_size=world_size
     )
     set_seed(seed)
     if verbose and rank == 0:
@@ -66,32 +63,27 @@ def launch(
 def launch_from_torch(
     backend: str = _OF_CUDA,
     seed: int = 1024,
-    verbose: bool = True,  # noqa: FBT001, FBT002  # upstream's own signature
+    verbose: bool = True,  # upstream's own signature
 ) -> None:
-    """Join the process group that torchrun describes; without torchrun, only seed.
+    """Join the process group that a launcher describes; without a launcher, only seed.
 
     Args:
-        backend: As of ``launch``.
-        seed: As of ``launch``.
-        verbose: As of ``launch``.
+        backend, seed, verbose: As of ``launch``.
 
     Raises:
-        OptionError: Some of torchrun's variables are set, and others are not.
+        OptionError: Variables describe several ranks, and one of them is missing.
     """
-    found = _numbers(_TORCH)
-    if not found:
+    environment = launched()
+    if not environment.found:
+        if "RANK" in os.environ:
+            message = (
+                "launch_from_torch() was called, and RANK is set in the environment and WORLD_SIZE"
+                " is not: start the ranks with torchrun, or unset RANK."
+            )
+            raise OptionError(message)
         set_seed(seed)
         return
-    launch(
-        rank=int(found["RANK"]),
-        world_size=int(found["WORLD_SIZE"]),
-        host=found["MASTER_ADDR"],
-        port=int(found["MASTER_PORT"]),
-        backend=backend,
-        local_rank=int(found["LOCAL_RANK"]),
-        seed=seed,
-        verbose=verbose,
-    )
+    _launch(environment, *environment.meeting()[1:], backend, seed, verbose=verbose)
 
 
 def launch_from_slurm(
@@ -99,23 +91,17 @@ def launch_from_slurm(
     port: int,
     backend: str = _OF_CUDA,
     seed: int = 1024,
-    verbose: bool = True,  # noqa: FBT001, FBT002  # upstream's own signature
+    verbose: bool = True,  # upstream's own signature
 ) -> None:
     """Join the process group of the ranks that Slurm started.
 
     Args:
-        host: As of ``launch``.
-        port: As of ``launch``.
-        backend: As of ``launch``.
-        seed: As of ``launch``.
-        verbose: As of ``launch``.
+        host, port, backend, seed, verbose: As of ``launch``.
 
     Raises:
         OptionError: Slurm's variables are not set.
     """
-    found = _numbers(_SLURM) or _missing(_SLURM)
-    rank, world = (int(found[name]) for name in _SLURM)
-    launch(rank, world, host, port, backend, None, seed, verbose)
+    _launch(_launched_by("SLURM_PROCID"), host, port, backend, seed, verbose=verbose)
 
 
 def launch_from_openmpi(
@@ -123,23 +109,17 @@ def launch_from_openmpi(
     port: int,
     backend: str = _OF_CUDA,
     seed: int = 1024,
-    verbose: bool = True,  # noqa: FBT001, FBT002  # upstream's own signature
+    verbose: bool = True,  # upstream's own signature
 ) -> None:
     """Join the process group of the ranks that Open MPI started.
 
     Args:
-        host: As of ``launch``.
-        port: As of ``launch``.
-        backend: As of ``launch``.
-        seed: As of ``launch``.
-        verbose: As of ``launch``.
+        host, port, backend, seed, verbose: As of ``launch``.
 
     Raises:
         OptionError: Open MPI's variables are not set.
     """
-    found = _numbers(_OPENMPI) or _missing(_OPENMPI)
-    rank, local_rank, world = (int(found[name]) for name in _OPENMPI)
-    launch(rank, world, host, port, backend, local_rank, seed, verbose)
+    _launch(_launched_by("OMPI_COMM_WORLD_RANK"), host, port, backend, seed, verbose=verbose)
 
 
 def set_seed(seed: int) -> None:
@@ -153,19 +133,31 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _numbers(names: tuple[str, ...]) -> Mapping[str, str]:
-    """Return the variables of a launcher; empty where none is set."""
-    found = {name: os.environ[name] for name in names if name in os.environ}
-    if found and len(found) < len(names):
-        missing = sorted(set(names) - set(found))
+def _launched_by(variable: str) -> Launch:
+    """Return the launch that the launcher that sets ``variable`` describes."""
+    prefix = variable.partition("_")[0]
+    environment = launched(
+        {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    )
+    if not environment.found:
         message = (
-            f"{', '.join(sorted(found))} is set in the environment, and {', '.join(missing)} is"
-            " not: start the ranks with their launcher, or unset them."
+            f"{variable} is not set, or not for one of several ranks: this process was not started"
+            " by that launcher. Start it with the launcher, or call launch_from_torch()."
         )
         raise OptionError(message)
-    return found
+    return environment
 
 
-def _missing(names: tuple[str, ...]) -> Mapping[str, str]:
-    message = f"{', '.join(names)} are not set: this process was not started by that launcher."
-    raise OptionError(message)
+def _launch(
+    environment: Launch, host: str, port: int, backend: str, seed: int, *, verbose: bool
+) -> None:
+    launch(
+        environment.rank or 0,
+        environment.world,
+        host,
+        port,
+        backend,
+        environment.local_rank,
+        seed,
+        verbose,
+    )

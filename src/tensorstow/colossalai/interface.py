@@ -41,33 +41,21 @@ class ModelWrapper(nn.Module):
         outputs_fp32: bool = False,
         inputs_dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the wrapper; the class documents the arguments."""
         super().__init__()
         self.module = module
         self._outputs_fp32, self._inputs_dtype = outputs_fp32, inputs_dtype
 
-    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:  # noqa: FBT001, FBT002  # upstream's
+    def unwrap(self, unwrap_peft: bool = True) -> nn.Module:  # upstream's
         """Return the module.
 
         Args:
             unwrap_peft: Not used: a model of peft is returned as it was given.
-
-        Returns:
-            The module.
         """
         del unwrap_peft
         return self.module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
-        """Call the module.
-
-        Args:
-            args: The module's.
-            kwargs: The module's.
-
-        Returns:
-            What the module returned.
-        """
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
         if self._inputs_dtype is not None:
             args, kwargs = tree_map(partial(_cast, dtype=self._inputs_dtype), (args, kwargs))
         outputs = self.module(*args, **kwargs)
@@ -75,7 +63,7 @@ class ModelWrapper(nn.Module):
             return tree_map(partial(_cast, dtype=torch.float32), outputs)
         return outputs
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
+    def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module that the wrapper lacks."""
         try:
             return super().__getattr__(name)
@@ -104,7 +92,6 @@ class OptimizerWrapper(Optimizer):
         max_norm: float = 0.0,
         scaler: DynamicGradScaler | None = None,
     ) -> None:
-        """Create the wrapper; the class documents the arguments."""
         # torch's constructor is not called: it would make groups and states of its own.
         self.optim = optim
         self._max_norm = max_norm
@@ -113,7 +100,7 @@ class OptimizerWrapper(Optimizer):
         self._is_scaled = False
         """Whether a backward of ours has scaled the gradients."""
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # any attribute of the optimizer
+    def __getattr__(self, name: str) -> Any:
         """Return an attribute of the optimizer that the wrapper lacks."""
         if name == "optim":
             raise AttributeError(name)
@@ -125,7 +112,7 @@ class OptimizerWrapper(Optimizer):
         return self.optim.param_groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # noqa: ANN401  # a mapping by parameter
+    def state(self) -> Any:  # type: ignore[override]
         """The optimizer's states."""
         return self.optim.state
 
@@ -153,35 +140,25 @@ class OptimizerWrapper(Optimizer):
         return self.optim.__getstate__()
 
     def unwrap(self) -> Optimizer:
-        """Return the optimizer.
-
-        Returns:
-            The optimizer.
-        """
+        """Return the optimizer."""
         return self.optim
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer.
-
-        Args:
-            param_group: As of the optimizer.
-        """
+        """Add a group to the optimizer."""
         self.optim.add_param_group(param_group)
 
     def backward(
         self,
         loss: torch.Tensor,
-        inputs: Any = None,  # noqa: ANN401  # torch's
-        retain_graph: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        **kwargs: Any,  # noqa: ANN401
+        inputs: Any = None,
+        retain_graph: bool = False,  # upstream's
+        **kwargs: Any,
     ) -> None:
         """Compute the gradients of a loss, multiplied by the loss scale, and add them up.
 
         Args:
             loss: A scalar tensor.
-            inputs: As of ``torch.Tensor.backward``.
-            retain_graph: As of ``torch.Tensor.backward``.
-            kwargs: As of ``torch.Tensor.backward``.
+            inputs, retain_graph, kwargs: As of ``torch.Tensor.backward``.
         """
         factor = self.loss_scale
         scaled = loss if self._scaler is None else loss.float() * factor
@@ -228,15 +205,11 @@ class OptimizerWrapper(Optimizer):
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
-        """Drop the gradients.
-
-        Args:
-            set_to_none: Whether ``.grad`` becomes None rather than zeros.
-        """
+    def zero_grad(self, set_to_none: bool = True) -> None:  # torch's
+        """Drop the gradients."""
         self.optim.zero_grad(set_to_none)
 
-    def get_grad_norm(self, **kwargs: Any) -> float | None:  # noqa: ANN401  # upstream's
+    def get_grad_norm(self, **kwargs: Any) -> float | None:
         """Return the 2-norm of the last step's gradients before clipping.
 
         Args:
@@ -252,7 +225,7 @@ class OptimizerWrapper(Optimizer):
         self,
         max_norm: float,
         norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        error_if_nonfinite: bool = False,  # upstream's
     ) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global norm.
 
@@ -275,7 +248,7 @@ class OptimizerWrapper(Optimizer):
             message = (
                 f"clip_grad_by_norm(norm_type={norm_type}) was called, with max_norm="
                 f"{self._max_norm} and a loss scale of {self.loss_scale}: it clips by the 2-norm,"
-                " once, gradients that are not scaled. Give max_norm= to the plugin."
+                " once, gradients that are not scaled. Pass max_norm= to the plugin."
             )
             raise OptionError(message)
         return self.optim.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -302,9 +275,7 @@ class OptimizerWrapper(Optimizer):
         """Refuse: it is for pipelines, and models are not cut into stages here.
 
         Args:
-            tensor: Not used.
-            grad: Not used.
-            kwargs: Not used.
+            tensor, grad, kwargs: Not used.
 
         Raises:
             OptionError: Always.
@@ -327,20 +298,13 @@ class OptimizerWrapper(Optimizer):
 
         Args:
             keeps: Whether this rank has them, rather than an empty dict for each parameter.
-
-        Returns:
-            As of ``state_dict``.
         """
         saved = self.own_state_dict()
         whole = self.whole_states(saved["state"])
         return {**saved, "state": {index: entry if keeps else {} for index, entry in whole}}
 
     def own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the states.
-
-        Returns:
-            What the optimizer returns; "scaler" is the loss scale's state.
-        """
+        """Return this rank's part of the states, and the loss scale's as "scaler"."""
         state = self.optim.state_dict()
         return state if self._scaler is None else {**state, "scaler": self._scaler.state_dict()}
 
@@ -360,11 +324,7 @@ class OptimizerWrapper(Optimizer):
             yield index, {name: _whole(v, parameters[index], name) for name, v in entry.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or torch's Adam saved.
-
-        Args:
-            state_dict: The state dict.
-        """
+        """Load what ``state_dict`` returned, or torch's Adam saved."""
         state = dict(state_dict)
         scale = state.pop("scaler", None)
         self.optim.load_state_dict(state)
@@ -372,7 +332,7 @@ class OptimizerWrapper(Optimizer):
             self._scaler.load_state_dict(scale)
 
 
-def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN401
+def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     layout = layout_of(parameter)
@@ -383,9 +343,9 @@ def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN4
     return value.cpu()
 
 
-def _stowed(optimizer: Optimizer, what: str) -> StowedAdam:
+def _stowed(optimizer: Optimizer, call: str) -> StowedAdam:
     if not isinstance(optimizer, StowedAdam):
-        message = f"{what} was asked of a {type(optimizer).__name__}: give boost() a HybridAdam."
+        message = f"{call} was called on a {type(optimizer).__name__}: pass boost() a HybridAdam."
         raise OptionError(message)
     return optimizer
 

@@ -1,15 +1,13 @@
 """``LazyInitContext``: models are made at once, in host memory."""
 
-from types import TracebackType
-from typing import Self
-
 import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.construction import ConstructionContext
 
 
-class LazyInitContext:
+class LazyInitContext(ConstructionContext):
     """A context in which a ColossalAI script creates its model.
 
     Nothing is deferred: parameters have their values when the model is made, the same as without
@@ -29,39 +27,21 @@ class LazyInitContext:
         tensor_cls: type | None = None,
         default_device: torch.device | str | int | None = None,
     ) -> None:
-        """Create the context; the class documents the arguments."""
         if tensor_cls is not None:
             message = (
                 f"tensor_cls={tensor_cls!r} was given: no tensor is deferred here, so there is no"
                 " class of deferred ones. Leave it out."
             )
             raise OptionError(message)
-        self._device = torch.device("cpu" if default_device is None else default_device)
-
-    def __enter__(self) -> Self:
-        """Let tensors be made on the device."""
-        self._device.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Let tensors be made where they were before."""
-        self._device.__exit__(kind, error, trace)
+        super().__init__("cpu" if default_device is None else default_device)
 
     @staticmethod
-    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:  # noqa: FBT001, FBT002
+    def materialize(module: nn.Module, verbose: bool = False) -> nn.Module:
         """Return a module as it is: nothing was deferred.
 
         Args:
             module: The module.
             verbose: Whether upstream prints what it made; there is nothing to print.
-
-        Returns:
-            The module.
         """
         del verbose
         return module

@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Collection
-from functools import cache
+from functools import cache, partialmethod
 from os import PathLike
 from pathlib import Path
 
-import torch.distributed as dist
-
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.sharding import rank_here
 
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 _FORMAT = logging.Formatter("colossalai - %(name)s - %(levelname)s: %(message)s")
@@ -25,7 +25,6 @@ class DistributedLogger:
     """
 
     def __init__(self, name: str) -> None:
-        """Create the logger; the class documents the arguments."""
         self._logger = logging.getLogger(name)
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
@@ -35,8 +34,8 @@ class DistributedLogger:
 
     @property
     def rank(self) -> int:
-        """The rank of this process; 0 without a process group."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        """The rank of this process."""
+        return rank_here()
 
     def set_level(self, level: str) -> None:
         """Set the lowest level that is written.
@@ -59,73 +58,40 @@ class DistributedLogger:
         """Write to a file as well: ``rank_<rank>.log``, or ``rank_<rank>_<suffix>.log``.
 
         Args:
-            path: The directory, which is made.
-            mode: "a" appends to a file that is there, "w" replaces it.
+            path: The directory, which is created.
+            mode: "a" appends to an existing file, "w" replaces it.
             level: The lowest level that is written to the file.
-            suffix: Is put behind the rank. Default: None, nothing.
+            suffix: Appended to the rank in the file's name. Default: None, nothing.
 
         Raises:
-            OptionError: The level is none.
+            OptionError: The level is unknown.
         """
         checked = _checked(level)
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        behind = "" if suffix is None else f"_{suffix}"
-        handler = logging.FileHandler(folder / f"rank_{self.rank}{behind}.log", mode)
+        make_folder(folder)
+        ending = "" if suffix is None else f"_{suffix}"
+        handler = logging.FileHandler(folder / f"rank_{self.rank}{ending}.log", mode)
         handler.setLevel(checked)
         handler.setFormatter(_FORMAT)
         self._logger.addHandler(handler)
 
-    def debug(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Log a message at DEBUG.
-
-        Args:
-            message: The message.
-            ranks: Those that log it. Default: None, every rank.
-        """
-        self._log(logging.DEBUG, message, ranks)
-
-    def info(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Log a message at INFO.
-
-        Args:
-            message: The message.
-            ranks: Those that log it. Default: None, every rank.
-        """
-        self._log(logging.INFO, message, ranks)
-
-    def warning(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Log a message at WARNING.
-
-        Args:
-            message: The message.
-            ranks: Those that log it. Default: None, every rank.
-        """
-        self._log(logging.WARNING, message, ranks)
-
-    def error(self, message: str, ranks: Collection[int] | None = None) -> None:
-        """Log a message at ERROR.
-
-        Args:
-            message: The message.
-            ranks: Those that log it. Default: None, every rank.
-        """
-        self._log(logging.ERROR, message, ranks)
-
-    def _log(self, level: int, message: str, ranks: Collection[int] | None) -> None:
+    def _log(self, level: int, message: str, ranks: Collection[int] | None = None) -> None:
+        """Log a message on some ranks; None: on every rank."""
         if ranks is None or self.rank in ranks:
             self._logger.log(level, "%s", message)
+
+    debug = partialmethod(_log, logging.DEBUG)
+    info = partialmethod(_log, logging.INFO)
+    warning = partialmethod(_log, logging.WARNING)
+    error = partialmethod(_log, logging.ERROR)
 
 
 @cache
 def get_dist_logger(name: str = "colossalai") -> DistributedLogger:
-    """Return the logger of a name.
+    """Return the logger of a name, the same object at each call.
 
     Args:
         name: The name.
-
-    Returns:
-        The same object at each call with it.
     """
     return DistributedLogger(name)
 

@@ -24,13 +24,13 @@ _OURS = (CPUAdam, HybridAdam, Adam, AdamW)
 class PlacedParams(ParamsInHostMemory):
     """Selects parameters in host memory, and some on an accelerator with states in host memory."""
 
-    def __init__(self, kept: set[int]) -> None:
-        """``kept``: ids of the parameters on an accelerator."""
-        self._kept = kept
+    def __init__(self, identities: set[int]) -> None:
+        """``identities``: ids of the parameters on an accelerator."""
+        self._identities = identities
 
     def manages(self, parameter: torch.Tensor) -> bool:
         """Return whether the states of ``parameter`` are in host memory, or on disk."""
-        return id(parameter) in self._kept or super().manages(parameter)
+        return id(parameter) in self._identities or super().manages(parameter)
 
 
 class PlacedAdam(HybridAdam):
@@ -38,7 +38,7 @@ class PlacedAdam(HybridAdam):
 
     Args:
         params: Groups of named parameters.
-        in_host_memory: Whether the states of a parameter, by its name, are in host memory or on
+        in_host_memory: Returns by a parameter's name whether its states are in host memory or on
             disk; those of parameters in host memory always are.
         keywords: As of ``HybridAdam``.
     """
@@ -47,10 +47,9 @@ class PlacedAdam(HybridAdam):
         self,
         params: Sequence[Mapping[str, Any]],
         in_host_memory: Callable[[str], bool],
-        **keywords: Any,  # noqa: ANN401  # HybridAdam's
+        **keywords: Any,
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
-        named = (each for group in params for each in group["params"])
+        named = (pair for group in params for pair in group["params"])
         self._in_host_memory = {id(p) for name, p in named if in_host_memory(name)}
         super().__init__(params, **keywords)  # type: ignore[arg-type]  # groups, as torch's
 
@@ -72,7 +71,7 @@ class OptimizerMaker(KeepsOnDevice):
     in_host_memory: Callable[[str], bool]
     """Whether the states of a parameter, by its name, are in host memory or on disk."""
 
-    def __call__(self, named: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+    def __call__(self, named: Any, **placement: Any) -> StowedAdam:
         """Make the optimizer over named parameters, with the keywords of the placement."""
         return self.make(named, in_host_memory=self.in_host_memory, **placement)
 
@@ -87,20 +86,9 @@ def maker_of(
     """Return a factory that recreates an optimizer over the placed model.
 
     It creates a PlacedAdam with the groups, the share of states on disk and the directory of the
-    given optimizer, which is closed when the new one is created.
-
-    Args:
-        optimizer: CPUAdam, HybridAdam, tensorstow's or torch's Adam or AdamW. None: the model is
-            not trained, and the new optimizer has no parameters and no states.
-        model: The model before it is placed.
-        in_host_memory: Whether the states of a parameter, by its name, are in host memory or on
-            disk.
-
-    Returns:
-        An optimizer factory for ``stow``.
-
-    Raises:
-        OptionError: Another class, one that has taken steps, or one whose states would change.
+    given optimizer, which is closed when the new one is created. Without one the model is not
+    trained, and the new optimizer has no parameters and no states. Raises OptionError for another
+    class, one that has taken steps, or one whose states would change.
     """
     if optimizer is None:
         return OptimizerMaker(with_groups(PlacedAdam, [{"params": []}]), in_host_memory)
@@ -114,10 +102,10 @@ def maker_of(
     groups = names_of(model, groups_of(optimizer))
     keywords = _keywords_of(optimizer) if isinstance(optimizer, StowedAdam) else {}
 
-    def make(placed: Any, **placement: Any) -> StowedAdam:  # noqa: ANN401
+    def make(placed: Any, **placement: Any) -> StowedAdam:
         if isinstance(optimizer, StowedAdam):
-            optimizer.close()  # its place is given to the one over the placed model
-        for group in optimizer.param_groups:  # and the memory of what was before
+            optimizer.close()  # the optimizer over the placed model takes its place
+        for group in optimizer.param_groups:  # frees the old parameters
             group["params"] = []
         return PlacedAdam(placed, **{**keywords, **placement})
 
@@ -125,14 +113,7 @@ def maker_of(
 
 
 def disk_fraction_of(optimizer: Optimizer | None) -> float:
-    """Return the share of the states that an optimizer keeps on disk.
-
-    Args:
-        optimizer: The optimizer; None: there is none.
-
-    Returns:
-        0 to 1.
-    """
+    """Return the share of the states that an optimizer keeps on disk, 0 to 1."""
     if not isinstance(optimizer, StowedAdam):
         return 0.0
     return optimizer.offload_policy.placement.disk_fraction
@@ -140,11 +121,11 @@ def disk_fraction_of(optimizer: Optimizer | None) -> float:
 
 def _keywords_of(optimizer: StowedAdam) -> dict[str, Any]:
     policy = optimizer.offload_policy
-    where = policy.placement
-    if where.durable or policy.overlap != "none" or policy.update_on is not None:
+    placement = policy.placement
+    if placement.durable or policy.timing.is_overlapped or policy.update_on is not None:
         message = (
             "An optimizer with dir=, overlap= or update_on= was given to boost(), which decides"
-            " what moves when: use tensorstow.stow(), which takes them in its plan, or leave them"
+            " these itself: use tensorstow.stow(), which takes them in its plan, or leave them"
             " out."
         )
         raise OptionError(message)
@@ -155,8 +136,8 @@ def _keywords_of(optimizer: StowedAdam) -> dict[str, Any]:
         )
         raise OptionError(message)
     return {
-        "nvme_offload_fraction": where.disk_fraction,
-        "nvme_offload_dir": where.directories or None,
-        "ram_budget": where.ram_budget,
+        "nvme_offload_fraction": placement.disk_fraction,
+        "nvme_offload_dir": placement.directories or None,
+        "ram_budget": placement.ram_budget,
         "policy": policy.policy,
     }

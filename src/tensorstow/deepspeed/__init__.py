@@ -1,13 +1,13 @@
 """DeepSpeed's interface: ``import tensorstow.deepspeed as deepspeed``.
 
-Names are imported on first use: FSDP2 takes a second, and who reads a configuration does not need
-it.
+Names are imported on first use: importing FSDP2 takes a second, and reading a configuration does
+not need it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tensorstow.base.errors import AbsentError
+from tensorstow.base.absent_names import add_absent_modules, refuse, refuse_other_modules
 
 if TYPE_CHECKING:
     from tensorstow.deepspeed import (
@@ -63,7 +63,7 @@ __version__ = "0.19.6"
 """The version of DeepSpeed whose interface this is, for scripts that compare it."""
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 6
 __git_hash__ = __git_branch__ = "[none]"
-"""What upstream says where it was not built from its repository."""
+"""Upstream's value if it was not built from its repository."""
 
 _MODULES = {
     "DeepSpeedConfig": "runtime.config",
@@ -79,7 +79,7 @@ _MODULES = {
     "summary_of": "config.summary",
     "take_name": "name",
 }
-"""Where each name is that is no module itself."""
+"""The module of each name that is not a module itself."""
 
 
 _NO_STAGES = (
@@ -87,12 +87,37 @@ _NO_STAGES = (
     " disk"
 )
 _NO_KERNELS = "use torch's scaled_dot_product_attention and torch.compile in the model"
+_ONLY_READ = (
+    "its kernels are not here. tensorstow.stow(model, None, weights=folder) places a model that is"
+    " only read: on the device, in host memory or in its files (ZeRO-Inference)"
+)
+_NO_AUTOTUNER = (
+    'nothing is tried out. tensorstow.stow(plan="auto") computes a plan from sizes and rates, which'
+    " `tensorstow plan` prints"
+)
+_ABSENT_MODULES = {
+    "autotuning": _NO_AUTOTUNER,
+    "elasticity": "start ranks by torchrun --nnodes=MIN:MAX. Any number of ranks loads a"
+    " checkpoint",
+    "inference": _ONLY_READ,
+    "launcher": "start ranks by torchrun",
+    "linear": "use peft for LoRA, and torchao for quantized weights",
+    "module_inject": _ONLY_READ,
+    "profiling": "use torch.profiler, torch.utils.flop_counter.FlopCounterMode for operations, and"
+    " engine.optimizer.report(directory) for bytes and waits",
+    "sequence": "ranks share no sequence. Long ones fit with tensorstow.offload_activations,"
+    " tensorstow.nn.TiledLinear and tensorstow.losses",
+}
+"""Why modules of upstream are not here."""
 _ABSENT = {
-    "init_inference": "its kernels are not here. tensorstow.stow(model, None, weights=folder)"
-    " places a model that is only read: on the device, in host memory or in its files"
-    " (ZeRO-Inference)",
+    **_ABSENT_MODULES,
+    "init_inference": _ONLY_READ,
+    "add_tuning_arguments": f"its options are those of the autotuner, and {_NO_AUTOTUNER}",
+    "PipelineEngine": _NO_STAGES,
     "PipelineModule": _NO_STAGES,
     "pipe": _NO_STAGES,
+    "InferenceEngine": _ONLY_READ,
+    "DeepSpeedHybridEngine": _ONLY_READ,
     "tp_model_init": "the engine shards whole parameters over data-parallel ranks, and takes no"
     " DTensors. Leave it out",
     "compression": "compress the model after training, by torchao",
@@ -101,20 +126,18 @@ _ABSENT = {
     "replace_transformer_layer": _NO_KERNELS,
 }
 """Why names of upstream are not here."""
+add_absent_modules(__name__, _ABSENT_MODULES)
+refuse_other_modules(__name__, "docs/guides/deepspeed.md")
 
 
 def __getattr__(name: str) -> object:
     """Import a public name on first use."""
-    if name in _ABSENT:
-        message = f"{name} is not in {__name__}: {_ABSENT[name]}."
-        raise AbsentError(message)
     if name not in __all__:
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        refuse(__name__, name, _ABSENT)
     module = import_module(f"{__name__}.{_MODULES.get(name, name)}")
-    found = getattr(module, name) if name in _MODULES else module
-    globals()[name] = found
-    return found
+    attribute = getattr(module, name) if name in _MODULES else module
+    globals()[name] = attribute
+    return attribute
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ _IN_CPU = "activation_checkpointing.cpu_checkpointing"
 class _Recomputed(nn.Module):
     """Calls a function; of what it saves, its inputs alone are kept."""
 
-    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``function``, which backward calls again."""
         if kwargs:  # not handed to torch's function, which has keywords of its own
             function = partial(function, **kwargs)
@@ -43,12 +43,12 @@ _now = _Configured()
 def configure(  # upstream's
     mpu_: object = None,
     deepspeed_config: str | PathLike[str] | Mapping[str, Any] | None = None,
-    partition_activations: bool | None = None,  # noqa: FBT001
-    contiguous_checkpointing: bool | None = None,  # noqa: FBT001
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
-    checkpoint_in_cpu: bool | None = None,  # noqa: FBT001
-    synchronize: bool | None = None,  # noqa: FBT001
-    profile: bool | None = None,  # noqa: FBT001
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
 ) -> None:
     """Configure how ``checkpoint`` keeps the inputs of what is recomputed.
 
@@ -87,11 +87,7 @@ def configure(  # upstream's
 
 
 def is_configured() -> bool:
-    """Return whether ``configure`` was called.
-
-    Returns:
-        True after ``configure``, until ``reset``.
-    """
+    """Return whether ``configure`` was called since the last ``reset``."""
     return _now.is_configured
 
 
@@ -101,11 +97,7 @@ def reset() -> None:
     _now.recomputed = _Recomputed()
 
 
-def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,  # noqa: ANN401  # the function's
-    **kwargs: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function and keep only its inputs; backward calls it again.
 
     Args:

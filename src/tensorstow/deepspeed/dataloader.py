@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.plans import world_of
-from tensorstow.deepspeed.ranks import rank_here
+from tensorstow.fsdp.sharding import rank_here
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,14 +52,13 @@ def make_dataloader(
 
 
 class RepeatingLoader:
-    """An iterator over a loader that begins again where the loader ends.
+    """An iterator over a loader that begins again when the loader ends.
 
     Args:
         loader: What is iterated over, again and again.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        """Begin; the class documents the arguments."""
         self.loader = loader
         self.data_iter = iter(loader)
 
@@ -67,8 +66,8 @@ class RepeatingLoader:
         """Return itself."""
         return self
 
-    def __next__(self) -> Any:  # noqa: ANN401  # the loader's
-        """Return the next batch; StopIteration where the loader has none at all."""
+    def __next__(self) -> Any:
+        """Return the next batch; StopIteration if the loader has none at all."""
         try:
             return next(self.data_iter)
         except StopIteration:

@@ -17,7 +17,7 @@ class DirectBackward:
     Args:
         micro_batches: The micro-batches of a step.
         needs_scale: Whether losses are multiplied by a loss scale.
-        beside_backward: Whether updates run beside backward, with gradients that are final.
+        beside_backward: Whether updates run during backward, with gradients that are final.
         times: What gradients are multiplied by: the number of ranks, for a sum over them.
     """
 
@@ -29,7 +29,6 @@ class DirectBackward:
         beside_backward: bool = False,
         times: int = 1,
     ) -> None:
-        """Expect backwards of the engine only to be right; the class documents the arguments."""
         self.micro_batches = micro_batches
         """Those of a step; the engine may change them."""
         self._needs_scale = needs_scale

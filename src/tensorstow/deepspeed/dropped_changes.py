@@ -1,4 +1,4 @@
-"""Finds writes to gathered parameters that nobody keeps: inside, without a ``modifier_rank``."""
+"""Finds writes to gathered parameters that are lost: those without a ``modifier_rank``."""
 
 import torch
 import torch.distributed as dist
@@ -24,47 +24,39 @@ class DroppedChanges:
         self._changed: list[torch.Tensor] = []
 
     def watch(self, owner: RegisteredModel, placed: torch.Tensor, captured: torch.Tensor) -> None:
-        """Remember what a parameter is.
+        """Remember what a parameter is, which is whole now.
 
-        Args:
-            owner: The model that has it.
-            placed: The parameter, which is whole now.
-            captured: A variable's from before the model was placed, or the same.
+        ``captured`` is a variable's from before the model was placed, or the same.
         """
         self._owner = owner
         both = {id(p): p for p in (placed, captured)}.values()
         self._watched[id(placed)] = [(p, _seen(p)) for p in both]
 
     def note(self, placed: torch.Tensor) -> None:
-        """Look whether a parameter, still whole, was written to.
-
-        Args:
-            placed: The parameter; nothing is done unless it is watched.
-        """
+        """Look whether a watched parameter, still whole, was written to."""
         if any(_seen(p) != before for p, before in self._watched.get(id(placed), ())):
             self._changed.append(placed)
 
     def tell(self) -> None:
-        """Say once that changes were dropped; collective where that is an error.
+        """Log once that changes were dropped; collective where that is an error.
 
-        Raises:
-            OptionError: On every rank, where the configuration asks for it and one has written.
+        Raises OptionError on every rank, if the configuration asks for it and a rank has written.
         """
         if self._owner is None:
             return
-        found = bool(self._changed)
+        is_changed = bool(self._changed)
         group = host_group() if self._owner.checks_writes else None
         if group is not None:
-            any_rank = torch.tensor(int(found))
+            any_rank = torch.tensor(int(is_changed))
             dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
-            found = bool(any_rank)
-        if not found:
+            is_changed = bool(any_rank)
+        if not is_changed:
             return
         names = {id(p): name for name, p in self._owner.module.named_parameters()}
         first = names.get(id(self._changed[0])) if self._changed else None
-        what = "by another rank" if first is None else f"to {first}"
+        writer = "by another rank" if first is None else f"to {first}"
         message = (
-            f"{format_count(max(1, len(self._changed)), 'parameter')} (written {what}) changed"
+            f"{format_count(max(1, len(self._changed)), 'parameter')} (written {writer}) changed"
             f" inside of GatheredParameters without a modifier_rank, and changes were dropped:"
             f" {_ADVICE}."
         )

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
+from tensorstow.base.new_file import new_stream
 from tensorstow.checkpoint.serialize import flatten
 from tensorstow.deepspeed.checkpoint.loading import COUNTS, open_checkpoint, tag_to_load
 from tensorstow.deepspeed.checkpoint.sharded import (
@@ -27,7 +29,7 @@ from tensorstow.deepspeed.engine_settings import ConfiguredModule
 from tensorstow.deepspeed.external_parameters import uses_outside_of_blocks_named
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
-from tensorstow.deepspeed.ranks import local_rank, rank_here
+from tensorstow.deepspeed.ranks import local_rank
 from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.states import (
     drop_unused_masters,
@@ -38,7 +40,7 @@ from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded
-from tensorstow.fsdp.sharding import current_device, on_every_rank
+from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
 from tensorstow.optim.placed import PlacedOptimizer
 
@@ -59,7 +61,7 @@ class DeepSpeedEngine(ConfiguredModule):
         settings: The configuration.
         lr_scheduler: A scheduler with ``step()`` and a state dict. Default: None.
         scale: The loss scale. Default: None, without fp16.
-        config: The configuration as it was written, for those who read it. Default: None, {}.
+        config: The configuration as it was written, for scripts that read it. Default: None, {}.
     """
 
     module: nn.Module
@@ -70,11 +72,10 @@ class DeepSpeedEngine(ConfiguredModule):
         optimizer: PlacedOptimizer | None,
         settings: Settings,
         *,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with step() and a state
+        lr_scheduler: Any = None,
         scale: LossScale | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Create the engine; the class documents the arguments."""
         super().__init__(settings, {} if config is None else config)
         self.module = module
         self.optimizer = optimizer
@@ -89,18 +90,17 @@ class DeepSpeedEngine(ConfiguredModule):
         if optimizer is not None:
             self._update = OptimizerStep(optimizer, settings.gradient_clipping, scale)
         self._times = self.world_size if settings.sums_gradients else 1
-        """What losses are multiplied by: reductions take a mean over the ranks."""
+        """Factor of the losses: reductions take a mean over the ranks."""
         self._direct = DirectBackward(
             1 if optimizer is None else settings.batch.accumulation,
             needs_scale=optimizer is not None and scale is not None,
-            beside_backward=optimizer is not None
-            and optimizer.offload_policy.overlap == "backward",
+            beside_backward=optimizer is not None and optimizer.offload_policy.timing.begins_early,
             times=self._times,
         )
         self._boundary: bool | None = None
         self._in_no_sync = self._is_coalescing = self._is_stepping = self._applied = False
         self._backwards = 0
-        """Of the engine, since the last step."""
+        """Number of the engine's backwards since the last step."""
         self._micro_batches = micro_batches_of(module)
         if self._micro_batches is not None:
             self._micro_batches.ask(self._ends_step)
@@ -121,7 +121,7 @@ class DeepSpeedEngine(ConfiguredModule):
                 mark_parameters(module)
             watch_loads(module, optimizer)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # nn.Module's own signature
+    def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module that the engine lacks."""
         try:
             return super().__getattr__(name)
@@ -130,20 +130,8 @@ class DeepSpeedEngine(ConfiguredModule):
                 raise
             return getattr(self.module, name)
 
-    def named_parameters(
-        self,
-        *args: Any,  # noqa: ANN401  # torch's
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the sharded parameters; reshards those that the last forward left unsharded.
-
-        Args:
-            args: As of ``torch.nn.Module.named_parameters``.
-            kwargs: As of ``torch.nn.Module.named_parameters``.
-
-        Yields:
-            Names and parameters.
-        """
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the sharded parameters; reshard those that the last forward left unsharded."""
         resharded(self.module)
         yield from super().named_parameters(*args, **kwargs)
 
@@ -159,7 +147,7 @@ class DeepSpeedEngine(ConfiguredModule):
             self.optimizer.close()
 
     def _trained(self, call: str) -> tuple[PlacedOptimizer, OptimizerStep]:
-        """Return what updates; raises OptionError where nothing does."""
+        """Return the optimizer and its step; raises OptionError if the engine has none."""
         if self.optimizer is None or self._update is None:
             message = (
                 f"{call} was called on an engine without an optimizer, which evaluates: pass"
@@ -170,15 +158,8 @@ class DeepSpeedEngine(ConfiguredModule):
 
     # --- a step ---
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module.
-
-        Args:
-            args: The module's.
-            kwargs: The module's.
-
-        Returns:
-            What the module returned.
 
         Raises:
             OptionError: The module uses a weight outside of its block, under stage 3, and
@@ -197,10 +178,7 @@ class DeepSpeedEngine(ConfiguredModule):
         return output
 
     def backward(
-        self,
-        loss: torch.Tensor,
-        retain_graph: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        scale_wrt_gas: bool = True,  # noqa: FBT001, FBT002
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """Compute the gradients of a loss, multiplied by the loss scale, and accumulate them.
 
@@ -220,7 +198,7 @@ class DeepSpeedEngine(ConfiguredModule):
             loss = loss / self.gradient_accumulation_steps()
         factor = update.factor * self._times
         scaled = loss if factor == 1.0 else loss.float() * factor
-        # Beside backward gradients are used when they are final: the engine knows when.
+        # With overlap="backward" gradients are used when they are final: the engine knows when.
         last = self._ends_step()
         more = nullcontext() if last else optimizer.accumulate()
         if self._micro_batches is not None:
@@ -233,10 +211,10 @@ class DeepSpeedEngine(ConfiguredModule):
         return loss
 
     def _backward_epilogue(self) -> None:
-        """End a ``backward()`` of your own of a loss of several engines; upstream's name for it.
+        """End your own ``backward()`` of a loss of several engines; the name is upstream's.
 
-        The gradients are those of the loss as it is: with fp16 they are not multiplied by the loss
-        scale, unless ``scale`` was called, and ``step()`` knows it.
+        With fp16 the gradients are not multiplied by the loss scale, unless you called ``scale``;
+        ``step()`` takes this into account.
         """
         _, update = self._trained("_backward_epilogue()")
         update.unscaled += not self._direct.is_scaled
@@ -250,11 +228,11 @@ class DeepSpeedEngine(ConfiguredModule):
             loss: A scalar tensor.
 
         Returns:
-            A tensor to call ``backward()`` of, before the next forward. The division by the number
-            of micro-batches is made in that backward.
+            A tensor; call its ``backward()`` before the next forward. That backward divides by the
+            number of micro-batches.
 
         Raises:
-            OptionError: It is no scalar.
+            OptionError: The loss is not a scalar.
         """
         if loss.numel() != 1:
             message = (
@@ -276,7 +254,7 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Raises:
             BackwardError: Some losses of this step were multiplied by the loss scale.
-            OptionError: The gradients are not finite, and updates by them run beside backward; or
+            OptionError: The gradients are not finite, and updates by them run during backward; or
                 it was called inside ``no_sync()`` or ``coalesce_grad_reduction()``; or the engine
                 has no optimizer.
         """
@@ -284,7 +262,7 @@ class DeepSpeedEngine(ConfiguredModule):
         if self._in_no_sync:
             message = (
                 "step() was called inside no_sync() or coalesce_grad_reduction(), whose gradients"
-                " need not be reduced yet: call it behind the context."
+                " need not be reduced yet: call it after the context exits."
             )
             raise OptionError(message)
         self._applied = False
@@ -303,7 +281,7 @@ class DeepSpeedEngine(ConfiguredModule):
         if self._scale is not None and 0 < update.unscaled < self._backwards:
             message = (
                 f"{update.unscaled} of {self._backwards} losses of this step were not multiplied by"
-                " the loss scale: take engine.backward(loss) for all of them, or for none."
+                " the loss scale: use engine.backward(loss) for all of them, or for none."
             )
             raise BackwardError(message)
         with self._timer.measure("step"):
@@ -322,14 +300,14 @@ class DeepSpeedEngine(ConfiguredModule):
         self._monitor_step()
 
     def _monitor_step(self) -> None:
-        """Write the scalars of a step, by the names that upstream gives them."""
+        """Write the scalars of a step, with upstream's names."""
         if not self.monitor.enabled:
             return
-        found = {"train_loss": self._loss, "lr": self.get_lr()[0]}
+        scalars = {"train_loss": self._loss, "lr": self.get_lr()[0]}
         if self._scale is not None:
-            found["loss_scale"] = self.loss_scale
+            scalars["loss_scale"] = self.loss_scale
         samples = self.global_samples
-        self.monitor.write_events([(f"Train/Samples/{k}", v, samples) for k, v in found.items()])
+        self.monitor.write_events([(f"Train/Samples/{k}", v, samples) for k, v in scalars.items()])
         self._loss = 0.0
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -346,11 +324,11 @@ class DeepSpeedEngine(ConfiguredModule):
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def _ends_step(self) -> bool:
-        """Return whether the next backward is to reduce what gradients there are."""
+        """Return whether the next backward reduces the gradients."""
         managed = self.managed_gradient_accumulation() and not self._is_coalescing
         return not managed or self.is_gradient_accumulation_boundary()
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether this micro-batch, and those after it, end a step.
 
         Args:
@@ -367,12 +345,8 @@ class DeepSpeedEngine(ConfiguredModule):
             raise OptionError(message)
         self._boundary = is_boundary
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
-        """Drop the gradients of the current step.
-
-        Args:
-            set_to_none: Whether ``.grad`` becomes None rather than zeros.
-        """
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the current step."""
         if self.optimizer is None:
             self.module.zero_grad(set_to_none)
         else:
@@ -381,9 +355,6 @@ class DeepSpeedEngine(ConfiguredModule):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients are not reduced, in stages 0 and 1 as upstream.
-
-        Returns:
-            The context manager.
 
         Raises:
             OptionError: The stage is 2 or 3, or the context is inside of another one.
@@ -399,7 +370,7 @@ class DeepSpeedEngine(ConfiguredModule):
             raise OptionError(_NESTED)
         self._in_no_sync = True
         try:
-            # Stage 1 reduces with the last micro-batch alone, at any time.
+            # Stage 1 always reduces with the last micro-batch only.
             with nullcontext() if stage else not_reduced(self.module):
                 yield
         finally:
@@ -407,16 +378,13 @@ class DeepSpeedEngine(ConfiguredModule):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Return a context of several backwards that belong to one step, called behind it.
+        """Return a context of several backwards that belong to one step; call ``step()`` after it.
 
-        Each of them reduces its gradients here, where upstream reduces their sum: the results are
-        the same but for rounding.
-
-        Returns:
-            The context manager.
+        Each backward reduces its gradients by itself, and upstream reduces their sum: the results
+        are the same but for rounding.
 
         Raises:
-            OptionError: The stage is 0, updates run beside backward, ``step()`` is the only
+            OptionError: The stage is 0, updates run during backward, ``step()`` is the only
                 boundary already, or the context is inside of another one.
         """
         optimizer, _ = self._trained("coalesce_grad_reduction()")
@@ -425,10 +393,10 @@ class DeepSpeedEngine(ConfiguredModule):
         without = {
             "ZeRO stage 0": not self.zero_optimization(),
             "managed_gradient_accumulation=false": not self.managed_gradient_accumulation(),
-            'overlap="backward"': optimizer.offload_policy.overlap == "backward",
+            'overlap="backward"': optimizer.offload_policy.timing.begins_early,
         }
-        for reason, given in without.items():
-            if given:
+        for reason, applies in without.items():
+            if applies:
                 message = (
                     f"coalesce_grad_reduction() was called with {reason}. Use gradient_accumulation"
                     "_steps, or leave one of both out."
@@ -447,8 +415,8 @@ class DeepSpeedEngine(ConfiguredModule):
         save_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,  # noqa: FBT001, FBT002  # upstream's
-        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write weights, states and counters to ``save_dir/tag``; call it on every rank.
 
@@ -467,42 +435,42 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Raises:
             TypeError: A value in ``client_state`` of another type.
-            OptionError: There is no directory, or ranks gave different ones or different tags.
-            StowError: Another rank could not write. That one raises what it met.
+            OptionError: There is no directory, or ranks passed different ones or different tags.
+            StowError: Another rank could not write. That rank raises its own error.
         """
         if not save_dir:
-            message = f"save_checkpoint({save_dir!r}) was called: name a directory."
+            message = f"save_checkpoint({save_dir!r}) was called: pass a directory."
             raise OptionError(message)
         tag = str(f"global_step{self.global_steps}" if tag is None else tag)
         validate_same_folder(save_dir, tag, "save_checkpoint()")
         folder = Path(save_dir) / tag
 
         def prepare() -> object:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             return flatten(client_state or {}, "client_state")
 
-        kept = {name: getattr(self, name) for name in COUNTS}
-        kept["client_state"] = on_every_rank(prepare, f"begin a checkpoint in {folder}")
-        kept["scale"] = None if self._scale is None else self._scale.state_dict()
-        kept["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        common = {name: getattr(self, name) for name in COUNTS}
+        common["client_state"] = on_every_rank(prepare, f"begin a checkpoint in {folder}")
+        common["scale"] = None if self._scale is None else self._scale.state_dict()
+        common["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
         contents = Contents(self.module, self.optimizer, frozen=not exclude_frozen_parameters)
-        save(folder, contents, kept, latest=save_latest)
+        save(folder, contents, common, latest=save_latest)
         return True
 
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
-        load_module_strict: bool = True,  # noqa: FBT001, FBT002  # upstream's
-        load_optimizer_states: bool = True,  # noqa: FBT001, FBT002
-        load_lr_scheduler_states: bool = True,  # noqa: FBT001, FBT002
-        load_module_only: bool = False,  # noqa: FBT001, FBT002
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what ``save_checkpoint`` wrote, on any number of ranks; call it on every rank.
 
-        Also what DeepSpeed's own wrote under stages 1 to 3, and its universal checkpoints. The next
-        backward is of a step's first micro-batch: gradients that wait for ``step()``, here or when
-        it was saved, are dropped.
+        It also loads checkpoints that DeepSpeed wrote under stages 1 to 3, and its universal ones.
+        The next backward is that of a step's first micro-batch: gradients that wait for ``step()``,
+        in this engine or when it was saved, are dropped.
 
         Args:
             load_dir: The directory.
@@ -520,25 +488,25 @@ class DeepSpeedEngine(ConfiguredModule):
             StoreFormatError: There is no checkpoint that can be read.
             OptionError: The checkpoint is of another model, or of other groups; or ranks found
                 different tags, or have different directories on one host.
-            StowError: Another rank could not read. That one raises what it met.
+            StowError: Another rank could not read. That rank raises its own error.
         """
         universal = self.settings.load_universal
-        given = tag_to_load(Path(load_dir), universal=universal) if tag is None else str(tag)
-        validate_same_folder(load_dir, given, "load_checkpoint()")
-        if given is None and universal:
+        found_tag = tag_to_load(Path(load_dir), universal=universal) if tag is None else str(tag)
+        validate_same_folder(load_dir, found_tag, "load_checkpoint()")
+        if found_tag is None and universal:
             message = (
                 f"{load_dir} has no file latest_universal, which checkpoint.load_universal asks"
                 " for: convert a checkpoint by ds_to_universal, or leave the key out."
             )
             raise StoreFormatError(message)
-        if given is None:
+        if found_tag is None:
             return None, None
-        folder = Path(load_dir) / given
+        folder = Path(load_dir) / found_tag
+        saved = on_every_rank(partial(open_checkpoint, folder), f"read {folder}")
         if self._update is not None:
             self._update.drop_gradients()
         self._backwards, self._loss = 0, 0.0
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        saved = on_every_rank(partial(open_checkpoint, folder), f"read {folder}")
         on_every_rank(
             partial(saved.load_module, self.module, strict=load_module_strict),
             f"load the weights in {folder}",
@@ -558,23 +526,15 @@ class DeepSpeedEngine(ConfiguredModule):
             self.lr_scheduler.load_state_dict(saved.scheduler)
         for name, count in saved.counts.items():
             setattr(self, name, count)
-        # A step has other micro-batches with another number of ranks; it begins with its first.
+        # Another number of ranks changes a step's micro-batches, so the step begins again.
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         return str(folder), saved.client_state
 
     def module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict.
-
-        Returns:
-            Tensors by name; DTensors for sharded parameters.
-        """
+        """Return the module's state dict, with DTensors for sharded parameters."""
         return self.module.state_dict()
 
-    def load_module_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        strict: bool = True,  # noqa: FBT001, FBT002
-    ) -> None:
+    def load_module_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load what ``module_state_dict`` returned.
 
         Args:
@@ -587,7 +547,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self,
         save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+        exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the full weights to one file that torch loads; call it on every rank.
 
@@ -603,42 +563,38 @@ class DeepSpeedEngine(ConfiguredModule):
             True.
 
         Raises:
-            StowError: Rank 0 could not write, which raises what it met.
+            StowError: Rank 0 could not write, and raises its own error.
         """
         whole = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         file = Path(save_dir) / save_filename
 
         def write() -> None:
             if whole is not None:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(whole, file)
+                make_folder(file.parent)
+                with new_stream(file) as stream:
+                    torch.save(whole, stream)
 
         on_every_rank(write, f"write {file}")
         return True
 
     def _zero3_consolidated_16bit_state_dict(
-        self,
-        exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+        self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
-        """Return the full weights, in host memory; collective. Users call it by upstream's name.
+        """Return the full weights, in host memory, on rank 0, and None on others; collective.
 
-        Args:
-            exclude_frozen_parameters: Whether parameters that require no gradients are left out.
-
-        Returns:
-            Tensors by name, on rank 0; None on others.
+        Users call it by upstream's name.
         """
         whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
         return whole if self.global_rank == 0 else None
 
-    # --- data, and where states are ---
+    # --- data, and the place of states ---
 
     def deepspeed_io(  # upstream's
         self,
         dataset: Dataset[Any],
         batch_size: int | None = None,
         route: str = "train",
-        pin_memory: bool = True,  # noqa: FBT001, FBT002
+        pin_memory: bool = True,
         data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
@@ -653,9 +609,6 @@ class DeepSpeedEngine(ConfiguredModule):
             data_sampler: Selects samples. Default: None, a share of them for each rank.
             collate_fn: Makes a batch of samples. Default: None, that of ``initialize``.
             num_local_io_workers: Processes that load. Default: None, this one does.
-
-        Returns:
-            The dataloader.
         """
         loading = Loading(
             batch_size,
@@ -670,8 +623,8 @@ class DeepSpeedEngine(ConfiguredModule):
         self,
         include: Container[str] | None = None,
         device: str = "cpu",
-        pin_memory: bool = True,  # noqa: FBT001, FBT002  # upstream's
-        non_blocking: bool = False,  # noqa: FBT001, FBT002
+        pin_memory: bool = True,
+        non_blocking: bool = False,
     ) -> None:
         """Free the accelerator of optimizer states and master weights, which are never on it.
 
@@ -679,8 +632,7 @@ class DeepSpeedEngine(ConfiguredModule):
             include: What is to go, of ``OffloadStateTypeEnum``. Default: None, all; weights and
                 gradients on an accelerator stay there, which is logged.
             device: "cpu".
-            pin_memory: Not used.
-            non_blocking: Not used.
+            pin_memory, non_blocking: Not used.
 
         Raises:
             OptionError: ``device`` is another; weights or gradients are asked for that are on an
@@ -690,7 +642,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self._trained("offload_states()")
         refuse_states_that_stay(self.module, include, device)
 
-    def reload_states(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002  # upstream's
+    def reload_states(self, non_blocking: bool = False) -> None:
         """Undo ``offload_states``, which moved nothing.
 
         Args:
@@ -709,11 +661,7 @@ class DeepSpeedEngine(ConfiguredModule):
     # --- results ---
 
     def get_lr(self) -> list[float]:
-        """Return the learning rates.
-
-        Returns:
-            One per parameter group.
-        """
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._groups]
 
     def set_lr(self, lr: float) -> None:
@@ -730,11 +678,7 @@ class DeepSpeedEngine(ConfiguredModule):
             group["lr"] = lr
 
     def get_mom(self) -> list[tuple[float, float] | float]:
-        """Return the betas, or the momentum of an optimizer without any.
-
-        Returns:
-            One pair, or number, per parameter group; 0 where there is no momentum.
-        """
+        """Return the betas of each group, or its momentum: 0 without any."""
         return [
             (float(g["betas"][0]), float(g["betas"][1]))
             if "betas" in g
@@ -748,20 +692,12 @@ class DeepSpeedEngine(ConfiguredModule):
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients over all ranks, before clipping.
-
-        Returns:
-            The 2-norm; None before the first step.
-        """
+        """Return the 2-norm of the last step's gradients of all ranks, before clipping, or None."""
         norm = None if self._update is None else self._update.norm
         return None if norm is None else norm.item()
 
     def was_step_applied(self) -> bool:
-        """Return whether the last ``step()`` changed the weights.
-
-        Returns:
-            False before the first, within an accumulation, and for one that was skipped.
-        """
+        """Return whether the last ``step()`` changed the weights; False if it was skipped."""
         return self._applied
 
     @property

@@ -21,7 +21,6 @@ class ConfiguredModule(nn.Module):
     """
 
     def __init__(self, settings: Settings, config: dict[str, Any]) -> None:
-        """Note the configuration; the class documents the arguments."""
         super().__init__()
         self.settings = settings
         self.config = config
@@ -29,136 +28,71 @@ class ConfiguredModule(nn.Module):
         self._begun_with = settings.batch.accumulation
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return whether a script that saves the model is to gather its weights.
-
-        Returns:
-            The configuration's ``stage3_gather_16bit_weights_on_model_save``, False where it says
-            nothing.
-        """
+        """Return the configuration's ``stage3_gather_16bit_weights_on_model_save``."""
         section = self.config.get("zero_optimization")
         zero = section if isinstance(section, Mapping) else {}
         names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
         return any(zero.get(name) is True for name in names)
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Return whether gradients are sharded.
-
-        Returns:
-            Whether the stage is 2 or 3.
-        """
+        """Return whether gradients are sharded: in stages 2 and 3."""
         return self.zero_optimization_stage() > 1
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Return whether parameters are sharded.
-
-        Returns:
-            Whether the stage is 3.
-        """
+        """Return whether parameters are sharded: in stage 3."""
         return self.zero_optimization_stage() == 3
 
     def train_batch_size(self) -> int:
-        """Return how many samples all ranks use in one step.
-
-        Returns:
-            Samples.
-        """
+        """Return the samples that all ranks use in one step."""
         return self.settings.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return how many samples one forward uses.
-
-        Returns:
-            Samples.
-        """
+        """Return the samples of one forward."""
         return self.settings.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return how many micro-batches a step has.
-
-        Returns:
-            Micro-batches.
-        """
+        """Return the number of micro-batches of a step."""
         return self.settings.batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the three batch sizes.
-
-        Returns:
-            Samples of a step, samples of a forward, micro-batches of a step.
-        """
+        """Return the samples of a step, those of a forward, and the micro-batches of a step."""
         batch = self.settings.batch
         return batch.train, batch.micro, batch.accumulation
 
     def steps_per_print(self) -> int:
-        """Return after how many steps one is logged.
-
-        Returns:
-            Steps.
-        """
+        """Return after how many steps one is logged."""
         return self.settings.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        """Return whether the parts of a step are timed.
-
-        Returns:
-            The configuration's value.
-        """
+        """Return whether the parts of a step are timed."""
         return self.settings.wall_clock_breakdown
 
     def gradient_clipping(self) -> float:
-        """Return the largest norm of the gradients.
-
-        Returns:
-            The norm; 0: nothing is clipped.
-        """
+        """Return the largest norm of the gradients; 0: nothing is clipped."""
         return self.settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """Return the ZeRO stage.
-
-        Returns:
-            0 to 3.
-        """
+        """Return the ZeRO stage, 0 to 3."""
         return self.settings.zero.stage
 
     def zero_optimization(self) -> bool:
-        """Return whether anything is sharded.
-
-        Returns:
-            Whether the stage is above 0.
-        """
+        """Return whether anything is sharded: above stage 0."""
         return self.zero_optimization_stage() > 0
 
     def bfloat16_enabled(self) -> bool:
-        """Return whether the model is in bf16.
-
-        Returns:
-            The configuration's value.
-        """
+        """Return whether the model is in bf16."""
         return self.settings.bf16
 
     def fp16_enabled(self) -> bool:
-        """Return whether the model is in fp16.
-
-        Returns:
-            The configuration's value.
-        """
+        """Return whether the model is in fp16."""
         return self.settings.fp16 is not None
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale is dynamic.
-
-        Returns:
-            False without fp16 or with a static scale.
-        """
+        """Return whether the loss scale is dynamic; False without fp16."""
         return self.settings.fp16 is not None and self.settings.fp16.loss_scale == 0.0
 
     def managed_gradient_accumulation(self) -> bool:
-        """Return whether ``step()`` is called after each micro-batch, and counts them.
-
-        Returns:
-            False: after the last one alone.
-        """
+        """Return whether ``step()`` is called after each micro-batch, not the last alone."""
         return self.settings.managed_accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -168,7 +102,7 @@ class ConfiguredModule(nn.Module):
             train_batch_size: Samples of all ranks.
 
         Raises:
-            OptionError: It is no multiple of what all ranks use in one forward; or steps of one
+            OptionError: It is not a multiple of what all ranks use in one forward; or steps of one
                 micro-batch get several, with a 16-bit model, whose sums are to be in fp32.
         """
         of_forward = self.train_micro_batch_size_per_gpu() * self.world_size
@@ -176,7 +110,7 @@ class ConfiguredModule(nn.Module):
         if rest or steps < 1:
             message = (
                 f"set_train_batch_size({train_batch_size}) was called: all ranks use {of_forward}"
-                " samples in one forward. Give a multiple of that."
+                " samples in one forward. Use a multiple of that."
             )
             raise OptionError(message)
         if steps > 1 and self._begun_with == 1 and dtype_of(self.settings) != torch.float32:

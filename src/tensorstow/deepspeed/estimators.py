@@ -7,13 +7,13 @@ loses nothing::
     bf16         2 P / R      2 P / R      10 P / R    (both moments, the rest of the fp32 master)
     fp32         4 P / R      4 P / R       8 P / R    (both moments)
 
-Gradients are in host memory, but for those of weights on the device. States are in host memory, or
-on disk behind a ring of 48 MiB; never on the device, also without offload_optimizer. Weights are
-where offload_param sets them: on the device they have a copy of the rank's share in host memory,
-which updates write; on disk three units' are in host memory at once, and more where max_in_cpu lets
-them. Beside its share a rank has on the device two units' weights at once in stage 3, and all of
-them in stage 2; one rank alone has nothing to gather where its weights are on the device.
-Activations, buffers and what the allocator rounds up come on top.
+Gradients are in host memory, except those of weights on the device. States are in host memory, or
+on disk with a ring of 48 MiB; never on the device, even without offload_optimizer. offload_param
+places the weights: on the device, with a copy of the rank's share in host memory, which updates
+write; or on disk, with three units' in host memory at once, and more if max_in_cpu allows it. In
+addition to its share, a rank has two units' weights on the device at once in stage 3, and all of
+them in stage 2; a single rank gathers nothing if its weights are on the device. Activations,
+buffers and the allocator's rounding are not counted.
 """
 
 import sys

@@ -8,7 +8,6 @@ they have opened it.
 """
 
 import logging
-import os
 import secrets
 from pathlib import Path
 
@@ -19,13 +18,13 @@ from torch import nn
 
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
+from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.master_weights import cast_model
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, buffer_pool_bytes, cast_of, directory_of
-from tensorstow.deepspeed.ranks import local_rank, rank_here
-from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank
+from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.stow import stow
 
 logger = logging.getLogger("tensorstow")
@@ -95,8 +94,8 @@ def _file_of_machine(directory: Path) -> Path:
 
 
 def _first_of_machine() -> int:
-    """Return the first rank of this machine; this one where no launcher has said."""
-    return rank_here() - local_rank() if "LOCAL_RANK" in os.environ else rank_here()
+    """Return the first rank of this machine; this one if no launcher has set it."""
+    return rank_here() - (launched().local_rank or 0)
 
 
 def _writes_file() -> bool:

@@ -31,7 +31,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         parameter: The parameter.
 
     Raises:
-        OptionError: It is no parameter, or ``initialize`` has placed it already.
+        OptionError: It is not a parameter, or ``initialize`` has placed it already.
     """
     _check(parameter)
     if owner_of(parameter) is not None:
@@ -45,7 +45,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 @contextmanager
 def uses_outside_of_blocks_named() -> Iterator[None]:
-    """Have a forward say which call it lacks where it uses a weight of which a rank has a shard.
+    """Let a forward that uses a sharded weight raise an error that names the missing call.
 
     Raises:
         OptionError: It does.
@@ -72,7 +72,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         parameter: The parameter.
 
     Raises:
-        OptionError: It is no parameter, or not registered for the module.
+        OptionError: It is not a parameter, or not registered for the module.
     """
     _check(parameter)
     if module not in _USERS.get(parameter, ()):

@@ -1,6 +1,5 @@
 """``deepspeed.initialize``: makes an engine of a model and a configuration."""
 
-import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.launch import launched
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.checkpointing import configure
 from tensorstow.deepspeed.config.json_text import load
@@ -37,7 +39,7 @@ from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
-from tensorstow.fsdp.sharding import current_device, world_size
+from tensorstow.fsdp.sharding import current_device, rank_here, world_size
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.placed import PlacedOptimizer
 
@@ -45,7 +47,8 @@ Config = str | PathLike[str] | Mapping[str, Any] | None
 Started = tuple[DeepSpeedEngine, PlacedOptimizer | None, DataLoader[Any] | None, Any]
 
 
-def initialize(  # noqa: PLR0913, PLR0917  # upstream's
+@names_keywords
+def initialize(
     args: object = None,
     model: nn.Module | None = None,
     optimizer: object = None,
@@ -54,7 +57,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
     lr_scheduler: object = None,
     distributed_port: int = 29500,
     mpu: object = None,
-    dist_init_required: bool | None = None,  # noqa: FBT001
+    dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: Config = None,
     mesh_param: tuple[int, ...] | None = None,
@@ -99,7 +102,7 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         The engine, its optimizer or None, the dataloader or None, and the scheduler or None.
 
     Raises:
-        OptionError: Something cannot be honoured; the model was not changed.
+        OptionError: An argument is not supported; the model was not changed.
         BudgetError: ``max_in_cpu`` is too small for the parameters that must be in memory at a
             time.
     """
@@ -108,33 +111,35 @@ def initialize(  # noqa: PLR0913, PLR0917  # upstream's
         raise OptionError(message)
     _refuse_model_parallel(mpu, mesh_param)
     source = _source(args, config, config_params)
-    if dist_init_required is not False or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if dist_init_required is not False or launched().world > 1:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     written = load(source)
     settings = read_settings(written, world_size(), fill=fill)
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
-    made: PlacedOptimizer | None = None
+    placed_optimizer: PlacedOptimizer | None = None
     with _named_as_configured(settings):
         if make is None:
             placed = place_for_evaluation(model, settings)
         else:
-            placed, made = _placed(model, make, settings, overlap)
+            placed, placed_optimizer = _placed(model, make, settings, overlap)
     offloads = settings.activation_checkpointing.cpu_checkpointing
     configure(checkpoint_in_cpu=offloads)
     engine = DeepSpeedEngine(
         placed,
-        made,
+        placed_optimizer,
         settings,
-        lr_scheduler=None if made is None else _schedule(lr_scheduler, settings, made),
+        lr_scheduler=None
+        if placed_optimizer is None
+        else _schedule(lr_scheduler, settings, placed_optimizer),
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
         config=written,
     )
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = make_dataloader(training_data, settings, collate_fn)
-    return engine, made, engine.training_dataloader, engine.lr_scheduler
+    return engine, placed_optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _placed(
@@ -144,15 +149,22 @@ def _placed(
         make = make.for_settings(settings, world_size(), overlap, current_device())
         overlap = "none"
     plan = plan_of(settings, device_is_host=current_device().type == "cpu", overlap=overlap)
+    if rank_here() == 0:
+        notices.show(
+            f"the DeepSpeed configuration means parameters={plan.parameters}, states={plan.states},"
+            f' stage={plan.stage}, overlap="{plan.overlap}"'
+        )
 
-    def make_placed(named: Any, **placement: Any) -> PlacedOptimizer:  # noqa: ANN401
+    def make_placed(named: Any, **placement: Any) -> PlacedOptimizer:
         return make(named, **placement_keywords(settings, placement))
 
-    made = partial(make_placed, durability="none")  # the directory is for parameters on disk alone
+    # The directory is for parameters on disk only, so the states are scratch.
+    make_scratch = partial(make_placed, durability="none")
     before = PlacedParameters(model)
     master_weights = MasterWeights(model, dtype_of(settings))
     blocks = blocks_to_gather(model) if plan.stage == 3 else None
-    placed, optimizer = stow(model, made, plan=plan, dir=directory_of(settings), units=blocks)
+    directory = directory_of(settings)
+    placed, optimizer = stow(model, make_scratch, plan=plan, dir=directory, units=blocks)
     master_weights.assign(placed, optimizer)
     before.note(placed)
     return placed, optimizer
@@ -173,17 +185,17 @@ def _named_as_configured(settings: Settings) -> Iterator[None]:
         raise BudgetError(message) from error
 
 
-def _source(args: object, config: Config, config_params: Config) -> Any:  # noqa: ANN401
+def _source(args: object, config: Config, config_params: Config) -> Any:
     """Return the configuration; raises OptionError unless exactly one was given."""
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    given = [c for c in (config, config_params, of_args) if c is not None]
-    if len(given) != 1:
+    sources = [c for c in (config, config_params, of_args) if c is not None]
+    if len(sources) != 1:
         message = (
-            f"{len(given)} configurations were given among config=, config_params= and"
-            " args.deepspeed_config: give exactly one."
+            f"{len(sources)} configurations were given among config=, config_params= and"
+            " args.deepspeed_config: pass exactly one."
         )
         raise OptionError(message)
-    return given[0]
+    return sources[0]
 
 
 def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> None:
@@ -196,15 +208,15 @@ def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> N
         raise OptionError(message)
 
 
-def _schedule(given: Any, settings: Settings, optimizer: PlacedOptimizer) -> Any:  # noqa: ANN401
+def _schedule(scheduler: Any, settings: Settings, optimizer: PlacedOptimizer) -> Any:
     """Return the scheduler: the user's, else the configuration's."""
-    if given is None:
+    if scheduler is None:
         named = settings.scheduler
         return None if named is None else make_scheduler(named, optimizer)
-    if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
-        return given(optimizer)
-    move_schedule(given, optimizer)
-    return given
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        return scheduler(optimizer)
+    move_schedule(scheduler, optimizer)
+    return scheduler
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:

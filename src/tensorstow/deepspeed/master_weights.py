@@ -61,6 +61,6 @@ def cast_model(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _has_more(parameter: nn.Parameter, dtype: torch.dtype) -> bool:
-    """Return whether a cast to ``dtype`` loses bits that a master weight keeps."""
-    there = parameter.requires_grad and not parameter.is_meta
-    return there and parameter.dtype == torch.float32 and dtype != torch.float32
+    """Return whether a cast to ``dtype`` loses bits that a master weight would keep."""
+    is_updated = parameter.requires_grad and not parameter.is_meta
+    return is_updated and parameter.dtype == torch.float32 and dtype != torch.float32

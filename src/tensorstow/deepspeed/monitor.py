@@ -19,14 +19,13 @@ class Monitor:
 
     Args:
         settings: The configuration.
-        writes: Whether this rank writes; each checks that the packages are there.
+        writes: Whether this rank writes; each checks that the packages exist.
 
     Raises:
         OptionError: A package that the configuration needs is not installed.
     """
 
     def __init__(self, settings: Settings, *, writes: bool) -> None:
-        """Open the enabled writers; the class documents the arguments."""
         for name in ("tensorboard", "wandb"):
             if getattr(settings, name).enabled:
                 require(name)
@@ -47,11 +46,7 @@ class Monitor:
         return bool(self._writers)
 
     def write_events(self, events: Sequence[Scalar]) -> None:
-        """Write scalars.
-
-        Args:
-            events: (name, value, count of samples) of each.
-        """
+        """Write scalars: name, value and count of samples of each."""
         for writer in self._writers:
             writer.write(events)
 

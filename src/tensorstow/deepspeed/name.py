@@ -50,8 +50,8 @@ class _Distribution(importlib.metadata.Distribution):
         version = importlib.import_module(_OURS).__version__
         return f"Metadata-Version: 2.1\nName: {_UPSTREAM}\nVersion: {version}\n"
 
-    def locate_file(self, path: Any) -> Path:  # noqa: ANN401  # what the standard library passes
-        """Return where a file of the package is."""
+    def locate_file(self, path: Any) -> Path:
+        """Return the path of a file of the package."""
         return Path(__file__).parent.parent.joinpath(path)
 
 
@@ -72,20 +72,20 @@ class _Finder(importlib.metadata.DistributionFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how ``fullname`` is imported; None where this package has no such module."""
+        """Return how ``fullname`` is imported; None if this package has no such module."""
         del path, target
         if fullname != _UPSTREAM and not fullname.startswith(f"{_UPSTREAM}."):
             return None
-        found = importlib.util.find_spec(_ours(fullname))
-        if found is None:
+        spec = importlib.util.find_spec(_ours(fullname))
+        if spec is None:
             return None
-        is_package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, _Loader(), origin=found.origin, is_package=is_package)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Loader(), origin=spec.origin, is_package=is_package)
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
-        """Yield upstream's distribution where it, or every one, is asked for."""
+        """Yield upstream's distribution if ``context`` is for it, or for all."""
         if context is None or context.name in {None, _UPSTREAM}:
             yield _Distribution()
 

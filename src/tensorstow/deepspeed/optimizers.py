@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.deepspeed.ops.adam import set_bias_correction
 from tensorstow.deepspeed.other_optimizers import of_named_class, of_object
@@ -64,7 +65,7 @@ def of_named(named: Named) -> Make:
     where ``torch_adam`` selects torch's AdamW.
     """
     kind = named.type.lower()
-    params = dict(named.params)
+    params = arguments_of(Adam, named.params, "optimizer.params", _OF_IMPLEMENTATIONS)
     if "max_grad_norm" in params:
         message = (
             "optimizer.params.max_grad_norm was given: write it as gradient_clipping, outside of"
@@ -73,43 +74,38 @@ def of_named(named: Named) -> Make:
         raise OptionError(message)
     unknown = sorted(params.keys() - {*_TAKEN, *_OF_IMPLEMENTATIONS})
     if unknown:
-        known = ", ".join((*_TAKEN, *_OF_IMPLEMENTATIONS))
-        message = f'{", ".join(unknown)} was given to "{named.type}", which takes {known}.'
+        names = ", ".join((*_TAKEN, *_OF_IMPLEMENTATIONS))
+        message = f'{", ".join(unknown)} was given to "{named.type}", which takes {names}.'
         raise OptionError(message)
     decoupled = kind == "adamw" or bool(params.get("adam_w_mode", True))
     keywords = {name: params[name] for name in _TAKEN if name in params}
-    if isinstance(keywords.get("betas"), list):
-        keywords["betas"] = tuple(keywords["betas"])  # as JSON has pairs
     keywords.setdefault("weight_decay", 0.01 if decoupled and params.get("torch_adam") else 0.0)
     keywords["decoupled_weight_decay"] = decoupled
     return partial(_made_of_named, keywords, bool(params.get("bias_correction", True)))
 
 
 def _made_of_named(
-    keywords: Mapping[str, Any],
-    corrected: bool,  # noqa: FBT001  # bound by partial
-    params: Any,  # noqa: ANN401
-    **placement: Any,  # noqa: ANN401
+    keywords: Mapping[str, Any], corrected: bool, params: Any, **placement: Any
 ) -> StowedAdam:
     """Create AdamW or Adam; ``corrected``: whether the moments are corrected for their start."""
     plain = dict(keywords)
     kind = AdamW if plain.pop("decoupled_weight_decay") else Adam
-    made = kind(params, **plain, **placement)
-    set_bias_correction(made, bias_correction=corrected)
-    return made
+    optimizer = kind(params, **plain, **placement)
+    set_bias_correction(optimizer, bias_correction=corrected)
+    return optimizer
 
 
 def _like_made(optimizer: object, model: nn.Module) -> Make:
     """Return a function that creates an optimizer like one that has not taken a step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         message = (
-            f"optimizer={type(optimizer).__name__} was given: it may be an optimizer of torch's or"
-            " tensorstow's, or a function that returns one."
+            f"optimizer={type(optimizer).__name__} was given: it must be an optimizer of torch or"
+            " tensorstow, or a function that returns one."
         )
         raise OptionError(message)
     if not isinstance(optimizer, StowedAdam) and type(optimizer) not in _OF_TORCH:
         return of_object(optimizer, model)
-    kept = groups_of(optimizer)
+    groups = groups_of(optimizer)
     if isinstance(optimizer, StowedAdam) and optimizer.offload_policy.format not in _EXACT:
         message = (
             f'An optimizer with state_format="{optimizer.offload_policy.format}" was given:'
@@ -117,18 +113,18 @@ def _like_made(optimizer: object, model: nn.Module) -> Make:
             " tensorstow.stow() and partial(tensorstow.AdamW, state_format=...)."
         )
         raise OptionError(message)
-    groups = names_of(model, kept)
+    named_groups = names_of(model, groups)
     if isinstance(optimizer, StowedAdam):
-        optimizer.close()  # its place is given to the one over the placed model
-    decoupled = all(g["decoupled_weight_decay"] for g in groups)
-    return with_groups(AdamW if decoupled else Adam, groups)
+        optimizer.close()  # the optimizer over the placed model takes its place
+    decoupled = all(g["decoupled_weight_decay"] for g in named_groups)
+    return with_groups(AdamW if decoupled else Adam, named_groups)
 
 
-def _groups(model: nn.Module, given: Iterable[Any] | None) -> Groups:
+def _groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
     """Return the user's groups; without any, one group of all trainable parameters."""
-    if given is None:
+    if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
-    listed = list(given)
+    listed = list(params)
     if listed and isinstance(listed[0], dict):
         return [{**g, "params": _listed(g["params"])} for g in listed]
     return [{"params": [_tensor_of(p) for p in listed]}]
@@ -140,13 +136,13 @@ def _listed(params: object) -> list[Any]:
     return list(params) if isinstance(params, Iterable) else [params]
 
 
-def _tensor_of(given: object) -> object:
-    return given[1] if isinstance(given, tuple) else given
+def _tensor_of(item: object) -> object:
+    return item[1] if isinstance(item, tuple) else item
 
 
 def _takes_placement(make: Callable[..., Any]) -> bool:
     try:
         taken = inspect.signature(make).parameters
-    except ValueError:  # a built-in one, which takes no keywords of ours
+    except ValueError:  # a built-in function takes no keywords of ours
         return False
     return "module" in taken or any(p.kind == p.VAR_KEYWORD for p in taken.values())

@@ -17,8 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import timing_of
+from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named, Settings
 from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tensorstow.deepspeed.ops.lion import Lion
@@ -34,7 +36,7 @@ from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 
 _TESTED = frozenset({torch.optim.Adagrad, Lion})
-"""Classes beside Adam and AdamW that upstream takes under ZeRO without being told so."""
+"""Classes besides Adam and AdamW that upstream takes under ZeRO by default."""
 _BY_NAME = {"adagrad": torch.optim.Adagrad, "lion": Lion}
 _OF_SCHEDULERS = frozenset({"step", "_opt_called", "_step_count"})
 """Attributes that schedulers of torch give an optimizer."""
@@ -51,7 +53,7 @@ class OtherMaker:
     optimizer_class: type[Optimizer]
     options: Mapping[str, Any]
     groups: Groups
-    """By the parameters' names."""
+    """Groups with the parameters' names."""
     allows_untested: bool = False
     """Whether the configuration declares that a class may be used."""
     by_rows: bool = False
@@ -59,7 +61,7 @@ class OtherMaker:
     replaces: Callable[[], Optimizer | None] = _nothing
     """Returns the user's object while it is alive."""
 
-    def __call__(self, named: Any, **placement: Any) -> StowedOptimizer:  # noqa: ANN401
+    def __call__(self, named: Any, **placement: Any) -> StowedOptimizer:
         """Make the optimizer over named parameters, as ``stow`` calls it."""
         for name in ("module", "durability"):  # it neither waits for weights nor commits
             placement.pop(name, None)
@@ -80,12 +82,13 @@ class OtherMaker:
     def for_settings(
         self, settings: Settings, ranks: int, overlap: Overlap | None, device: torch.device
     ) -> "OtherMaker":
-        """Return the same for a configuration; raises OptionError where it cannot be."""
+        """Return the maker for a configuration; raises OptionError if the class does not fit."""
         name, zero = self.optimizer_class.__name__, settings.zero
-        known = self.optimizer_class in {*ELEMENTWISE, *WHOLE, Lion}
-        known = known or is_listed(self.optimizer_class)
+        timing = timing_of(overlap or "none")
+        is_known = self.optimizer_class in {*ELEMENTWISE, *WHOLE, Lion}
+        is_known = is_known or is_listed(self.optimizer_class)
         tested = not zero.stage or self.optimizer_class in _TESTED
-        if not settings.allows_untested_optimizer and not (known and tested):
+        if not settings.allows_untested_optimizer and not (is_known and tested):
             message = (
                 f"{name} was given under ZeRO stage {zero.stage}: write"
                 ' "zero_allow_untested_optimizer": true to use it, if no parameter is updated by'
@@ -96,15 +99,15 @@ class OtherMaker:
             '"bf16"': settings.bf16,
             '"fp16"': settings.fp16 is not None,
             'offload_param.device="nvme"': zero.offload_param.device == "nvme",
-            f'overlap="{overlap}"': overlap not in {None, "none"},
+            timing.keyword: timing.is_overlapped,
             f"an accelerator ({device})": device.type != "cpu",
         }
-        for what, given in of_adam.items():
-            if given:
+        for setting, is_set in of_adam.items():
+            if is_set:
                 message = (
-                    f"{name} was given with {what}, which is for Adam and AdamW: other classes step"
-                    " fp32 parameters in host memory, in step(). Leave one of both out"
-                    + (' ("torch_autocast" computes in bf16).' if "6" in what else ".")
+                    f"{name} was given with {setting}, which is for Adam and AdamW: other classes"
+                    " step fp32 parameters in host memory, in step(). Leave one of both out"
+                    + (' ("torch_autocast" computes in bf16).' if "6" in setting else ".")
                 )
                 raise OptionError(message)
         by_rows = zero.stage > 0 and ranks > 1 and zero.mics_shard_size != 1
@@ -115,43 +118,47 @@ class OtherMaker:
                 " elementwise class (SGD, Adagrad, Lion, RMSprop, ...)."
             )
             raise OptionError(message)
-        declared = settings.allows_untested_optimizer or known
+        declared = settings.allows_untested_optimizer or is_known
         return replace(self, allows_untested=declared, by_rows=by_rows)
 
 
 def of_named_class(named: Named, model: nn.Module, groups: Groups) -> OtherMaker:
-    """Return what makes the class that a type in the JSON means: torch's, or Lion.
+    """Return the maker of the class that a type in the JSON names: torch's, or Lion.
 
-    Raises OptionError for a type that is none, and for parameters that the class refuses.
+    Raises OptionError for an unknown type, and for parameters that the class refuses.
     """
-    found = _BY_NAME.get(named.type.lower(), getattr(torch.optim, named.type, None))
-    if not (isinstance(found, type) and issubclass(found, Optimizer)) or found in _MATRICES:
+    optimizer_class = _BY_NAME.get(named.type.lower(), getattr(torch.optim, named.type, None))
+    if (
+        not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer))
+        or optimizer_class in _MATRICES
+    ):
+        kind = abbreviated(named.type)
         message = (
-            f'An optimizer of type "{named.type}" was requested: a configuration may name "Adam",'
-            ' "AdamW", "Adagrad", "Lion", or a class of torch.optim that steps any tensor, such as'
-            " SGD. Use one of these, or pass an optimizer object."
+            f'An optimizer of type {kind} was requested: a configuration may name "Adam", "AdamW",'
+            ' "Adagrad", "Lion", or a class of torch.optim that steps any tensor, such as SGD. Use'
+            " one of these, or pass an optimizer object."
         )
         raise OptionError(message)
-    options = {k: v for k, v in named.params.items() if k not in IMPLEMENTATION}
+    options = arguments_of(optimizer_class, named.params, "optimizer.params")
+    options = {k: v for k, v in options.items() if k not in IMPLEMENTATION}
     if not options.pop("fp32_optimizer_states", True):
         message = (
             "optimizer.params.fp32_optimizer_states=false was given: states have the parameters'"
             " dtype, which is fp32. Leave it out."
         )
         raise OptionError(message)
-    for name, value in options.items():
-        if isinstance(value, list):
-            options[name] = tuple(value)  # as JSON has pairs
-    refuse_class(found)
+    refuse_class(optimizer_class)
     tensors = [
         {**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups
     ]
-    Stepper(found, tensors, options)  # raises what the class raises, before anything is placed
-    return OtherMaker(found, options, names_of(model, groups))
+    Stepper(
+        optimizer_class, tensors, options
+    )  # raises what the class raises, before anything is placed
+    return OtherMaker(optimizer_class, options, names_of(model, groups))
 
 
 _MATRICES = frozenset({torch.optim.Muon})
-"""Upstream's "Muon" is Adam for what is no matrix, which torch's is not."""
+"""Upstream's "Muon" is Adam for tensors other than matrices; torch's is not."""
 
 
 def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
@@ -166,7 +173,7 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
     if any(not _is_first(entry) for entry in optimizer.state.values()):
         message = (
             f"{kind.__name__} was given with states of steps that it has taken, of the model before"
-            " it was placed. Give a new one, and call load_state_dict() of the one returned."
+            " it was placed. Pass a new one, and call load_state_dict() of the one returned."
         )
         raise OptionError(message)
     groups = [
@@ -184,20 +191,20 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
 
 
 def _is_first(entry: object) -> bool:
-    """Return whether an entry of ``state`` is one that a constructor makes (Adagrad's)."""
+    """Return whether a constructor created an entry of ``state`` (Adagrad's does)."""
     return isinstance(entry, dict) and "step" in entry and not float(entry["step"])
 
 
-def _refuse_more(given: Optimizer, made: Optimizer) -> None:
-    """Raise OptionError where an optimizer has attributes that ``made`` has not, or others."""
+def _refuse_more(optimizer: Optimizer, copy: Optimizer) -> None:
+    """Raise OptionError if attributes of ``optimizer`` and its ``copy`` differ."""
     left_out = _OF_SCHEDULERS | {"defaults"}
-    first = {k: v for k, v in own_values(given).items() if k not in left_out}
-    second = {k: v for k, v in own_values(made).items() if k not in left_out}
+    first = {k: v for k, v in own_values(optimizer).items() if k not in left_out}
+    second = {k: v for k, v in own_values(copy).items() if k not in left_out}
     names = [n for n in {**first, **second} if not same(first.get(n), second.get(n))]
     if names:
         message = (
-            f"{type(given).__name__} has {', '.join(sorted(names))} of its own, and is created"
-            " again over the placed model by its groups and defaults, which do not say it. Use"
+            f"{type(optimizer).__name__} has {', '.join(sorted(names))} of its own, and is created"
+            " again over the placed model by its groups and defaults, which lack them. Use"
             " tensorstow.stow() with a function that returns a StowedOptimizer."
         )
         raise OptionError(message)

@@ -1,6 +1,6 @@
 """``deepspeed.pipe``: not here; its names are refused with advice."""
 
-from tensorstow.deepspeed.absent import refuse_names
+from tensorstow.base.absent_names import refuse_names
 
 __getattr__ = refuse_names(
     __name__,

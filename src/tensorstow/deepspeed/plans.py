@@ -10,6 +10,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, UpdateOn
+from tensorstow.base.update_timing import timing_of
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.policy import PipelinePolicy
@@ -32,13 +33,13 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
 
     [Note: When updates run] Beside the next forward, which is exact under clipping, loss scaling
     and skipped steps too. Where parameters are on disk or the accelerator has a share of them, the
-    next forward would find weights that are still updated: then beside backward, which uses
+    next forward would find weights that are still updated: then during backward, which uses
     gradients before the norm of all is known, so nothing may be clipped, scaled or skipped by it;
     else in ``step()``. All three have the same results, and neither of the first two takes longer
     than the last: no rate of the machine is needed to choose.
 
     ``device_is_host``: whether the CPU computes. ``overlap``: what the user says of it; None: the
-    rule. Raises OptionError for a ``ratio`` below 1 where there is no accelerator, or parameters
+    rule. Raises OptionError for a ``ratio`` below 1 without an accelerator, or parameters
     are not on it, and for an ``overlap`` that cannot be had.
     """
     zero = settings.zero
@@ -69,21 +70,21 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
         "bf16.check_grad_overflow": settings.check_grad_overflow,
         "managed_gradient_accumulation=false": not settings.managed_accumulation,
     }
-    behind = ", ".join(name for name, given in needs.items() if given)
-    if asked == "backward" and behind:
+    dependent = ", ".join(name for name, is_set in needs.items() if is_set)
+    if asked is not None and dependent and timing_of(asked).begins_early:
         message = (
-            f'overlap="backward" was given with {behind}: beside backward gradients are used before'
-            ' all of a step are there. Use overlap="none", or leave one of them out.'
+            f'overlap="backward" was given with {dependent}: gradients are used during backward,'
+            ' before all of a step are final. Use overlap="none", or leave one of them out.'
         )
         raise OptionError(message)
     if asked is not None:
-        return asked, "as initialize() was told"
+        return asked, "as passed to initialize()"
     if plan.parameters != Tier.DISK and plan.update_on is None:
         return "forward", "exact with clipping, scaling and skipped steps"
-    beside = "parameters are on disk" if plan.parameters == Tier.DISK else "ratio is below 1"
-    if behind:
-        return "none", f"{beside}, and {behind} needs all gradients before an update"
-    return "backward", f"{beside}, and nothing needs all gradients before an update"
+    cause = "parameters are on disk" if plan.parameters == Tier.DISK else "ratio is below 1"
+    if dependent:
+        return "none", f"{cause}, and {dependent} needs all gradients before an update"
+    return "backward", f"{cause}, and nothing needs all gradients before an update"
 
 
 def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:
@@ -186,7 +187,7 @@ def _replicas(settings: Settings) -> int:
     if world % size:
         message = (
             f"mics_shard_size={size} was given for {world} ranks, which groups of that size do not"
-            " divide. Give a divisor of the number of ranks."
+            " divide. Use a divisor of the number of ranks."
         )
         raise OptionError(message)
     return world // size

@@ -1,42 +1,38 @@
-"""Finds this process's rank, and starts the process group."""
+"""``deepspeed.init_distributed``: joins the process group."""
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.sharding import backend_of, current_device
-
-
-def rank_here() -> int:
-    """Return the rank of this process."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+from tensorstow.base.launch import Launch, launched
+from tensorstow.fsdp.sharding import backend_of, current_device, join_ranks
 
 
 def local_rank() -> int:
     """Return the rank of this process on its machine."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return launched().local_rank or 0
 
 
-def init_distributed(  # noqa: PLR0913, PLR0917  # upstream's
+def init_distributed(
     dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,  # noqa: FBT001, FBT002
+    auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,
-    verbose: bool = True,  # noqa: FBT001, FBT002
+    verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,
-    dist_init_required: bool | None = None,  # noqa: FBT001
+    dist_init_required: bool | None = None,
     config: object = None,
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the process group of the ranks that a launcher started, or that the arguments say.
+    """Join the process group of the ranks that a launcher started, or that the arguments describe.
 
-    It does nothing if the group exists; or if neither the arguments nor RANK and WORLD_SIZE in the
-    environment say which rank this is. torchrun, the deepspeed command and Slurm's wrappers set
-    them.
+    It does nothing if the group exists. torchrun, the deepspeed command, mpirun and srun say which
+    rank this is; a process without a launcher has a group of its own.
 
     Args:
         dist_backend: The backend. Default: None, the accelerator's and gloo for host memory.
@@ -52,8 +48,9 @@ def init_distributed(  # noqa: PLR0913, PLR0917  # upstream's
         world_size: The number of ranks. Default: -1, from the environment.
 
     Raises:
-        OptionError: The group must exist and does not; or there is an ``init_method``, and nothing
-            says which rank this is.
+        OptionError: The group must exist and does not; or nothing says which rank this is, or how
+            the ranks meet.
+        RankError: The ranks did not meet.
     """
     del auto_mpi_discovery, verbose, config
     if dist.is_initialized():
@@ -64,31 +61,35 @@ def init_distributed(  # noqa: PLR0913, PLR0917  # upstream's
             " torch.distributed.init_process_group() before, or leave it out."
         )
         raise OptionError(message)
-    rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
-    world_size = int(os.environ.get("WORLD_SIZE", "-1")) if world_size < 0 else world_size
-    if rank < 0 or world_size < 0:
-        if init_method is None and rank == world_size:
-            return
-        message = (
-            f"init_distributed(init_method={init_method!r}) was called for rank {rank} of"
-            f" {world_size}: give rank= and world_size=, or set RANK and WORLD_SIZE."
-        )
-        raise OptionError(message)
-    if init_method is None:
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    launch = launched()
+    if init_method is not None or rank >= 0 or world_size >= 0:
+        launch = _with_arguments(launch, rank, world_size, init_method)
     device = current_device()
     if device.type != "cpu":
-        torch.accelerator.set_device_index(
-            int(os.environ.get("LOCAL_RANK", rank % torch.accelerator.device_count()))
-        )
+        count = torch.accelerator.device_count()
+        index = (launch.rank or 0) % count if launch.local_rank is None else launch.local_rank
+        torch.accelerator.set_device_index(index)
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if timeout is None and minutes is not None:
         timeout = timedelta(minutes=int(minutes))
-    dist.init_process_group(
-        dist_backend or backend_of(device),
-        init_method,
-        timeout,
-        rank=rank,
-        world_size=world_size,
-    )
+    backend = dist_backend or backend_of(device)
+    if init_method is not None:
+        dist.init_process_group(backend, init_method, timeout, launch.world, launch.rank or 0)
+        return
+    if launch.port is None:
+        launch = replace(launch, port=str(distributed_port))
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))  # which torch reads
+    join_ranks(launch, backend, timeout)
+
+
+def _with_arguments(launch: Launch, rank: int, world_size: int, init_method: str | None) -> Launch:
+    """Return the launch that arguments describe, completed by the environment."""
+    number = rank if rank >= 0 or not launch.found else launch.rank
+    world = world_size if world_size >= 0 or not launch.found else launch.world
+    if number is None or number < 0 or world < 0:
+        message = (
+            f"init_distributed(init_method={init_method!r}) was called for rank {number} of"
+            f" {world}: pass rank= and world_size=, or set RANK and WORLD_SIZE."
+        )
+        raise OptionError(message)
+    return replace(launch, world=world, rank=number, found=f"rank={number} and world_size={world}")

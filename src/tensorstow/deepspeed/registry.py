@@ -38,42 +38,42 @@ _PLACED: Any = WeakIdKeyDictionary()
 
 def register(placed: RegisteredModel) -> RegisteredModel:
     """Register a model until ``placed`` is garbage collected."""
-    known = weakref.ref(placed)
+    reference = weakref.ref(placed)
     for parameter in resharded(placed.module).parameters():
-        _OWNERS[parameter] = known
+        _OWNERS[parameter] = reference
     note_parameters(placed.module)
     return placed
 
 
 class PlacedParameters:
-    """The parameters that a model has before it is placed; afterwards, what took their places."""
+    """The parameters that a model has before it is placed, and those that replace them."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Note the parameters of ``model`` weakly: they are freed one by one as it is sharded."""
+        """Hold the parameters of ``model`` weakly: sharding frees them one by one."""
         named = model.named_parameters(remove_duplicate=False)
         # Those on the meta device keep their objects, and must have no references to get memory.
         self._before = {name: weakref.ref(p) for name, p in named if not p.is_meta}
 
     def note(self, placed: nn.Module) -> None:
-        """Note what has the names of those that somebody still holds."""
+        """Record the replacements of parameters that are still alive, by name."""
         after = dict(resharded(placed).named_parameters(remove_duplicate=False))
-        for name, known in self._before.items():
-            parameter = known()
+        for name, reference in self._before.items():
+            parameter = reference()
             if parameter is not None and after[name] is not parameter:
                 _PLACED[parameter] = weakref.ref(after[name])
 
 
 def placed_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what ``initialize`` put in the place of a parameter; itself where nothing was."""
-    known = _PLACED.get(parameter)
-    now: torch.Tensor | None = None if known is None else known()
+    """Return the parameter that ``initialize`` put in place of this one; itself if none."""
+    reference = _PLACED.get(parameter)
+    now: torch.Tensor | None = None if reference is None else reference()
     return parameter if now is None else now
 
 
 def owner_of(parameter: torch.Tensor) -> RegisteredModel | None:
     """Return the model that has ``parameter``; None if there is none."""
-    known = _OWNERS.get(placed_of(parameter))
-    owner: RegisteredModel | None = None if known is None else known()
+    reference = _OWNERS.get(placed_of(parameter))
+    owner: RegisteredModel | None = None if reference is None else reference()
     return owner
 
 
@@ -83,7 +83,7 @@ def optimizer_of(parameter: torch.Tensor) -> PlacedOptimizer:
     if owner is not None:
         return owner.optimizer
     message = (
-        f"A tensor of shape {tuple(parameter.shape)} was given that is no parameter of an engine:"
+        f"A tensor of shape {tuple(parameter.shape)} was given that is not an engine's parameter:"
         " use engine.parameters(), after initialize() and outside of forward."
     )
     raise OptionError(message)
@@ -91,5 +91,5 @@ def optimizer_of(parameter: torch.Tensor) -> PlacedOptimizer:
 
 def registered() -> Mapping[int, RegisteredModel]:
     """Return the registered models that are alive, by ``id``."""
-    alive = [known() for known in _OWNERS.values()]
+    alive = [reference() for reference in _OWNERS.values()]
     return {id(owner): owner for owner in alive if owner is not None}

@@ -29,15 +29,15 @@ def owned_names(model: nn.Module, optimizer: PlacedOptimizer) -> list[str]:
 def states_of(model: nn.Module, optimizer: PlacedOptimizer) -> StatesByName:
     """Return the states of all parameters that have any, with their step counts.
 
-    Raises OptionError if ``optimizer.state`` has a key that is no parameter.
+    Raises OptionError if ``optimizer.state`` has a key that is not a parameter.
     """
     saved = optimizer.state_dict()["state"]
     names = owned_names(model, optimizer)
     foreign = [key for key in saved if not (isinstance(key, int) and 0 <= key < len(names))]
     if foreign:
         message = (
-            f"optimizer.state has the key {foreign[0]!r}, which is no parameter: a checkpoint saves"
-            " states by parameter names. Remove it, and save it in client_state instead."
+            f"optimizer.state has the key {foreign[0]!r}, which is not a parameter: a checkpoint"
+            " saves states by parameter names. Remove it, and save it in client_state instead."
         )
         raise OptionError(message)
     return {names[index]: dict(entry) for index, entry in saved.items()}
@@ -64,10 +64,10 @@ def drop_unused_masters(optimizer: PlacedOptimizer) -> None:
 
 def watch_loads(module: nn.Module, optimizer: PlacedOptimizer) -> None:
     """Drop such master weights at each ``load_state_dict`` of the module."""
-    known = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
 
     def loaded(*_: object) -> None:
-        alive = known()
+        alive = reference()
         if alive is not None:
             drop_unused_masters(alive)
 

@@ -20,7 +20,7 @@ class OptimizerStep:
     The loss scale and the clip factor are applied inside the update; the only pass over the
     gradients is the one for their norm. The norm is summed over all ranks, so a gradient that is
     not finite makes it so on every rank: then no rank takes the step, in any precision. Where
-    updates run beside backward, which neither clips nor scales, such a step cannot be skipped any
+    updates run during backward, which neither clips nor scales, such a step cannot be skipped any
     more and is an error.
     """
 
@@ -31,22 +31,22 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._clipping = clipping
         self._scale = scale
-        self._beside_backward = optimizer.offload_policy.overlap == "backward"
+        self._beside_backward = optimizer.offload_policy.timing.begins_early
         if self._beside_backward:
             optimizer.keep_norms()
         self.unscaled = 0
         """Backwards since the last step whose losses were not multiplied by the loss scale."""
         self.norm: torch.Tensor | None = None
-        """Of the last gradients, all ranks' together, before clipping."""
+        """Norm of the last gradients of all ranks together, before clipping."""
         self._tell(overflow=False)
 
     @property
     def factor(self) -> float:
-        """The number that a loss is multiplied by."""
+        """The factor by which a loss is multiplied."""
         return 1.0 if self._scale is None else self._scale.scale
 
     def drop_gradients(self) -> None:
-        """Begin a step anew: forget what backwards have left."""
+        """Begin the step again: drop the gradients of its backwards."""
         self._optimizer.zero_grad()
         self.unscaled = 0
 
@@ -57,13 +57,13 @@ class OptimizerStep:
         return taken
 
     def _tell(self, *, overflow: bool) -> None:
-        """Let the optimizer have what scripts read of upstream's."""
-        told: Any = self._optimizer
-        told.overflow = overflow
-        told.loss_scale = told.cur_scale = self.factor
-        told.loss_scaler = self._scale
-        told.dynamic_loss_scale = self._scale is not None and self._scale.dynamic
-        told.needs_scaler = partial(bool, self._scale is not None)
+        """Set the attributes of upstream's optimizer that scripts read."""
+        optimizer: Any = self._optimizer
+        optimizer.overflow = overflow
+        optimizer.loss_scale = optimizer.cur_scale = self.factor
+        optimizer.loss_scaler = self._scale
+        optimizer.dynamic_loss_scale = self._scale is not None and self._scale.dynamic
+        optimizer.needs_scaler = partial(bool, self._scale is not None)
 
     def _begin_and_end(self) -> bool:
         factor = 1.0 if self.unscaled else self.factor
@@ -80,11 +80,11 @@ class OptimizerStep:
         return not overflow
 
     def _end(self) -> bool:
-        """End the step whose updates have begun beside backward."""
+        """End the step whose updates have begun during backward."""
         self.norm = norm = self._optimizer.grad_norm()
         if not bool(torch.isfinite(norm)):
             message = (
-                f"The norm of the gradients is {norm.item()}, and updates by them have run beside"
+                f"The norm of the gradients is {norm.item()}, and updates by them have run during"
                 " backward: the step cannot be skipped. Load the last checkpoint into an engine of"
                 ' initialize(..., overlap="none"), or of bf16.check_grad_overflow, which skips such'
                 " steps."

@@ -71,13 +71,8 @@ class ThroughputTimer:
         """Begin a micro-batch."""
         self._start = time.perf_counter()
 
-    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:  # noqa: FBT001, FBT002
-        """End the micro-batch that has begun.
-
-        Args:
-            global_step: Whether a step ends with it.
-            report_speed: Not used.
-        """
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """End the micro-batch that has begun; ``global_step``: a step ends with it."""
         del report_speed
         if self._start is None:
             return
@@ -88,11 +83,7 @@ class ThroughputTimer:
         self.global_step_count += global_step
 
     def avg_samples_per_sec(self) -> float:
-        """Return the samples per second since the third step.
-
-        Returns:
-            Samples; minus infinity before that step has ended.
-        """
+        """Return the samples per second since the third step; before its end, minus infinity."""
         timed = self.global_step_count - _UNTIMED_STEPS
         if timed <= 0:
             return float("-inf")
@@ -105,8 +96,8 @@ def _tell(line: str) -> None:
     The default level (WARNING) is not applied: the configuration enables the line. A level that
     the user set for "tensorstow" or this logger is.
     """
-    given = [logging.getLogger(name).level for name in ("tensorstow", logger.name)]
-    if max(*given, logger.manager.disable) > logging.INFO:
+    levels = [logging.getLogger(name).level for name in ("tensorstow", logger.name)]
+    if max(*levels, logger.manager.disable) > logging.INFO:
         return
     if not logger.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)

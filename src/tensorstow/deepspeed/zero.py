@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -13,7 +12,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
@@ -28,11 +26,13 @@ from tensorstow.deepspeed.external_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from tensorstow.deepspeed.ranks import rank_here
+from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.registry import SHARDS_PARAMETERS, owner_of, placed_of, registered
 from tensorstow.deepspeed.zero_params import mark_whole
+from tensorstow.doorkit.construction import ConstructionContext
 from tensorstow.fsdp.full_tensors import copy_from_full
 from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place
+from tensorstow.fsdp.sharding import rank_here
 from tensorstow.nn.tiled_linear import TiledLinear
 from tensorstow.tensors.dtensor import is_sharded
 
@@ -72,72 +72,62 @@ _IDLE = frozenset(
 """Keywords of upstream's that the configuration decides here, or nothing does."""
 
 
-class Init:
+class Init(ConstructionContext):
     """A context in which modules are created for ``initialize``, with the values they create.
 
-    Every parameter is in host memory, as constructors leave it. Of several ranks the first keeps
-    the values. The others give a module's memory back once it belongs to another module: until
-    ``initialize`` their parameters have no values outside of ``GatheredParameters``. To create a
-    model without memory on any rank use ``torch.device("meta")``: its first values come from
-    ``reset_parameters``, as ``initialize`` places one block after the other.
+    The process group is joined, as by ``init_distributed``, if there is none. Every parameter is in
+    host memory, as constructors leave it. Of several ranks the first keeps the values. The others
+    give a module's memory back once it belongs to another module: until ``initialize`` their
+    parameters have no values outside of ``GatheredParameters``. To create a model without memory on
+    any rank use ``torch.device("meta")``: its first values come from ``reset_parameters``, as
+    ``initialize`` places one block after the other.
 
     Args:
         module: A module that exists, which needs no context. Default: None.
         enabled: Whether the context has an effect.
         dtype: The dtype of floating-point parameters. Default: None, torch's default.
-        others: Upstream's other keywords; they have no effect, which is logged.
+        keywords: Upstream's other keywords; they have no effect, which is logged.
 
     Raises:
-        OptionError: A keyword that upstream lacks.
+        OptionError: A keyword that upstream lacks; or as for ``init_distributed``.
+        RankError: The ranks did not meet.
     """
 
     def __init__(
         self,
         module: torch.nn.Module | None = None,
-        enabled: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        enabled: bool = True,
         dtype: torch.dtype | None = None,
-        **others: object,
+        **keywords: object,
     ) -> None:
-        """Check the keywords; the class documents the arguments."""
-        for name in others:
+        for name in keywords:
             if name not in _IDLE:
                 near = get_close_matches(name, [*_IDLE, "module", "enabled", "dtype"], 1)
                 message = f"zero.Init has no keyword {name!r}" + (
                     f": {near[0]!r}?" if near else "."
                 )
                 raise OptionError(message)
-        if others:
-            logger.info("zero.Init: %s have no effect here", ", ".join(sorted(others)))
+        if keywords:
+            logger.info("zero.Init: %s have no effect here", ", ".join(sorted(keywords)))
+        init_distributed()
         if module is not None and dtype is not None:
             module.to(dtype)
-        self._dtype = dtype
-        self._before = torch.get_default_dtype()
+        super().__init__(dtype=dtype)
         self._created: list[torch.nn.Module] | None = [] if enabled else None
-        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
         """Note modules that are created from here on."""
         if self._created is not None:
-            self._hooks = [
+            for hook in (
                 register_module_parameter_registration_hook(self._note),
                 register_module_module_registration_hook(self._give_back_memory),
-            ]
-        if self._dtype is not None:
-            self._before = torch.get_default_dtype()
-            torch.set_default_dtype(self._dtype)
-        return self
+            ):
+                self._entered.callback(hook.remove)
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Create modules as before."""
-        if self._dtype is not None:
-            torch.set_default_dtype(self._before)
-        while self._hooks:
-            self._hooks.pop().remove()
+        super().__exit__(*error)
         for module in self._created or ():
             _keep_values_of_first_rank(module.parameters(recurse=False))
         self._created = None if self._created is None else []
@@ -172,7 +162,7 @@ def GatheredParameters(  # noqa: N802  # upstream's name
     params: torch.Tensor | Iterable[torch.Tensor | None],
     modifier_rank: int | None = None,
     fwd_module: torch.nn.Module | None = None,
-    enabled: bool = True,  # noqa: FBT001, FBT002
+    enabled: bool = True,
 ) -> Iterator[list[torch.Tensor | None]]:
     """Make parameters whole inside the context; call it on every rank.
 
@@ -196,13 +186,13 @@ def GatheredParameters(  # noqa: N802  # upstream's name
             written without a ``modifier_rank``, with ``enable_sanity_checks``: on every rank.
     """
     del fwd_module
-    given = [params] if isinstance(params, torch.Tensor) else list(params)
+    parameters = [params] if isinstance(params, torch.Tensor) else list(params)
     changes = DroppedChanges()
     with ExitStack() as whole:
         if enabled:
-            for parameter in {id(p): p for p in given if p is not None}.values():
+            for parameter in {id(p): p for p in parameters if p is not None}.values():
                 whole.enter_context(_whole(parameter, modifier_rank, changes))
-        yield given
+        yield parameters
     changes.tell()
 
 
@@ -262,14 +252,14 @@ def _whole(
 
 def _of_forward(parameter: torch.Tensor, modifier_rank: int | None) -> bool:
     """Return whether a forward has unsharded a parameter; raises OptionError if it is written."""
-    found = any(is_unsharded(owner.module, parameter) for owner in registered().values())
-    if found and modifier_rank is not None:
+    is_open = any(is_unsharded(owner.module, parameter) for owner in registered().values())
+    if is_open and modifier_rank is not None:
         message = (
             "GatheredParameters(modifier_rank=...) was called between a forward and its backward,"
             " with a weight that is whole until then: write it after backward."
         )
         raise OptionError(message)
-    return found
+    return is_open
 
 
 def _broadcast(parameter: torch.Tensor, modifier_rank: int | None) -> None:

@@ -26,11 +26,7 @@ class ZeroParamStatus(Enum):
 
 
 def mark_parameters(module: nn.Module) -> None:
-    """Give the sharded parameters of a module upstream's attributes.
-
-    Args:
-        module: A model under stage 3, resharded.
-    """
+    """Give the sharded parameters of a module, which is resharded, upstream's attributes."""
     for parameter in module.parameters():
         if isinstance(parameter, DTensor):
             mark(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
@@ -39,35 +35,20 @@ def mark_parameters(module: nn.Module) -> None:
 def mark_whole(parameter: torch.Tensor, marked: torch.Tensor) -> None:
     """Give a parameter that is whole for a while the attributes that its shard has.
 
-    Args:
-        parameter: The parameter.
-        marked: What holds its shard meanwhile; nothing is done where it has none of them.
+    Nothing is done if ``marked``, which holds its shard meanwhile, has none of them.
     """
     number = getattr(marked, "ds_id", None)
     if number is not None:
         mark(parameter, number, ZeroParamStatus.AVAILABLE)
 
 
-def mark(parameter: Any, number: int, status: ZeroParamStatus) -> None:  # noqa: ANN401  # upstream's
-    """Write the attributes.
-
-    Args:
-        parameter: A parameter, of whose class none of them is an attribute.
-        number: Its number in this process.
-        status: What this rank has of it.
-    """
+def mark(parameter: Any, number: int, status: ZeroParamStatus) -> None:
+    """Write the attributes: a number of this process, and what this rank has of the parameter."""
     parameter.ds_id, parameter.ds_status = number, status
     parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
     parameter.ds_persist = False  # none stays whole between uses
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Return whether a parameter is sharded under stage 3.
-
-    Args:
-        parameter: Anything.
-
-    Returns:
-        Whether it has ``ds_id``.
-    """
+    """Return whether a parameter is sharded under stage 3: whether it has ``ds_id``."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _TIE = -0x8000
-"""The low half of a master that is exactly half way between two bf16 numbers."""
+"""The low half of a master that is exactly halfway between two bf16 numbers."""
 
 
 def join_halves(weight: Tensor, low: Tensor, rounded_up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Adam step and the gradient norm in plain torch: what the kernels must match bit for bit.
+"""The Adam step and the gradient norm in plain torch, which the kernels match bit for bit.
 
 The rule is that of Kingma & Ba, "Adam: A Method for Stochastic Optimization" (ICLR 2015), with the
 decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay Regularization" (ICLR 2019),
@@ -38,9 +38,9 @@ class AdamScalars:
     beta2_weight: float
     """1 - beta2"""
     decay: float
-    """1 - lr * weight_decay where the decay is decoupled, else 1"""
+    """1 - lr * weight_decay if the decay is decoupled, else 1"""
     l2: float
-    """weight_decay where it is a penalty added to the gradient, else 0"""
+    """weight_decay if it is a penalty added to the gradient, else 0"""
     step_size: float
     """lr / (1 - beta1^step)"""
     denom_scale: float
@@ -61,9 +61,9 @@ class AdamState:
     m: Tensor
     v: Tensor
     master: Tensor | None = None
-    """The fp32 weight, exactly where the parameter is bfloat16 or float16."""
+    """The fp32 weight if the parameter is bfloat16 or float16, else None."""
     vmax: Tensor | None = None
-    """The running maximum of v, exactly where amsgrad is on."""
+    """The running maximum of v with amsgrad, else None."""
 
 
 def adam_scalars(
@@ -176,7 +176,7 @@ def _to_float32(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FormattedStates:
-    """The states of a 1-D parameter as they are kept: the streams of ``streams_of``."""
+    """The states of a 1-D parameter in a format: the streams of ``streams_of``."""
 
     streams: Sequence[Tensor]
     format: StateFormat
@@ -188,22 +188,22 @@ class FormattedStates:
 def adam_reference_in_format(
     param: Tensor,
     grad: Tensor,
-    kept: FormattedStates,
+    formatted: FormattedStates,
     scalars: AdamScalars,
     *,
     key: int = 0,
     seed_master: bool = False,
 ) -> None:
-    """Update ``param`` and ``kept`` in place by one step, as ``adam_reference`` does.
+    """Update ``param`` and ``formatted`` in place by one step, as ``adam_reference`` does.
 
-    All tensors are on one device, any. ``key`` selects the random bits of a parameter and step.
+    All tensors are on the same device. ``key`` selects the random bits of a parameter and step.
     """
-    in_place = kept.format == StateFormat.FP32
+    in_place = formatted.format == StateFormat.FP32
     if in_place:
-        names = state_names(param.dtype, amsgrad=kept.amsgrad)
-        states = dict(zip(names, kept.streams, strict=True))
+        names = state_names(param.dtype, amsgrad=formatted.amsgrad)
+        states = dict(zip(names, formatted.streams, strict=True))
     else:
-        states = decode(kept.streams, param, kept.format, amsgrad=kept.amsgrad)
+        states = decode(formatted.streams, param, formatted.format, amsgrad=formatted.amsgrad)
     state = AdamState(
         states["exp_avg"],
         states["exp_avg_sq"],
@@ -216,9 +216,9 @@ def adam_reference_in_format(
     encode(
         states,
         param,
-        kept.streams,
-        kept.format,
-        amsgrad=kept.amsgrad,
+        formatted.streams,
+        formatted.format,
+        amsgrad=formatted.amsgrad,
         key=key,
-        first=kept.first,
+        first=formatted.first,
     )

@@ -1,7 +1,7 @@
 """Matrices in int8, with a scale in fp32 for each row: weights alone, and inexact.
 
-A weight ``w`` of a row with the scale ``s`` is kept as ``round(w / s)`` and read as that times
-``s``: at most ``s / 2`` beside ``w``, and fp32's rounding. ``s`` is the row's largest magnitude
+A weight ``w`` of a row with the scale ``s`` is stored as ``round(w / s)`` and read as that times
+``s``: the error is at most ``s / 2``, plus fp32's rounding. ``s`` is the row's largest magnitude
 divided by 127.
 """
 
@@ -12,7 +12,7 @@ _MOST = 127
 _BLOCK = 1 << 18
 """Elements whose values are computed at once: 1 MiB in fp32, which a core's cache holds."""
 _LEAST = 2.0**-100
-"""Rows without a greater magnitude than this are kept as zeros."""
+"""Rows without a greater magnitude than this are stored as zeros."""
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         values: A finite matrix in fp32.
     """
     most = values.abs().amax(1)
-    # Of rows that are kept as zeros no scale below this has a half that is as large as they are.
+    # A smaller scale has a half below the magnitudes of rows stored as zeros: the bound would fail.
     scale = torch.where(most > _LEAST, most / _MOST, 2 * most)
     divisor = torch.where(most > _LEAST, scale, torch.inf)
     codes = (values / divisor[:, None]).round_().clamp_(-_MOST, _MOST)

@@ -1,7 +1,7 @@
-"""State formats: which streams each one stores, and how they convert to fp32 and back.
+"""State formats: the streams that each one stores, and their conversion to fp32 and back.
 
-[Note: State formats] in csrc/kernels/kernels.h defines the formats; here are the same streams by
-name, and their conversion to and from fp32 tensors.
+[Note: State formats] in csrc/kernels/kernels.h defines the formats. This module has the same
+streams by name, and their conversion to and from fp32 tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ class StateFormat(StrEnum):
 
     FP32 = "fp32"
     SPLIT = "split"
-    """The same bits as fp32; of a bf16 parameter's master only the low half is kept."""
+    """The same bits as fp32; a bf16 parameter's master is stored as its low half alone."""
     BF16 = "bf16"
-    """Moments in bf16, rounded by chance."""
+    """Moments in bf16, rounded stochastically."""
     INT8 = "int8"
-    """Moments in a byte each, with a scale for every GROUP of them."""
+    """Moments of one byte each, with a scale for every GROUP of them."""
 
     @property
     def exact(self) -> bool:
@@ -46,14 +46,14 @@ class StateFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec:
-    """One element of ``dtype`` for every ``per`` elements of the parameter."""
+    """A stream with one element of ``dtype`` for every ``per`` elements of the parameter."""
 
     name: str
     dtype: torch.dtype
     per: int
 
     def length(self, elements: int) -> int:
-        """Return the stream's elements for those of a parameter; a group begun counts whole."""
+        """Return the stream's elements for those of a parameter; a partial group counts whole."""
         return -(-elements // self.per)
 
     def nbytes(self, elements: int) -> int:
@@ -61,12 +61,12 @@ class StreamSpec:
         return self.length(elements) * self.dtype.itemsize
 
     def part(self, stream: Tensor, begin: int, end: int) -> Tensor:
-        """Return what a stream has of a parameter's elements; ``begin`` is that of a group."""
+        """Return a stream's part for a parameter's elements; ``begin`` is that of a group."""
         return stream[begin // self.per : self.length(end)]
 
 
 def state_names(dtype: torch.dtype, *, amsgrad: bool) -> tuple[str, ...]:
-    """Return the names of the fp32 states that users see of a parameter of ``dtype``."""
+    """Return the names of the fp32 states that users see for a parameter of ``dtype``."""
     names = ["exp_avg", "exp_avg_sq"]
     if amsgrad:
         names.append("max_exp_avg_sq")
@@ -107,9 +107,8 @@ def decode(
 ) -> dict[str, Tensor]:
     """Return the fp32 states by name.
 
-    ``streams`` are those of ``streams_of``, one dimension each, of whole groups but for the
-    parameter's last one; ``weight`` the parameter's elements that they belong to, on the same
-    device.
+    ``streams`` are those of ``streams_of``, 1-D tensors of whole groups except for the parameter's
+    last one; ``weight`` has the parameter's elements that they belong to, on the same device.
     """
     specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
     states = {
@@ -117,8 +116,8 @@ def decode(
         for name in state_names(weight.dtype, amsgrad=amsgrad)
     }
     for begin, end in _pieces(weight.numel()):
-        kept = _cut(streams, specs, begin, end)
-        for name, values in _decode_piece(kept, weight[begin:end], format).items():
+        piece = _cut(streams, specs, begin, end)
+        for name, values in _decode_piece(piece, weight[begin:end], format).items():
             states[name][begin:end] = values
     return states
 
@@ -192,20 +191,20 @@ def _in_bytes(dtype: torch.dtype, format: StateFormat) -> bool:
 
 
 def _decode_piece(
-    kept: dict[str, Tensor], weight: Tensor, format: StateFormat
+    piece: dict[str, Tensor], weight: Tensor, format: StateFormat
 ) -> dict[str, Tensor]:
-    m, v = kept["exp_avg"], kept["exp_avg_sq"]
-    states = dict(kept)
+    m, v = piece["exp_avg"], piece["exp_avg_sq"]
+    states = dict(piece)
     if format == StateFormat.INT8:
         states["exp_avg"] = dequantize_first(m, states.pop("exp_avg_scale"))
         states["exp_avg_sq"] = dequantize_second(v, states.pop("exp_avg_sq_scale"))
     elif format == StateFormat.BF16:
         states["exp_avg"], states["exp_avg_sq"] = m.float(), v.float().abs()
     if _in_halves(weight.dtype, format):
-        states["master"] = join_halves(weight, kept["master"], v.signbit())
+        states["master"] = join_halves(weight, piece["master"], v.signbit())
         states["exp_avg_sq"] = states["exp_avg_sq"].abs()
     elif _in_bytes(weight.dtype, format):
-        states["master"] = join_bytes(weight, kept["master"])
+        states["master"] = join_bytes(weight, piece["master"])
     return states
 
 
@@ -232,7 +231,7 @@ def _encode_piece(
 
 
 def _check(states: Mapping[str, Tensor], weight: Tensor, format: StateFormat) -> None:
-    """Raise OptionError for states that the format cannot keep."""
+    """Raise OptionError for states that the format cannot store."""
     halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
     if halves or not format.exact:
         _refuse_negative(states["exp_avg_sq"])

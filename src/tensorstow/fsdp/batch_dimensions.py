@@ -1,4 +1,4 @@
-"""Tells which dimension of each tensor that a module takes or returns is the batch.
+"""Finds the batch dimension of each tensor that a module takes or returns.
 
 [Note: Two sizes] A tensor of shape (8, 8) does not show which dimension is the batch, or whether
 one is. So a model is run with two batches of different sizes, and what its modules take and return
@@ -41,21 +41,21 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class UnknownBatchError(StowError):
-    """Which dimension of something is the batch cannot be told."""
+    """The batch dimension of an argument or an output cannot be determined."""
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return how many samples a model is called with: dimension 0 of the tensors that it is given.
+    """Return how many samples a model is called with: dimension 0 of its tensor arguments.
 
     Args:
         args: The positional arguments.
         kwargs: The named ones.
 
     Returns:
-        The size of dimension 0 of all tensors, but for those where it is 1.
+        The size of dimension 0 of all tensors, except those whose size is 1.
 
     Raises:
-        OptionError: Tensors differ in it, or there is none, or an object that may hold tensors.
+        OptionError: The sizes differ, or an argument is an object that may hold tensors.
     """
     sizes: dict[int, str] = {}
     for name, leaf in _named_leaves((tuple(args), dict(kwargs))):
@@ -65,15 +65,15 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         elif not _is_plain(leaf):
             message = (
                 f"micro_batches: the model was called with a {type(leaf).__name__} ({name}), and"
-                " which of what it holds belongs to which sample cannot be told. Give tensors, or"
+                " an object of that class cannot be divided into samples. Give tensors, or"
                 " tuples, lists and dicts of them."
             )
             raise OptionError(message)
     if len(sizes) > 1:
-        found = " and ".join(f"{size} ({name})" for size, name in sizes.items())
+        shapes = " and ".join(f"{size} ({name})" for size, name in sizes.items())
         message = (
             "micro_batches: dimension 0 of what the model is called with is the batch, and it was"
-            f" called with tensors of {found}. Give one batch, and 1 where all samples share."
+            f" called with tensors of {shapes}. Give one batch, and 1 where all samples share."
         )
         raise OptionError(message)
     return next(iter(sizes), 1)
@@ -91,9 +91,9 @@ def samples_of(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, count
 
 @dataclass(frozen=True, slots=True)
 class ObservedCall:
-    """The shapes of what one call took and returned, and its plain values."""
+    """The shapes and plain values of the arguments and outputs of one call."""
 
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     returned: Mapping[str, Any]
 
 
@@ -101,7 +101,7 @@ class ObservedCalls:
     """The calls of modules in one forward, by name."""
 
     def __init__(self) -> None:
-        """Have seen none."""
+        """Begin without calls."""
         self.calls: defaultdict[str, list[ObservedCall]] = defaultdict(list)
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001
@@ -109,9 +109,9 @@ class ObservedCalls:
         self, name: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:  # noqa: ANN401
         """Return what ``forward`` returns; record the shapes of both."""
-        given = _facts((tuple(args), kwargs), "argument")
+        arguments = _facts((tuple(args), kwargs), "argument")
         output = forward(*args, **kwargs)
-        self.calls[name].append(ObservedCall(given, _facts(((output,), {}), "output")))
+        self.calls[name].append(ObservedCall(arguments, _facts(((output,), {}), "output")))
         return output
 
 
@@ -123,21 +123,21 @@ class Dimension:
     """None: the tensor belongs to every sample."""
     ndim: int
     ones: frozenset[int]
-    """Other dimensions of size 1, which a batch of another kind could be in."""
+    """Other dimensions of size 1, which could be the batch of a tensor of another kind."""
 
     def refuses(self, shape: torch.Size) -> bool:
-        """Return whether a tensor of ``shape`` is of another kind than what was observed."""
+        """Return whether a tensor of ``shape`` does not match the observed one."""
         return len(shape) != self.ndim or any(shape[i] != 1 for i in self.ones)
 
 
 @dataclass(slots=True)
 class BatchDimensions:
-    """What is known of the tensors that one module takes and returns."""
+    """The batch dimensions of the tensors that one module takes and returns."""
 
-    given: dict[str, Dimension] = field(default_factory=dict)
+    arguments: dict[str, Dimension] = field(default_factory=dict)
     returned: dict[str, Dimension] = field(default_factory=dict)
     unknown: str = ""
-    """What cannot be told; empty: nothing."""
+    """Why a dimension cannot be determined; empty: all are."""
     calls: int = 0
     """How often the module was called in a forward."""
 
@@ -156,33 +156,35 @@ class BatchDimensions:
             sizes: Two different sizes of a batch.
 
         Returns:
-            What they tell.
+            The dimensions, or the reason that they are unknown.
         """
-        made = cls(calls=max(len(first), len(second)))
+        observed = cls(calls=max(len(first), len(second)))
         if len(first) != len(second):
-            made.unknown = f"it was called {len(first)} times and {len(second)} times"
+            observed.unknown = f"it was called {len(first)} times and {len(second)} times"
         for one, other in zip(first, second, strict=False):
-            made._compare(one.given, other.given, sizes, made.given)
-            made._compare(one.returned, other.returned, sizes, made.returned)
-        if first and all(found.batch is None for found in made.given.values()):
-            made.unknown = made.unknown or "it is given no tensor that has the batch"
-        if any(found.batch is None for found in made.returned.values()):
-            name = next(name for name, found in made.returned.items() if found.batch is None)
-            made.unknown = made.unknown or f"it returns a tensor without the batch ({name})"
-        return made
+            observed._compare(one.arguments, other.arguments, sizes, observed.arguments)
+            observed._compare(one.returned, other.returned, sizes, observed.returned)
+        if first and all(dimension.batch is None for dimension in observed.arguments.values()):
+            observed.unknown = observed.unknown or "it is given no tensor that has the batch"
+        whole = next((n for n, dim in observed.returned.items() if dim.batch is None), None)
+        if whole is not None:
+            observed.unknown = (
+                observed.unknown or f"it returns a tensor without the batch ({whole})"
+            )
+        return observed
 
     def _compare(
         self,
         one: Mapping[str, Any],
         other: Mapping[str, Any],
         sizes: tuple[int, int],
-        known: dict[str, Dimension],
+        dimensions: dict[str, Dimension],
     ) -> None:
         for name in one.keys() & other.keys():
-            found = _dimension(one[name], other[name], sizes)
-            if isinstance(found, str):
-                self.unknown = self.unknown or f"{name} is {found}"
-            elif found is not None and known.setdefault(name, found) != found:
+            dimension = _dimension(one[name], other[name], sizes)
+            if isinstance(dimension, str):
+                self.unknown = self.unknown or f"{name} is {dimension}"
+            elif dimension is not None and dimensions.setdefault(name, dimension) != dimension:
                 self.unknown = self.unknown or f"{name} differs from call to call"
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -198,10 +200,10 @@ class BatchDimensions:
         Args:
             args: The positional arguments.
             kwargs: The named ones.
-            parts: How many; they have the same size.
-            before: Called with the first tensor of floating point that is cut, of those that need
-                a gradient where there are any; cut is what it returns. Default: None, nothing is
-                called.
+            parts: The number of calls; they have the same size.
+            before: Called with the first tensor of floating point that is cut, or with the first
+                that needs a gradient if any does. Its result is cut instead. Default: None, the
+                tensor itself is cut.
 
         Returns:
             The arguments of each part, in the order of the samples.
@@ -215,53 +217,54 @@ class BatchDimensions:
         columns: list[list[Any]] = []
         cut: list[tuple[int, torch.Tensor, int]] = []
         for path, leaf in leaves:
-            found = self._found(_name_of(path), leaf)
-            if found is None or found.batch is None:
+            dimension = self._dimension_of(_name_of(path), leaf)
+            if dimension is None or dimension.batch is None:
                 columns.append([leaf] * parts)
                 continue
-            own = leaf.shape[found.batch]
-            size = own if size is None else size
-            if own != size:
-                message = f"{_name_of(path)} has {own} samples, and another argument has {size}"
+            samples = leaf.shape[dimension.batch]
+            size = samples if size is None else size
+            if samples != size:
+                message = f"{_name_of(path)} has {samples} samples, and another argument has {size}"
                 raise UnknownBatchError(message)
-            if own % parts:
+            if samples % parts:
+                name = _name_of(path)
                 message = (
-                    f"micro_batches={parts} was given, and {_name_of(path)} has {own} samples: they"
+                    f"micro_batches={parts} was given, and {name} has {samples} samples: they"
                     " are to divide evenly."
                 )
                 raise OptionError(message)
-            cut.append((len(columns), leaf, found.batch))
+            cut.append((len(columns), leaf, dimension.batch))
             columns.append([])
         if size is None:
             message = "none of its arguments has the batch"
             raise UnknownBatchError(message)
         floats = [at for at, leaf, _ in cut if leaf.is_floating_point()]
         anchored = [at for at, leaf, _ in cut if leaf.requires_grad] or floats
-        for at, leaf, dimension in cut:
+        for at, leaf, batch in cut:
             whole = before(leaf) if before is not None and at in anchored[:1] else leaf
-            columns[at] = list(torch.split(whole, size // parts, dimension))
+            columns[at] = [_as_allocated(p) for p in torch.split(whole, size // parts, batch)]
         calls = [tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
-        return [(given[0], given[1]) for given in calls]
+        return [(call_args, call_kwargs) for call_args, call_kwargs in calls]
 
-    def _found(self, name: str, leaf: object) -> Dimension | None:
-        """Return what is known of a tensor; None where there is none."""
+    def _dimension_of(self, name: str, leaf: object) -> Dimension | None:
+        """Return the batch dimension of an argument; None if it is not a tensor."""
         if not isinstance(leaf, torch.Tensor):
             if not _is_plain(leaf):
                 message = f"{name} is a {type(leaf).__name__}"
                 raise UnknownBatchError(message)
             return None
-        found = self.given.get(name)
-        if found is None or found.refuses(leaf.shape):
+        dimension = self.arguments.get(name)
+        if dimension is None or dimension.refuses(leaf.shape):
             message = f"{name} is of shape {tuple(leaf.shape)}, unlike in the first forward"
             raise UnknownBatchError(message)
-        return found
+        return dimension
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def concatenate(self, outputs: Sequence[Any]) -> Any:  # noqa: ANN401
-        """Return what the module would for the whole batch.
+        """Return the output that the module would return for the whole batch.
 
         Args:
-            outputs: What it returned for each part, in the order of the samples.
+            outputs: Its outputs for each part, in the order of the samples.
 
         Returns:
             The same structure, with the samples of all parts.
@@ -276,16 +279,19 @@ class BatchDimensions:
             raise OptionError(message)
         joined = []
         for at, (path, leaf) in enumerate(leaves):
-            name, values = _name_of(path, "output"), [each[at][1] for each, _ in flat]
+            name, values = _name_of(path, "output"), [part[at][1] for part, _ in flat]
             if isinstance(leaf, torch.Tensor):
-                found = self.returned.get(name)
-                if found is None or found.batch is None or found.refuses(leaf.shape):
+                dimension = self.returned.get(name)
+                if dimension is None or dimension.batch is None or dimension.refuses(leaf.shape):
                     message = (
                         f"micro_batches: {name} of a unit is of shape {tuple(leaf.shape)}, unlike"
-                        " in the first forward: how to join micro-batches cannot be told."
+                        " in the first forward: micro-batches cannot be joined."
                     )
                     raise OptionError(message)
-                joined.append(torch.cat(values, found.batch))
+                for value in values:
+                    if value.requires_grad:  # its gradient is a part of the batch's
+                        value.register_hook(_as_allocated)
+                joined.append(torch.cat(values, dimension.batch))
             elif not _is_plain(leaf) or any(value != leaf for value in values):
                 message = (
                     f"micro_batches: {name} of a unit differs from micro-batch to micro-batch, or"
@@ -299,7 +305,7 @@ class BatchDimensions:
 
 
 def _dimension(one: Any, other: Any, sizes: tuple[int, int]) -> Dimension | str | None:  # noqa: ANN401
-    """Return the batch's dimension, why it cannot be told, or None for what is no tensor."""
+    """Return the batch dimension, why it is unknown, or None for a value that is not a tensor."""
     if not isinstance(one, torch.Size) or not isinstance(other, torch.Size):
         if isinstance(one, torch.Size) or isinstance(other, torch.Size):
             return None  # a tensor in one forward alone: not observed
@@ -319,6 +325,14 @@ def _dimension(one: Any, other: Any, sizes: tuple[int, int]) -> Dimension | str 
     return Dimension(batch, ndim, frozenset(i for i in range(ndim) if one[i] == 1 and i != batch))
 
 
+def _as_allocated(part: torch.Tensor) -> torch.Tensor:
+    """Return a part of a batch at an address like those that torch allocates.
+
+    Libraries choose kernels by addresses, and a micro-batch by itself has memory of its own.
+    """
+    return part.clone() if part.data_ptr() % 64 else part
+
+
 @dataclass(frozen=True, slots=True)
 class _Object:
     """Stands for an object that may hold tensors."""
@@ -328,15 +342,15 @@ class _Object:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 def _facts(tree: Call, positional: str) -> dict[str, Any]:
-    """Return what is kept of each leaf: its shape, its value, or its class."""
-    found: dict[str, Any] = {}
+    """Return the shape, the value or the class of each leaf, by name."""
+    facts: dict[str, Any] = {}
     for path, leaf in tree_flatten_with_path(tree)[0]:
         name = _name_of(path, positional)
         if isinstance(leaf, torch.Tensor):
-            found[name] = leaf.shape
+            facts[name] = leaf.shape
         else:
-            found[name] = leaf if _is_plain(leaf) else _Object(type(leaf).__name__)
-    return found
+            facts[name] = leaf if _is_plain(leaf) else _Object(type(leaf).__name__)
+    return facts
 
 
 def _is_plain(leaf: object) -> bool:

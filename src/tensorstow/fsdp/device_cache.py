@@ -23,9 +23,9 @@ logger = logging.getLogger("tensorstow")
 
 T = TypeVar("T")
 _STEPS = 2
-"""Steps that are seen before the first choice."""
+"""Steps that are measured before the first choice."""
 _CACHES: "weakref.WeakSet[DeviceCache[Any]]" = weakref.WeakSet()
-"""Of all models: a device's memory is one."""
+"""The caches of all models, which share a device's memory."""
 
 
 class DeviceCache(Generic[T]):
@@ -36,7 +36,7 @@ class DeviceCache(Generic[T]):
 
         Args:
             device: The device.
-            limit_bytes: What torch may have allocated there for copies to stay.
+            limit_bytes: Copies stay while torch's allocated bytes are below this limit.
             held: Returns the bytes that copies that stay hold now.
         """
         self._device = device
@@ -47,7 +47,7 @@ class DeviceCache(Generic[T]):
         self._steps = 0
         self._peak_bytes = 0
         self._other_bytes: int | None = None
-        """The most that everything else took; None: not measured yet."""
+        """The highest peak of everything but the copies; None: not measured yet."""
         _CACHES.add(self)
 
     def add(self, unit: T, nbytes: int) -> None:
@@ -69,10 +69,10 @@ class DeviceCache(Generic[T]):
         return sum(self._sizes[unit] for unit in self._chosen)
 
     def assume(self, other_bytes: int) -> None:
-        """Choose by an assumption, until steps are measured.
+        """Choose by assumed bytes, until steps are measured.
 
         Args:
-            other_bytes: What everything but the copies takes of the device.
+            other_bytes: The device's bytes that everything but the copies takes.
         """
         self._choose(other_bytes, "assumed")
 
@@ -83,17 +83,17 @@ class DeviceCache(Generic[T]):
         if self._steps < _STEPS or peak <= self._peak_bytes:
             return
         self._peak_bytes = peak
-        others = peak - sum(cache._held() for cache in self._beside())  # noqa: SLF001  # its own kind
-        if self._other_bytes is None or others > self._other_bytes:
-            self._other_bytes = others
-            self._choose(others, "measured")
+        other = peak - sum(c._held() for c in self._caches_on_device())  # noqa: SLF001  # its own kind
+        if self._other_bytes is None or other > self._other_bytes:
+            self._other_bytes = other
+            self._choose(other, "measured")
 
-    def _beside(self) -> "list[DeviceCache[Any]]":
-        """Return all caches on the device, this one too."""
+    def _caches_on_device(self) -> "list[DeviceCache[Any]]":
+        """Return all caches on the device, including this one."""
         return [cache for cache in _CACHES if cache._device == self._device]  # noqa: SLF001
 
     def _choose(self, other_bytes: int, how: str) -> None:
-        theirs = sum(cache.chosen_bytes for cache in self._beside() if cache is not self)
+        theirs = sum(cache.chosen_bytes for cache in self._caches_on_device() if cache is not self)
         room, chosen = self._limit_bytes - other_bytes - theirs, set[T]()
         for unit, nbytes in self._sizes.items():
             if nbytes <= room:

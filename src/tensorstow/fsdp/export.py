@@ -1,9 +1,9 @@
 """Exports a stowed model to safetensors files that other libraries load, a tensor at a time.
 
-Every rank takes part, as tensors are all-gathered; the first rank writes, or each its own files.
+Every rank takes part, because tensors are all-gathered. Rank 0 writes, or each rank its own files.
 ``stow(weights=...)`` and transformers' ``from_pretrained`` read the files: tied parameters are
 stored once, under their first name, and several files have an index. The configuration of a
-transformers model is written beside them.
+transformers model is written next to them.
 """
 
 import copy
@@ -23,18 +23,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.new_file import RANDOM, NewFiles, sync_directory
+from tensorstow.base.sizes import parts_within
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
-from tensorstow.fsdp.sharding import host_group, on_every_rank
-from tensorstow.io.mapped import rename_over, replacing, sync_directory
+from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank
+from tensorstow.io.digest_list import DigestList, RunningDigest
+from tensorstow.io.mapped import pieces_of
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
 _ONE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
 _METADATA = {"format": "pt"}
-"""What readers of model files look for."""
+"""The metadata that readers of model files look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,7 @@ class _Shard:
     table: Table
 
 
+@names_keywords
 def save_safetensors(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -55,10 +61,10 @@ def save_safetensors(
 ) -> None:
     """Write the full weights and persistent buffers of a model as safetensors that others load.
 
-    Call it on every rank. It returns when all files are durable. One that fails as it writes leaves
-    older files as they are, and one that is cut off behind that a directory that does not load:
-    files of two models are never read as one. The directory needs room for both. For a model of
-    transformers, config.json and generation_config.json are written too, so that
+    Call it on every rank. It returns when all files are durable. A call that fails while it writes
+    leaves older files as they are. A call that is killed after that leaves a directory that does
+    not load: files of two models are never read as one. The directory needs room for both. For a
+    model of transformers, config.json and generation_config.json are written too, so that
     ``from_pretrained`` can load the directory. At most two full tensors are in memory at a time.
 
     Args:
@@ -71,7 +77,7 @@ def save_safetensors(
 
     Raises:
         OptionError: ``max_shard_bytes`` is no positive number.
-        StowError: Another rank failed to write. That one raises what it met.
+        StowError: Another rank failed to write, and raises its own error.
     """
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
@@ -84,18 +90,18 @@ def save_safetensors(
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
     rank = 0 if group is None else dist.get_rank(group)
     folder = Path(path)
-    what = f"write the model to {folder}"
-    on_every_rank(partial(_make, folder, is_writer=rank < writers), what)
-    try:
+    task = f"write the model to {folder}"
+    on_every_rank(partial(_make, folder, is_writer=rank < writers), task)
+    listed = DigestList(folder / (_INDEX if len(shards) > 1 else _ONE))
+    with NewFiles() as new_files:
         for at in range(0, len(shards), writers):
-            turn = shards[at : at + writers]
-            places = [_beside(folder / shard.name) for shard in turn]
-            on_every_rank(partial(_write, turn, places, rank), what)
-    except BaseException:
-        for shard in shards if rank == 0 else ():
-            _beside(folder / shard.name).unlink(missing_ok=True)
-        raise
-    on_every_rank(partial(_finish, model, folder, shards if rank == 0 else ()), what)
+            on_every_rank(partial(_write, shards[at : at + writers], rank, listed, new_files), task)
+        on_every_rank(new_files.keep, task)
+        finished = shards if rank == 0 else ()  # rank 0 alone removes older files and finishes
+        on_every_rank(partial(_remove_older, folder, finished), task)
+        on_every_rank(new_files.publish, task)
+    gather_digests(listed)
+    on_every_rank(partial(_finish, model, listed, finished), task)
 
 
 def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -108,30 +114,30 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
         path: The file. An older one is replaced when the new one is complete.
 
     Raises:
-        StowError: Rank 0 failed to write, which raises what it met.
+        StowError: Rank 0 failed to write, and raises its own error.
     """
     _run_state_dict_pre_hooks(model)
     group = host_group()
     rank = 0 if group is None else dist.get_rank(group)
     file = Path(path)
-    what = f"write the model to {file}"
-    on_every_rank(partial(_make, file.parent, is_writer=rank == 0), what)
+    task = f"write the model to {file}"
+    on_every_rank(partial(_make, file.parent, is_writer=rank == 0), task)
     whole = _shard_of(file.name, dict(module_tensors(model)))
-    on_every_rank(partial(_write, [whole], [file], rank), what)
-
-
-def _beside(path: Path) -> Path:
-    """Return where a file is until all of its directory are complete."""
-    return path.with_name(f".{path.name}.new")
+    listed = DigestList(file)
+    with NewFiles() as new_files:
+        on_every_rank(partial(_write, [whole], rank, listed, new_files), task)
+        on_every_rank(listed.remove if rank == 0 else lambda: None, task)
+        on_every_rank(new_files.publish, task)
+    on_every_rank(listed.write if rank == 0 else lambda: None, task)
 
 
 def _make(folder: Path, *, is_writer: bool) -> None:
     if is_writer:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
 
 
 def _run_state_dict_pre_hooks(model: nn.Module) -> None:
-    """Run the hooks of ``state_dict()`` that precede a read: wait for updates, reshard."""
+    """Run the pre-hooks of ``state_dict()``, which wait for updates and reshard."""
     for module in model.modules():
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
             hook(module, "", False)  # noqa: FBT003  # torch's own call
@@ -139,20 +145,13 @@ def _run_state_dict_pre_hooks(model: nn.Module) -> None:
 
 def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
     """Return the files, in the order of the model."""
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    room = most
-    for name, tensor in contents.items():
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes > room and parts[-1]:
-            parts.append({})
-            room = most
-        parts[-1][name] = tensor
-        room -= nbytes
+    nbytes = {name: t.numel() * t.element_size() for name, t in contents.items()}
+    parts = list(parts_within(contents, most, nbytes.__getitem__))
     count = len(parts)
     shards = []
     for number, part in enumerate(parts, 1):
         name = _ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-        shards.append(_shard_of(name, part))
+        shards.append(_shard_of(name, {n: contents[n] for n in part}))
     return shards
 
 
@@ -167,60 +166,76 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return full.cpu()
 
 
-def _write(shards: Sequence[_Shard], places: Sequence[Path], rank: int) -> None:
-    """Write files in parallel, each by one rank to its place.
+def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: NewFiles) -> None:
+    """Write files in parallel, each by one rank, and note their digests.
 
-    What fails here is raised behind the last gather, for the other ranks wait for all of them.
+    An exception is raised after the last gather, because the other ranks wait for all of them.
     """
-    own = shards[rank] if rank < len(shards) else None
+    shard_of_rank = shards[rank] if rank < len(shards) else None
     turns = deque(_in_turns(shards))
     try:
         with ExitStack() as opened:
-            file = None
-            if own is not None:
-                file = opened.enter_context(replacing(places[rank], own.table.nbytes))
-                file.write(torch.frombuffer(bytearray(own.table.header), dtype=torch.uint8), 0)
+            file = new = None
+            if shard_of_rank is not None:
+                table = shard_of_rank.table
+                new = new_files.create(listed.main.with_name(shard_of_rank.name))
+                running = RunningDigest()
+                file = opened.enter_context(pieces_of(new, table.nbytes, running))
+                file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
             while turns:
                 shard, name = turns.popleft()
                 tensor = _whole(shard.tensors[name])
-                if file is not None and shard is own:
-                    file.write(tensor, own.table.entries[name].offset)
+                if file is not None and shard is shard_of_rank:
+                    file.write(tensor, table.entries[name].offset)
+        if new is not None:
+            new.seal()
+            listed.note(new.path, running.digest())
     except Exception:
-        for shard, name in turns:
+        for shard, name in turns:  # take part in the gathers that the other ranks wait for
             _whole(shard.tensors[name])
         raise
 
 
 def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
-    """Yield a tensor of each file, then the next of each: so that all writers are busy."""
-    for names in zip_longest(*(shard.tensors for shard in shards)):
+    """Yield a tensor of each file, then the next of each, so that all writers are busy.
+
+    Tensors of one file come in the order of the file.
+    """
+    for names in zip_longest(*(shard.table.entries for shard in shards)):
         yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
 
 
-def _finish(model: nn.Module, folder: Path, shards: Sequence[_Shard]) -> None:
-    """Put complete files in the place of older ones, with an index where they are several.
+def _remove_older(folder: Path, shards: Sequence[_Shard]) -> None:
+    """Remove older files, the index first; a new file replaces one of its name atomically.
 
-    And the configuration, where the model has one. ``shards``: all; empty: another rank does it.
-    One file replaces another at once. Before several all older ones go, the index first.
+    ``shards``: the new files; empty: another rank removes the older ones.
     """
     if not shards:
         return
-    index, one = folder / _INDEX, folder / _ONE
-    index.unlink(missing_ok=True)
-    for old in ([one] if len(shards) > 1 else []) + sorted(folder.glob(_SHARDS)):
+    index, one = DigestList(folder / _INDEX), DigestList(folder / _ONE)
+    ones = [one.main] if len(shards) > 1 else []
+    for old in (index.main, index.path, one.path, *ones, *sorted(folder.glob(_SHARDS))):
         old.unlink(missing_ok=True)
     sync_directory(folder)
-    for shard in shards:
-        rename_over(_beside(folder / shard.name), folder / shard.name)
-    sync_directory(folder)
+
+
+def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> None:
+    """Write the index if there are several files, their list, and the model's configuration.
+
+    ``shards``: the files; empty: another rank writes them.
+    """
+    if not shards:
+        return
     if len(shards) > 1:
-        where = {name: shard.name for shard in shards for name in shard.tensors}
+        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
-        told = {"metadata": {"total_size": total}, "weight_map": where}
-        text = json.dumps(told, indent=2).encode()
-        with replacing(index, len(text)) as file:
-            file.write(torch.frombuffer(bytearray(text), dtype=torch.uint8), 0)
-    for left in folder.glob(_beside(folder / _SHARDS).name):  # by one that was cut off
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        text = json.dumps(index, indent=2).encode()
+        listed.write_main(lambda stream: stream.write(text))
+    else:
+        listed.write()
+    folder = listed.main.parent
+    for left in folder.glob(f".model*.safetensors.{RANDOM}"):  # by an export that was killed
         left.unlink(missing_ok=True)
     write_configuration(model, folder)
 
@@ -229,15 +244,15 @@ def write_configuration(model: nn.Module, folder: Path) -> None:
     """Write the configuration files of transformers' ``save_pretrained``.
 
     Args:
-        model: A model; one that is not of transformers has no configuration.
+        model: A model; nothing is written for one that is not of transformers.
         folder: The directory.
     """
     if not is_of_transformers(model):
         return
-    given: Any = model
-    config = copy.deepcopy(given.config)
+    pretrained: Any = model
+    config = copy.deepcopy(pretrained.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    config.dtype = str(given.dtype).removeprefix("torch.")
+    config.dtype = str(pretrained.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if given.can_generate() and given.generation_config is not None:
-        given.generation_config.save_pretrained(folder)
+    if pretrained.can_generate() and pretrained.generation_config is not None:
+        pretrained.generation_config.save_pretrained(folder)

@@ -1,15 +1,15 @@
-"""Compares the first steps of ``plan="auto"`` with what was predicted, and follows what is free.
+"""Compares the first steps of ``plan="auto"`` with the prediction, and follows the free memory.
 
-It looks when a forward or a step has ended, a few times, at a clock and at counts that are kept
-anyway: nothing is waited for, and no result changes. One line says what was found.
+When one of the first forwards or steps has ended, it reads a clock and counters that exist anyway:
+it waits for nothing, and no result changes. It logs one line with the comparison.
 
 [Note: Host room] A plan counts no activations on the CPU: it leaves half of the free memory to
-them. The first steps show what they take. Then buffers of parameters on disk get what stayed free
-beyond a fifth, or give back what is lacking of it. What they get beyond the plan's holds whole
-units: these move from DISK to HOST, the first of the model first. Their buffer stays in memory, and
-is neither read nor written any more; what states and commits are is as before, so no bit changes.
-Only where the machine is the budget: one that was given is kept to. Copies on an accelerator follow
-its memory by themselves (``fsdp.device_cache``). Ranks decide alone.
+them. The first steps show how much they take. Then buffers of parameters on disk get the memory
+that stayed free beyond a fifth, or give back what the fifth lacks. The bytes beyond the plan's hold
+whole units, which move from DISK to HOST in the order of the model. Their buffers stay in memory,
+and are not read or written any more. States and commits do not change, so no bit changes. All this
+applies only if the machine is the budget: a budget of the user's stays as it is. Copies on an
+accelerator follow its memory by themselves (``fsdp.device_cache``). Ranks decide alone.
 """
 
 import logging
@@ -25,10 +25,11 @@ from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.fsdp.automatic import free_host_bytes
+from tensorstow.fsdp.shard_storage import DiskShard
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import Unit
-from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.io.local_ranks import local_ranks
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.report.rss import peak_bytes, resident_bytes
 from tensorstow.report.run_record import Compared, PredictedStep
@@ -36,111 +37,119 @@ from tensorstow.report.run_record import Compared, PredictedStep
 logger = logging.getLogger("tensorstow")
 
 _STEPS = 4
-"""Steps that are seen. The first two make states and buffers; the others are timed."""
+"""Steps that are watched. The first two create states and buffers; the others are timed."""
 _RESERVE = 0.2
-"""Of what is free and what the process has, together: it stays free."""
+"""Share of the free memory and the process's memory together that stays free."""
 _OFF = 0.2
-"""As a part of what was predicted: what differs by more is warned of."""
+"""Share of a prediction; a larger difference is logged as a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPlan:
-    """What is known of a plan that was chosen here."""
+    """The prediction and the budget of a plan that ``plan="auto"`` chose."""
 
     step: PredictedStep | None
-    """What was predicted of a step; None: nothing."""
+    """The prediction for a step; None: there is none."""
     is_of_machine: bool
     """Whether the machine was the budget."""
 
 
-def buffers_of(units: Iterable[Unit]) -> dict[str, PooledBuffer]:
+def buffers_of(units: Iterable[Unit]) -> dict[str, Sequence[PooledBuffer]]:
     """Return the buffers of a placed model's units on disk, by the units' names, in their order.
 
     Args:
-        units: All of the model, those inside of others first.
+        units: All units of the model, inner units first.
     """
-    found: dict[str, PooledBuffer] = {}
+    by_unit: dict[str, Sequence[PooledBuffer]] = {}
     for unit in units:
         shards = [storage_of(parameter) for parameter in unit.module.parameters()]
-        pagers = [shard.pager for shard in shards if shard is not None and shard.pager is not None]
-        own = next((pager for pager in pagers if pager not in found.values()), None)
-        if own is not None:
-            found[unit.name] = own
-    return found
+        all_below = [shard.unit for shard in shards if isinstance(shard, DiskShard)]
+        # Buffers of inner units are in the dictionary already.
+        buffers = next((b for b in all_below if b not in by_unit.values()), None)
+        if buffers is not None:
+            by_unit[unit.name] = buffers
+    return by_unit
 
 
 class HostRoom:
     """The least host memory that was free, and the units that follow it ([Note: Host room])."""
 
-    def __init__(self, units: Mapping[str, PooledBuffer]) -> None:
-        """Measure nothing yet; ``units`` are those on disk, with their buffers."""
+    def __init__(self, units: Mapping[str, Sequence[PooledBuffer]]) -> None:
+        """Measure nothing yet; ``units``: the buffers of each unit on disk, by name."""
         self._units = units
-        pools = dict.fromkeys(buffer.pool for buffer in units.values())
-        self._planned = {p: p.capacity for p in pools if p.capacity < p.total_bytes}
-        self._in_memory: dict[str, PooledBuffer] = {}
-        """The units that were moved to HOST: one pin of each is ours."""
+        pools = dict.fromkeys(buffers[0].pool for buffers in units.values())
+        self._planned = {p: p.memory.capacity for p in pools if p.memory.capacity < p.total_bytes}
+        self._in_memory: dict[str, Sequence[PooledBuffer]] = {}
+        """The units that were moved to HOST: each of their buffers has one pin of this object."""
         self._least: tuple[int, int] | None = None
 
     def measure(self) -> None:
-        """Look at what is free now, and what this process has."""
+        """Measure the free memory and this process's memory."""
         if self._planned:
             now = (free_host_bytes() // local_ranks().count, resident_bytes())
             self._least = now if self._least is None else min(self._least, now)
 
     def follow(self) -> None:
-        """Resize the buffers by what was free at the least, move units, and log it."""
+        """Resize the buffers by the least free memory, move units, and log it."""
         if self._least is None:
             return
         change = spare_bytes(*self._least)
         for pool, planned in self._planned.items():
-            before = pool.capacity
+            memory, before = pool.memory, pool.memory.capacity
             pool.resize(before + change // len(self._planned))
-            if pool.capacity != before:
+            if memory.capacity != before:
                 logger.info(
                     "%s of the %s of parameters on disk may stay in memory now, before %s: %s of"
                     " host memory were free at the least",
-                    *map(format_bytes, (pool.capacity, pool.total_bytes, before, self._least[0])),
+                    *map(format_bytes, (memory.capacity, pool.total_bytes, before, self._least[0])),
                 )
-            everything = pool.capacity == pool.total_bytes
-            self._move(pool, pool.capacity if everything else pool.capacity - planned)
+            everything = memory.capacity == pool.total_bytes
+            self._move(pool, memory.capacity if everything else memory.capacity - planned)
 
     def _move(self, pool: BufferPool, room: int) -> None:
         """Let as many units of a pool be on HOST as ``room`` bytes hold."""
-        wanted: dict[str, PooledBuffer] = {}
-        for name, buffer in self._units.items():
-            if buffer.pool is pool and buffer.nbytes <= room:
-                wanted[name] = buffer
-                room -= buffer.nbytes
-        mine = {name for name, buffer in self._in_memory.items() if buffer.pool is pool}
+        wanted: dict[str, Sequence[PooledBuffer]] = {}
+        for name, buffers in self._units.items():
+            nbytes = sum(buffer.nbytes for buffer in buffers)
+            if buffers[0].pool is pool and nbytes <= room:
+                wanted[name] = buffers
+                room -= nbytes
+        mine = {name for name, buffers in self._in_memory.items() if buffers[0].pool is pool}
         for name in mine - wanted.keys():
-            self._in_memory.pop(name).unpin()
-        pool.resize(pool.capacity)  # what was let go of is evicted
-        for name, buffer in wanted.items():
+            for buffer in self._in_memory.pop(name):
+                buffer.unpin()
+        pool.resize(pool.memory.capacity)  # evicts the units that were unpinned
+        for name, buffers in wanted.items():
             if name not in mine:
-                buffer.pin()
-                self._in_memory[name] = buffer
+                for buffer in buffers:
+                    buffer.pin()
+                    self._in_memory[name] = (*self._in_memory.get(name, ()), buffer)
         _log_moved([name for name in wanted if name not in mine], "DISK to HOST")
         _log_moved([name for name in self._units if name in mine - wanted.keys()], "HOST to DISK")
 
 
-def _log_moved(names: Sequence[str], where: str) -> None:
+def _log_moved(names: Sequence[str], tiers: str) -> None:
     if names:
-        told = ", ".join(name or "root" for name in names)
-        logger.info("%s moved from %s: %s", format_count(len(names), "unit"), where, told)
+        listed = ", ".join(name or "root" for name in names)
+        logger.info("%s moved from %s: %s", format_count(len(names), "unit"), tiers, listed)
 
 
 def spare_bytes(free: int, resident: int) -> int:
-    """Return what may be used of the free memory beyond a reserve; below 0: what is lacking of it.
+    """Return the free bytes beyond a reserve; below 0: the bytes that the reserve lacks.
 
     Args:
         free: Bytes that are free.
-        resident: Bytes that this process has.
+        resident: Resident bytes of this process.
     """
     return free - int(_RESERVE * (free + resident))
 
 
+def _nothing(_: PlacedOptimizer) -> Sequence[Compared]:
+    return ()
+
+
 class FirstSteps:
-    """What the first steps of a run hold and take."""
+    """Measures the bytes and seconds of the first steps of a run."""
 
     def __init__(
         self,
@@ -151,9 +160,9 @@ class FirstSteps:
         """Watch nothing yet.
 
         Args:
-            compare: Returns the bytes that were predicted, beside those that are there.
-            step: What was predicted of a step; None: nothing.
-            room: What follows the free host memory; None: nothing does.
+            compare: Returns predicted bytes and measured bytes.
+            step: The prediction for a step; None: there is none.
+            room: Moves units by the free host memory; None: none move.
         """
         self._compare = compare
         self._step = step
@@ -162,8 +171,12 @@ class FirstSteps:
         self._resident_before = resident_bytes()
         self._handles: list[RemovableHandle] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return a hook that measures nothing, for a copied or saved model."""
+        return FirstSteps, (_nothing, None)
+
     def watch(self, model: nn.Module, optimizer: PlacedOptimizer) -> None:
-        """Look at the ends of the first forwards of a model and steps of its optimizer.
+        """Measure after the first forwards of a model and steps of its optimizer.
 
         Args:
             model: The model.
@@ -174,7 +187,7 @@ class FirstSteps:
             self._handles = [model.register_forward_hook(self._look)]
 
     def _look(self, *_: object) -> None:
-        """Look when activations are at their most."""
+        """Measure when activations are at their peak."""
         if self._room is not None:
             self._room.measure()
 
@@ -196,16 +209,16 @@ class FirstSteps:
 
 
 def resident_line(before: int, peak: int | None) -> str:
-    """Return how much host memory the process has had, activations among it.
+    """Return a line on the host memory of the process, activations included.
 
     Args:
         before: Its resident memory when the model was placed, in bytes.
-        peak: The most it has had until now; None: the kernel does not record it.
+        peak: Its peak until now; None: the kernel does not record it.
     """
-    told = "resident memory, with activations"
+    line = f"resident memory, with activations: {format_bytes(before)} when the model was placed"
     if peak is None:
-        return f"{told}: {format_bytes(before)} when the model was placed, its peak is not recorded"
-    return f"{told}: {format_bytes(before)} when the model was placed, {format_bytes(peak)} at most"
+        return f"{line}, its peak is not recorded"
+    return f"{line}, {format_bytes(peak)} at most"
 
 
 def compared_line(
@@ -214,36 +227,39 @@ def compared_line(
     """Return a log level and a line: bytes of each tier and seconds of a step.
 
     Args:
-        items: Bytes by purpose; what is not counted apart is left out.
-        step: What was predicted of a step; None: nothing.
-        seconds: What one took.
+        items: Bytes by purpose; those without a measurement are left out.
+        step: The prediction for a step; None: there is none.
+        seconds: The measured seconds of a step.
 
     Returns:
-        WARNING where something differs by more than 20 %, and the line says why that may be.
+        WARNING if a value differs by more than 20 %, with possible causes in the line; else INFO.
     """
-    told, causes = [], []
-    counted = [each for each in items if each.measured is not None]
-    for tier in dict.fromkeys(each.tier for each in counted):
-        own = [each for each in counted if each.tier == tier]
-        predicted, measured = sum(e.predicted for e in own), sum(e.measured or 0 for e in own)
+    comparisons, causes = [], []
+    counted = [item for item in items if item.measured is not None]
+    for tier in dict.fromkeys(item.tier for item in counted):
+        of_tier = [item for item in counted if item.tier == tier]
+        predicted = sum(item.predicted for item in of_tier)
+        measured = sum(item.measured or 0 for item in of_tier)
         left_out = ", ".join(e.what for e in items if e.tier == tier and e.measured is None)
-        told.append(
+        comparisons.append(
             f"{tier} {format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
             + (f" (without {left_out})" if left_out else "")
         )
         if abs(measured - predicted) > _OFF * predicted:
-            worst = max(own, key=lambda each: abs((each.measured or 0) - each.predicted))
+            worst = max(of_tier, key=lambda item: abs((item.measured or 0) - item.predicted))
             causes.append(f"{tier} differs most in {worst.what}")
     if step is None:
-        told.append(f"a step {seconds:.3g} s measured, not predicted without rates and tokens=")
+        comparisons.append(
+            f"a step {seconds:.3g} s measured, not predicted without rates and tokens="
+        )
     else:
-        told.append(f"a step {step.seconds:.3g} s predicted, {seconds:.3g} s measured")
+        comparisons.append(f"a step {step.seconds:.3g} s predicted, {seconds:.3g} s measured")
         if abs(seconds - step.seconds) > _OFF * step.seconds:
             causes.append(
-                f"a step was to be bound by {step.binding}: other work there, a rate that has"
+                f"a step was to be bound by {step.binding}: other work on it, a rate that has"
                 " changed (`tensorstow calibrate`), or tokens= of another batch"
             )
-    line = "; ".join(told)
+    line = "; ".join(comparisons)
     if not causes:
         return logging.INFO, f"first steps as planned: {line}"
     why = "; ".join(causes)

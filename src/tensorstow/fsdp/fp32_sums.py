@@ -13,10 +13,10 @@ from tensorstow.tensors.dtensor import set_gradient
 def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
     """Make autograd sum the gradients of several backward passes in fp32.
 
-    Within one backward they keep the gradient's dtype, as FSDP2's do.
+    Within one backward the sum keeps the gradient's dtype, like sums of FSDP2.
 
     Args:
-        parameters: Parameters that are not sharded; trained ones that are not fp32 get hooks.
+        parameters: Unsharded parameters; those that are trained and not fp32 get hooks.
     """
     for parameter in parameters:
         if parameter.dtype != torch.float32:
@@ -30,9 +30,9 @@ def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def _set_aside(
-    known: "weakref.ref[torch.Tensor]", sums: dict[str, torch.Tensor], gradient: torch.Tensor
+    reference: "weakref.ref[torch.Tensor]", sums: dict[str, torch.Tensor], gradient: torch.Tensor
 ) -> None:
-    parameter = known()
+    parameter = reference()
     if parameter is not None and parameter.grad is not None:
         sums["wide"] = parameter.grad.float().add_(gradient)
         parameter.grad = None
@@ -46,9 +46,9 @@ def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
 
 @torch.no_grad()
 def widen_gradient(parameter: torch.Tensor) -> None:
-    """Make the gradient of a sharded parameter fp32: its hook, called by FSDP2.
+    """Make the gradient of a sharded parameter fp32; FSDP2 calls this hook of the parameter.
 
-    FSDP2 adds the next micro-batch's to it.
+    FSDP2 adds the next micro-batch's gradient to it.
 
     Args:
         parameter: A parameter whose gradient stays on the device.

@@ -11,13 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.fsdp.sharding import verify_weights_together
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.tensors.dtensor import part_of
 from tensorstow.tensors.shares import share_of
 
 
 def resharded(module: nn.Module) -> nn.Module:
-    """Return the module with sharded parameters, also those that a forward left unsharded."""
+    """Reshard the parameters that a forward left unsharded, and return the module."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
@@ -27,28 +28,28 @@ def resharded(module: nn.Module) -> nn.Module:
 def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole weights and persistent buffers, in host memory; collective.
 
-    One rank alone has the memory of its parameters there, where they are in host memory.
+    On a single rank, tensors of parameters in host memory share their memory.
 
     Args:
         module: The module, sharded or not.
 
     Yields:
-        Names and tensors, gathered one after the other; tied ones by each of their names.
+        Names and tensors, gathered one after the other; tied ones under each of their names.
     """
     for name, values in resharded(module).state_dict().items():
         whole = values.full_tensor() if isinstance(values, DTensor) else values
         yield name, whole.detach().cpu()
 
 
-def host_dtensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor in host memory, sharded as ``parameter`` is, of which this is a shard."""
+def host_dtensor(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor in host memory of this rank's shard, sharded like ``parameter``."""
     share = share_of(parameter)
     if share is not None:
-        return own if isinstance(own, DTensor) else share.sharded(own)
-    if not isinstance(parameter, DTensor) or isinstance(own, DTensor):
-        return own
+        return local if isinstance(local, DTensor) else share.sharded(local)
+    if not isinstance(parameter, DTensor) or isinstance(local, DTensor):
+        return local
     return DTensor.from_local(
-        own,
+        local,
         _on_host(parameter.device_mesh),
         parameter.placements,
         run_check=False,
@@ -58,21 +59,21 @@ def host_dtensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``tensor``; itself where it is no DTensor."""
+    """Return this rank's shard of ``tensor``, or ``tensor`` itself if it is no DTensor."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full_tensor(own: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def full_tensor(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of the shards of all ranks; collective."""
-    tensor = host_dtensor(own, parameter)
+    tensor = host_dtensor(local, parameter)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def full_copy(parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of a parameter's full tensor; collective."""
     with torch.no_grad():
-        # A rank alone has the whole shard for its full tensor: a copy in any case.
+        # On a single rank full_tensor() may return the shard itself: copy in any case.
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         return whole.detach().clone()
 
@@ -84,18 +85,21 @@ def copy_from_full(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 
 def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Read weights and buffers of safetensors into a model that has its memory; on every rank.
+    """Read weights and buffers from safetensors into an allocated model; call it on every rank.
 
-    One tensor is in memory at a time. Nothing is changed where the files lack a parameter.
+    One tensor is in memory at a time. If the files lack a parameter, nothing is changed.
 
     Args:
         model: The model, placed or not.
-        path: A safetensors file, or a directory of some.
+        path: A safetensors file, or a directory of them.
 
     Raises:
         StoreFormatError: The files are not the model's.
+        DamageError: A file has another digest than what was written, and nothing was changed; or
+            it was changed while it was read, and the weights are of both.
     """
     files = PretrainedFiles(path, model)
+    verify_weights_together(files)
     aliases = aliases_of(model)
     tensors: dict[str, torch.Tensor] = dict(resharded(model).named_parameters())
     tensors |= {name: b for name, b in model.named_buffers() if files.has(name)}
@@ -104,8 +108,9 @@ def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
         values = readers[name](0, tensor.shape[0] if tensor.ndim else 0)
         if isinstance(tensor, DTensor):
             copy_from_full(tensor, values)
-        else:  # whole, also where a rank updates some of its rows
+        else:  # the tensor is whole, even if this rank updates only some of its rows
             tensor.detach().copy_(values)
+    files.validate_unchanged()
 
 
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:

@@ -15,29 +15,29 @@ from tensorstow.fsdp.full_tensors import full_copy
 
 _SLOTS = ("_local_tensor", "_spec")
 _INSIDE: dict[int, torch.Tensor] = {}
-"""What holds the shard of a parameter that is whole at present, by the parameter's ``id``."""
+"""The tensor with the shard of each parameter that is whole now, by the parameter's ``id``."""
 
 _RECORDS: Any = WeakIdKeyDictionary()
 """Weak references to FSDP2's records of sharded parameters, by parameter."""
 
 
 class FullParameter(torch.Tensor):
-    """A whole parameter in the object of a sharded one; what is computed of it is plain tensors.
+    """A whole parameter in the object of a sharded one; operations on it return plain tensors.
 
-    It has the slots of a DTensor, for Python changes the class of an object only between classes of
-    one layout.
+    It has the slots of a DTensor, because Python changes the class of an object only between
+    classes of one layout.
     """
 
     __slots__ = _SLOTS
     __torch_function__: Any = torch._C._disabled_torch_function_impl  # noqa: SLF001
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # torch's own signature
-        """Be saved as a plain parameter."""
+        """Save as a plain parameter."""
         plain: Any = nn.Parameter(self.data, self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Be copied as a plain parameter."""
+        """Copy as a plain parameter."""
         copy = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return copy
 
@@ -47,21 +47,21 @@ def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Let ``parameter`` itself hold a copy of its full tensor; collective.
 
     Args:
-        parameter: A parameter, sharded or not. Its gradient is out of sight inside the context,
-            where it is sharded.
+        parameter: A parameter, sharded or not. A sharded parameter has no gradient inside the
+            context.
 
     Yields:
-        What holds the shard meanwhile: a tensor to copy changes to. Changes are dropped otherwise.
+        The tensor that holds the shard meanwhile. Copy changes to it; otherwise they are dropped.
     """
-    known = _INSIDE.get(id(parameter))
-    if known is not None:  # a context within a context
-        yield known
+    shard = _INSIDE.get(id(parameter))
+    if shard is not None:  # a context within a context
+        yield shard
     elif isinstance(parameter, DTensor):
         whole: Any = torch.Tensor._make_subclass(  # noqa: SLF001
             FullParameter, full_copy(parameter), parameter.requires_grad
         )
         whole._is_param = isinstance(parameter, nn.Parameter)  # noqa: SLF001
-        for slot in _SLOTS:  # a forward inside the context gathers the shards as ever
+        for slot in _SLOTS:  # a forward inside the context gathers the shards as usual
             setattr(whole, slot, getattr(parameter, slot))
         with _left_alone(parameter):
             _exchange(parameter, whole)
@@ -84,7 +84,7 @@ def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def is_whole_in_place(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is inside of ``whole_in_place``.
+    """Return whether a parameter is inside ``whole_in_place``.
 
     Args:
         parameter: A parameter.
@@ -93,27 +93,27 @@ def is_whole_in_place(parameter: torch.Tensor) -> bool:
 
 
 def note_parameters(module: nn.Module) -> None:
-    """Note FSDP2's record of each parameter, to be called once a model is sharded.
+    """Note FSDP2's record of each parameter. Call it when a model has been sharded.
 
     Args:
-        module: The model, whose parameters ``whole_in_place`` is called with.
+        module: The model to whose parameters ``whole_in_place`` applies.
     """
     for record in _records(module):
         _RECORDS[record.sharded_param] = weakref.ref(record)
 
 
 def is_unsharded(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is the unsharded one of a forward, until its backward.
+    """Return whether a tensor is the unsharded parameter of a forward, until its backward.
 
     Args:
         module: A sharded model.
         parameter: A tensor.
 
     Returns:
-        False for a parameter that is a shard, and for one of a model that is not sharded.
+        False for a parameter that is a shard, or of a model that is not sharded.
     """
-    found = (getattr(record, "_unsharded_param", None) for record in _records(module))
-    return any(unsharded is parameter for unsharded in found)
+    unsharded = (getattr(record, "_unsharded_param", None) for record in _records(module))
+    return any(candidate is parameter for candidate in unsharded)
 
 
 def _records(module: nn.Module) -> Iterator[Any]:
@@ -125,9 +125,9 @@ def _records(module: nn.Module) -> Iterator[Any]:
 
 @contextmanager
 def _left_alone(parameter: torch.Tensor) -> Iterator[None]:
-    """Keep FSDP2 from taking the parameter's shard anew, which it does behind load_state_dict."""
-    known = _RECORDS.get(parameter)
-    record = None if known is None else known()
+    """Keep FSDP2 from taking the parameter's shard again, which it does after load_state_dict."""
+    reference = _RECORDS.get(parameter)
+    record = None if reference is None else reference()
     if record is None:
         yield
         return
@@ -139,10 +139,10 @@ def _left_alone(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def _exchange(first: Any, second: Any) -> None:  # noqa: ANN401  # tensors, whose slots are private
-    """Exchange what two objects of one layout are; their slots are the same.
+    """Exchange the classes, attributes and values of two tensors of one layout, with equal slots.
 
-    ``torch.utils.swap_tensors`` refuses objects that have weak references, as parameters have here:
-    those are to follow the object.
+    ``torch.utils.swap_tensors`` rejects objects that have weak references, and parameters have
+    some, which must stay with the object.
     """
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__

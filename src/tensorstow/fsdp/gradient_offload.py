@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -48,13 +48,6 @@ _ADD = torch.ops.aten.add_.Tensor
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
-class HostAllocator(Protocol):
-    """Where the first gradient of a step is copied to."""
-
-    def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return host memory of the shape and dtype of ``like``."""
-
-
 class HostSum:
     """One gradient's elements in host memory, some of which may still be copied or added."""
 
@@ -63,18 +56,18 @@ class HostSum:
 
         Args:
             memory: The elements, or the memory that they will be copied to.
-            queue: What copies gradients that are added; None: adding one waits for its copy.
+            queue: Copies gradients that are added; None: adding one waits for its copy.
         """
         self.memory = memory
         """The memory of ``elements``."""
         self.pending = 0
-        """Gradients that are not added completely."""
+        """The number of gradients that are not added completely."""
         self._queue = queue
         self._copied: DeviceEvent | None = None
 
     @property
     def elements(self) -> torch.Tensor:
-        """The elements, waited for."""
+        """The elements; waits until they are complete."""
         self.synchronize()
         return self.memory
 
@@ -87,7 +80,7 @@ class HostSum:
         return self._copied is None and not self.pending
 
     def synchronize(self) -> None:
-        """Return when the elements are complete."""
+        """Wait until the elements are complete."""
         if self.query():
             return
         if self.pending and self._queue is not None:
@@ -97,7 +90,7 @@ class HostSum:
             self._copied = None
 
     def fill(self, link: DeviceLink, source: torch.Tensor) -> DeviceEvent:
-        """Begin copying a gradient to this memory, ordered behind the caller's stream.
+        """Begin copying a gradient to this memory, after the work of the caller's stream.
 
         Args:
             link: The link to copy over.
@@ -112,7 +105,7 @@ class HostSum:
 
         Args:
             gradient: A gradient on the device, of the same shape.
-            alpha: What it is multiplied by.
+            alpha: The factor of the gradient.
         """
         if self._queue is not None:
             self._queue.add(self, gradient, alpha)
@@ -120,7 +113,7 @@ class HostSum:
             self.add_on_host(gradient.to(self.memory.device), alpha)
 
     def add_on_host(self, gradient: torch.Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times a gradient that is in host memory; waits for those before it."""
+        """Add ``alpha`` times a gradient that is in host memory; waits for earlier gradients."""
         elements = self.elements
         narrow = self.widen()
         if narrow is not None:
@@ -138,19 +131,19 @@ class HostSum:
 
 @dataclass(eq=False, slots=True)
 class _QueuedGradient:
-    """A gradient that is being copied, which the device keeps."""
+    """A gradient that is being copied, whose memory on the device is kept."""
 
     source: torch.Tensor
     """Its elements, 1-D."""
     left: int
-    """How many elements are not copied and added."""
+    """The number of elements that are not copied and added."""
     total: HostSum
-    made: DeviceEvent
+    ready: DeviceEvent
     narrow: torch.Tensor | None = None
-    """What the sum was, in its narrower dtype, where this gradient is the second of its step."""
+    """The sum in its narrower dtype, if this gradient is the second of its step."""
     alpha: float = 1.0
     begun: int = 0
-    """Of how many elements copies were begun."""
+    """The number of elements whose copies have begun."""
 
 
 @dataclass(eq=False, slots=True)
@@ -162,14 +155,14 @@ class _Copy:
     count: int
     complete: DeviceEvent
     buffer: torch.Tensor | None = None
-    """What the piece passes through; None: it is a first gradient, copied to where it stays."""
+    """The buffer for the piece; None: a first gradient is copied to the memory of its sum."""
 
 
 class D2HQueue:
-    """Copies gradients to host memory and sums them there, beside what the device computes next.
+    """Copies gradients to host memory and sums them there while the device computes.
 
-    Any thread: behind a backward that has raised, a hook may still come in the device's thread
-    while the caller is in the next forward ([Note: Hooks] in step/call_lock.py).
+    Any thread may call: after a backward that has raised, a hook may still run in the device's
+    thread while the caller is in the next forward ([Note: Hooks] in step/call_lock.py).
     """
 
     def __init__(self, link: DeviceLink) -> None:
@@ -177,9 +170,9 @@ class D2HQueue:
         self._link = link
         self._lock = threading.RLock()
         self._in_flight: deque[_Copy] = deque()
-        """In the order in which they complete: they are on one stream."""
+        """Copies in the order in which they complete: they are on one stream."""
         self._waiting: deque[_QueuedGradient] = deque()
-        """Gradients that wait for a buffer, or for more of them."""
+        """Gradients that wait for a buffer for their next piece."""
         self._block: PinnedBlock | None = None
         self._free: list[torch.Tensor] = []
         self._held = 0
@@ -189,17 +182,17 @@ class D2HQueue:
         """Return the pinned bytes of the buffers."""
         return 0 if self._block is None else self._block.pinned_bytes
 
-    def copy(self, gradient: torch.Tensor, memory: HostAllocator) -> HostSum:
+    def copy(self, gradient: torch.Tensor, memory: "PinnedBuffer") -> HostSum:
         """Begin copying the first gradient of a step.
 
-        Waits only while copies are more than MAX_IN_FLIGHT_BYTES behind what the device computes.
+        Waits only while gradients of more than MAX_IN_FLIGHT_BYTES are being copied.
 
         Args:
-            gradient: The gradient; the device's memory is kept until it is copied.
-            memory: Where it is copied to.
+            gradient: The gradient; its memory on the device is kept until it is copied.
+            memory: Allocates the memory that it is copied to.
 
         Returns:
-            Its elements, which are complete later.
+            Its sum, whose elements are complete later.
         """
         self._wait_until_within_bound()
         gradient = gradient.contiguous()  # keeps the source alive until it is copied
@@ -216,16 +209,16 @@ class D2HQueue:
         """Begin copying a later micro-batch's gradient, to be added when the copy is complete.
 
         Args:
-            total: What ``copy`` returned for the first one.
+            total: The sum that ``copy`` returned for the first one.
             gradient: A gradient on the device, of the same shape.
-            alpha: What it is multiplied by.
+            alpha: The factor of the gradient.
         """
         self._wait_until_within_bound()
         source = gradient.reshape(-1)
-        made = self._link.record_event()
+        ready = self._link.record_event()
         with SignalsDeferred(), self._lock:
             narrow = total.widen()
-            sent = _QueuedGradient(source, source.numel(), total, made, narrow, alpha)
+            sent = _QueuedGradient(source, source.numel(), total, ready, narrow, alpha)
             self._waiting.append(sent)
             self._held += source.nbytes
             total.pending += 1
@@ -239,7 +232,7 @@ class D2HQueue:
             self._fill_buffers()
 
     def wait_for(self, total: HostSum) -> None:
-        """Return when all that was given to ``add`` for ``total`` is added."""
+        """Wait until all gradients passed to ``add`` for ``total`` are added."""
         while total.pending:
             self._wait_for_first()
 
@@ -250,11 +243,12 @@ class D2HQueue:
 
     def _wait_for_first(self) -> None:
         with self._lock:
-            if self._in_flight:  # else another thread has taken the last of them meanwhile
-                self._in_flight[0].complete.synchronize()
-            self.poll()
+            first = self._in_flight[0] if self._in_flight else None
+        if first is not None:  # else another thread has completed the last of them meanwhile
+            first.complete.synchronize()
+        self.poll()
 
-    # --- inside, where no signal's handler comes ---
+    # --- called with signals deferred ---
 
     def _complete_first(self) -> None:
         """Add the piece of the oldest copy; the device's memory is freed with the last piece."""
@@ -271,7 +265,7 @@ class D2HQueue:
                 gradient.total.pending -= 1
 
     def _fill_buffers(self) -> None:
-        """Begin copying gradients that wait, while there are free buffers."""
+        """Begin copying the waiting gradients, while buffers are free."""
         if self._waiting and self._block is None:
             self._block = block = PinnedBlock(
                 PIECE_BUFFERS * PIECE_BYTES, self._link.device, self._link.synchronize
@@ -282,7 +276,7 @@ class D2HQueue:
             gradient = self._waiting[0]
             source = gradient.source[gradient.begun :][: PIECE_BYTES // gradient.source.itemsize]
             buffer = self._free[-1]
-            complete = self._link.d2h([(_part(buffer, source), source)], [gradient.made])
+            complete = self._link.d2h([(_part(buffer, source), source)], [gradient.ready])
             self._free.pop()
             count = source.numel()
             self._in_flight.append(_Copy(gradient, gradient.begun, count, complete, buffer))
@@ -305,25 +299,26 @@ def _add(copy: _Copy, buffer: torch.Tensor) -> None:
     total.add_(_part(buffer, gradient.source[part]), alpha=gradient.alpha)
 
 
-# --- what stands in .grad ---
+# --- the tensor in .grad ---
 
 
 class HostGradient(OffloadedGradient):
     """A gradient of the device's shape, dtype and device, with its elements in host memory.
 
-    Operations run there, so that norms, clipping and unscaling act on what the update will use.
+    Operations run in host memory, so that norms, clipping and unscaling change the elements
+    that the update uses.
     """
 
     host: HostSum
     """Its elements; aliases of this tensor share them."""
     uncounted: int
-    """Bytes that were copied from the device and that no counter has yet."""
+    """Bytes that were copied from the device and are not in a counter yet."""
 
     @staticmethod
     def __new__(
         cls: type[Self], like: torch.Tensor, host: HostSum, dtype: torch.dtype | None = None
     ) -> Self:
-        """Stand in for ``like``, with the elements of ``host``; ``dtype`` None: in its own."""
+        """Create a gradient like ``like``, with ``dtype`` if set and the elements of ``host``."""
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
@@ -332,17 +327,17 @@ class HostGradient(OffloadedGradient):
 
     @property
     def elements(self) -> torch.Tensor:
-        """The elements in host memory, waited for while they are being copied."""
+        """The elements in host memory; waits until they are copied."""
         return self.host.elements
 
     @property
     def copied(self) -> HostSum:
-        """The event of the copies, after which ``memory`` has the elements."""
+        """The sum, with ``query`` and ``synchronize`` for its copies."""
         return self.host
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory of ``elements``, not waited for."""
+        """The memory of ``elements``; does not wait."""
         return self.host.memory
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -377,7 +372,7 @@ class HostGradient(OffloadedGradient):
 
         out = func(*tree_map(on_host, args), **tree_map(on_host, named))
         if func._schema.is_mutable:  # noqa: SLF001
-            for original, copy in copies:  # found_inf, of what GradScaler calls
+            for original, copy in copies:  # found_inf, which GradScaler passes
                 original.copy_(copy)
             return _mutated_result(func, args, named)
         device = next(g.device for g in _gradients((args, named)))
@@ -393,7 +388,7 @@ class HostGradient(OffloadedGradient):
 
 
 def _is_micro_batch(total: HostGradient, other: object) -> bool:
-    """Return whether FSDP2 adds a micro-batch's gradient, and not a user something else."""
+    """Return whether FSDP2 adds a micro-batch's gradient; users may add other tensors."""
     return (
         isinstance(other, torch.Tensor)
         and other.shape == total.shape
@@ -402,16 +397,16 @@ def _is_micro_batch(total: HostGradient, other: object) -> bool:
 
 
 def _mutated_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-    """Return the result of an in-place ``func``: the argument that it has written."""
-    if not func._schema.returns:  # noqa: SLF001  # of lists
+    """Return the result of an in-place ``func``: the argument that it wrote to."""
+    if not func._schema.returns:  # noqa: SLF001  # an operation on lists
         return None
     return kwargs.get("out", args[0])
 
 
 def _gradients(tree: Any) -> Sequence[HostGradient]:  # noqa: ANN401
-    found: list[HostGradient] = []
-    tree_map(lambda v: found.append(v) if isinstance(v, HostGradient) else None, tree)
-    return found
+    gradients: list[HostGradient] = []
+    tree_map(lambda v: gradients.append(v) if isinstance(v, HostGradient) else None, tree)
+    return gradients
 
 
 # --- hooks ---
@@ -425,11 +420,11 @@ class PinnedBuffer:
         self._memory = memory.data  # buffers share a block: each counts its own versions
         self._last: weakref.ref[torch.Tensor] | None = None
         self.bytes_down = 0
-        """Bytes that were copied of the gradients of a parameter on the device."""
+        """Bytes copied from the device, of the gradients of one parameter."""
 
     @property
     def is_free(self) -> bool:
-        """Return whether the tensor that ``allocate`` returned last is no longer referenced."""
+        """Whether the last tensor that ``allocate`` returned is no longer referenced."""
         return self._last is None or self._last() is None
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
@@ -457,7 +452,7 @@ class PinnedBufferPool(PinnedBuffer):
         self._link = link
         self._blocks: list[PinnedBlock] = []  # pinned as long as this lives
         self._buffers: dict[int, list[PinnedBuffer]] = {}
-        """By their bytes."""
+        """Buffers by their size in bytes."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return unused pinned memory of the shape and dtype of ``like``."""
@@ -472,7 +467,7 @@ class PinnedBufferPool(PinnedBuffer):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that were in use at once, of each size of gradients."""
+        """Return the peak of the bytes in use, summed over sizes of gradients."""
         return sum(block.nbytes for block in self._blocks)
 
 
@@ -480,12 +475,12 @@ class PinnedBufferPool(PinnedBuffer):
 def offload_gradient(
     parameter: torch.Tensor, *, queue: D2HQueue | None = None, buffer: PinnedBuffer | None = None
 ) -> None:
-    """Offload the gradient of a sharded parameter: its hook, called by FSDP2.
+    """Offload the gradient of a sharded parameter; FSDP2 calls this hook of the parameter.
 
     Args:
         parameter: The parameter, with its reduced gradient.
-        queue: What copies, beside what the device computes next; None: it is copied at once.
-        buffer: What it is copied to.
+        queue: Copies it while the device computes; None: it is copied synchronously.
+        buffer: The memory that it is copied to.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -517,23 +512,23 @@ def _count(parameter: torch.Tensor, gradient: torch.Tensor, buffer: PinnedBuffer
 class UnshardedOffload:
     """Offloads the gradient of a parameter that is not sharded, by two hooks of autograd's.
 
-    A later micro-batch's is added in host memory, in fp32.
+    A later micro-batch's gradient is added in host memory, in fp32.
     """
 
     def __init__(self, parameter: torch.Tensor, queue: D2HQueue, buffer: PinnedBuffer) -> None:
         """Watch ``parameter``, which is trained."""
-        self._known = weakref.ref(parameter)
+        self._parameter = weakref.ref(parameter)
         self._queue, self._buffer = queue, buffer
         self._sum: HostGradient | None = None
-        before: Any = parameter.register_hook
-        before(self._set_aside)
-        behind: Any = parameter.register_post_accumulate_grad_hook
-        behind(self._offload)
+        register_before: Any = parameter.register_hook
+        register_before(self._set_aside)
+        register_after: Any = parameter.register_post_accumulate_grad_hook
+        register_after(self._offload)
 
     def _set_aside(self, _: torch.Tensor) -> None:
         """Remove an offloaded gradient from ``.grad``: autograd would add to it on the device."""
-        parameter = self._known()
-        self._sum = None  # that of a backward which an exception ended
+        parameter = self._parameter()
+        self._sum = None  # drops the sum of a backward that raised
         if parameter is not None and isinstance(parameter.grad, HostGradient):
             self._sum, parameter.grad = parameter.grad, None
 
@@ -541,7 +536,7 @@ class UnshardedOffload:
     def _offload(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         total, self._sum = self._sum, None
-        if gradient is None or gradient.layout != torch.strided:  # the optimizer refuses it
+        if gradient is None or gradient.layout != torch.strided:  # the optimizer raises the error
             return
         self._buffer.bytes_down += gradient.nbytes
         if total is None:
@@ -552,7 +547,7 @@ class UnshardedOffload:
 
 
 def _widened(gradient: DTensor, local: HostGradient) -> DTensor:
-    """Return ``gradient`` in the dtype that its sum has by now."""
+    """Return ``gradient`` in the present dtype of its sum."""
     summed = _summed(local, local.host)
     meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
     spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
@@ -561,12 +556,12 @@ def _widened(gradient: DTensor, local: HostGradient) -> DTensor:
 
 
 def _summed(like: torch.Tensor, host: HostSum) -> HostGradient:
-    """Return a gradient of the dtype that the sum has by now."""
+    """Return a gradient in the present dtype of the sum."""
     return HostGradient(like, host, host.memory.dtype)
 
 
 class GradientOffload:
-    """Offloads the gradients of parameters, also of those that are unfrozen later."""
+    """Offloads gradients of parameters, including those that are unfrozen later."""
 
     def __init__(
         self,
@@ -576,15 +571,15 @@ class GradientOffload:
         share_buffers: bool = False,
         are_wide: bool = False,
     ) -> None:
-        """Register hooks on parameters that are trained now, before their optimizer's.
+        """Register hooks on the trained parameters, before those of their optimizer.
 
         Args:
-            parameters: Whose gradients are offloaded.
-            link: What copies them beside the device's work; None: each is copied at once.
-            share_buffers: Whether a gradient is used as soon as it is copied (beside backward), so
+            parameters: The parameters whose gradients are offloaded.
+            link: Copies them while the device computes; None: copies are synchronous.
+            share_buffers: Whether a gradient is used as soon as it is copied (during backward), so
                 that pinned memory is only for those that are not used yet; False: each parameter
                 has a pinned buffer of its own.
-            are_wide: Whether gradients of 16-bit parameters come in fp32.
+            are_wide: Whether gradients of 16-bit parameters are fp32.
         """
         self._unhooked: list[Any] = list(parameters)
         self._sharded = [p for p in self._unhooked if isinstance(p, DTensor)]
@@ -599,34 +594,34 @@ class GradientOffload:
         self.register_unfrozen()
 
     def register(self, model: torch.nn.Module) -> None:
-        """Register parameters that were unfrozen, before every forward of ``model``."""
+        """Register hooks on parameters that were unfrozen, before every forward of ``model``."""
         model.register_forward_pre_hook(self.register_unfrozen, prepend=True)
         _OFFLOADS[model] = self
 
     @property
     def bytes_down(self) -> int:
-        """Return the bytes copied of gradients of parameters on the device."""
+        """Return the bytes of gradients that were copied from the device."""
         return sum(buffer.bytes_down for buffer in self._buffers.values())
 
     @property
     def pinned_bytes(self) -> int:
         """Return the bytes of pinned memory that gradients are copied to or pass through."""
-        own = 0 if self._block is None else self._block.pinned_bytes
-        return own + (0 if self._queue is None else self._queue.pinned_bytes)
+        block_bytes = 0 if self._block is None else self._block.pinned_bytes
+        return block_bytes + (0 if self._queue is None else self._queue.pinned_bytes)
 
     def register_unfrozen(self, *_: Any) -> None:  # noqa: ANN401  # also a forward pre-hook
-        """Register hooks on parameters that are trained by now."""
+        """Register hooks on parameters that are trained now."""
         if self._queue is not None:
             self._queue.poll()
         for parameter in self._sharded:
             validate_no_hooks(parameter, "a parameter")
-        still = []
+        frozen = []
         for parameter in self._unhooked:
             if parameter.requires_grad:
                 self._register(parameter, self._buffers.get(id(parameter)))
             else:
-                still.append(parameter)
-        self._unhooked = still
+                frozen.append(parameter)
+        self._unhooked = frozen
 
     def _register(self, parameter: Any, buffer: PinnedBuffer | None) -> None:  # noqa: ANN401  # hooks
         if self._queue is not None and buffer is not None and not isinstance(parameter, DTensor):
@@ -640,23 +635,23 @@ class GradientOffload:
 def _allocate_buffers(
     parameters: Sequence[torch.Tensor], link: DeviceLink | None, *, are_wide: bool
 ) -> tuple[PinnedBlock | None, dict[int, PinnedBuffer]]:
-    """Return pinned memory for one gradient of each, and each parameter's part of it, by id."""
+    """Return pinned memory for a gradient of each parameter, and the parts of it by id."""
     if link is None:
         return None, {}
     least = torch.float32.itemsize if are_wide else 1
     nbytes = [shard_of(p).numel() * max(p.itemsize, least) for p in parameters]
-    sizes = [round_up(each, _ALIGN) for each in nbytes]
+    sizes = [round_up(count, _ALIGN) for count in nbytes]
     block = PinnedBlock(sum(sizes), link.device, link.synchronize)
     starts = accumulate(sizes, initial=0)
     buffers = {
-        id(p): PinnedBuffer(block.tensor(at, each, torch.uint8))
-        for p, at, each in zip(parameters, starts, nbytes, strict=False)
+        id(p): PinnedBuffer(block.tensor(at, count, torch.uint8))
+        for p, at, count in zip(parameters, starts, nbytes, strict=False)
     }
     return block, buffers
 
 
 def offloaded_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes copied of gradients of parameters of ``model`` that are on the device."""
+    """Return the bytes of gradients of ``model`` that were copied from the device."""
     offload = found_in(_OFFLOADS, model)
     return 0 if offload is None else offload.bytes_down
 

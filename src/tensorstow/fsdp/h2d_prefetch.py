@@ -1,37 +1,36 @@
 """Copies shards in host memory to the accelerator before FSDP2 all-gathers them.
 
 [Note: Prefetch to the device] FSDP2 reads a unit's shards one after the other, in its all-gather
-stream, and on a single rank just before it computes with them. So they are copied on a stream of
-our own, unit by unit, into buffers on the device that are allocated once: the unit that is gathered
+stream, and on a single rank just before it computes with them. So they are copied on a separate
+stream, unit by unit, into buffers on the device that are allocated once: the unit that is gathered
 now, and the next ones by ``UseOrder``. Streams wait for each other and the host for none: a buffer
-is filled again behind the all-gather that read it.
+is filled again after the all-gather that read it.
 
     free -> copying (h2d) -> in use (FSDP2 copies from it) -> free
-                          -> in use again without a copy, where the same unit comes next
+                          -> in use again without a copy, if the same unit comes next
 
 A unit whose copy stays for its backward ([Note: Device cache]) has a buffer of its own.
 
-Bytes that a copy can read by itself, page-locked ones in compute dtype, are read where they are.
-Others (in a pool's buffer, pageable, to be cast) pass through pinned memory beside the device's, so
-that a pool's buffer is unpinned at once.
+Page-locked bytes in compute dtype are copied directly. Others (in a pool's buffer, pageable, to be
+cast) pass through pinned memory next to the device's, so that a pool's buffer is unpinned at once.
 
 [Note: Old weights] A copy must be of the newest weight, and host memory must not change during a
 copy. Before a step, a resume or a write to a parameter, copies are waited for and discarded. A
 write to a tensor of ``state_dict`` on a single rank changes the tensor's version, which is compared
-when a copy is used. Beside backward a weight is updated when its gradient is final, so a unit that
-was gathered in a backward is not prefetched again in it. Under overlap="forward" a weight is
-prefetched only after a wait for its update.
+when a copy is used. Under overlap="backward" a weight is updated when its gradient is final, so a
+unit that was gathered in a backward is not prefetched again in it. Under overlap="forward" a weight
+is prefetched only after a wait for its update.
 
 FSDP2 gathers in the device's thread during backward; if a backward has raised, it may do so while
 the caller is in its next call ([Note: Hooks] in step/call_lock.py). So code that reads or changes
 copies holds the lock of the optimizer's calls: such a gather runs before or after ``resume()``. It
-may also run between a step's hooks and its call, or beside a write to a parameter: copies are
+may also run between a step's hooks and its call, or during a write to a parameter: copies are
 discarded before weights change and again afterwards.
 """
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -40,15 +39,17 @@ import torch
 from torch import nn
 
 from tensorstow.base.sizes import round_up
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.fsdp.device_cache import DeviceCache
-from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage, UseOrder
+from tensorstow.fsdp.shard_storage import DiskShard, Prefetcher, ShardStorage
 from tensorstow.fsdp.units import found_in
-from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.memory.buffer_pool import PooledBuffer
+from tensorstow.memory.use_order import UseOrder
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import upload_buffers
+from tensorstow.tensors.dtensor import pinned_by
 
 _ALIGN = 128
 _PREFETCHERS: "weakref.WeakKeyDictionary[nn.Module, H2DPrefetcher]" = weakref.WeakKeyDictionary()
@@ -60,18 +61,19 @@ class _Unit:
 
     shards: Sequence[ShardStorage]
     dtypes: Sequence[torch.dtype]
-    """The dtype that each is computed in."""
+    """The compute dtype of each shard."""
     staged: Sequence[bool]
-    """Which of them pass through pinned memory."""
+    """Whether each shard passes through pinned memory."""
     prefetcher: Prefetcher | None
-    """What reads ahead from disk, where they are there."""
+    """Reads ahead from disk; None: the shards are not on disk."""
     is_newest: bool = False
     """Whether its update was waited for since the last step."""
 
     @property
-    def pager(self) -> PooledBuffer | None:
-        """Return the buffer that the shards are in; None: they stay in host memory."""
-        return self.shards[0].pager
+    def pagers(self) -> Sequence[PooledBuffer]:
+        """Return the buffers of shards on disk; empty: the shards stay in host memory."""
+        first = self.shards[0]
+        return first.unit if isinstance(first, DiskShard) else ()
 
     @property
     def sizes(self) -> list[int]:
@@ -91,16 +93,16 @@ class _Buffer:
 
     memory: torch.Tensor
     ready: DeviceEvent
-    """Behind what used it last."""
+    """The event of its last use."""
 
 
 @dataclass(eq=False, slots=True)
 class _Staging:
-    """Pinned memory for what of one unit cannot be copied by itself; None: it is not pinned."""
+    """Pinned memory for the shards of one unit that are staged; None: pinning failed."""
 
     memory: torch.Tensor | None
     copied: DeviceEvent | None = None
-    """Behind the last copy from it."""
+    """The event of the last copy from it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -115,13 +117,13 @@ class _Copied:
     versions: Sequence[int]
     """Versions of the shards' weights when they were copied; they differ after writes by torch."""
     gathered: set[int] = field(default_factory=set)
-    """Shards that FSDP2 has gathered."""
+    """Ids of the shards that FSDP2 gathers."""
     used: set[int] = field(default_factory=set)
-    """And copied from."""
+    """Ids of those that it has copied from the buffer."""
 
     @property
     def is_old(self) -> bool:
-        """Return whether a weight was written since."""
+        """Return whether a weight was written since the copy began."""
         return self.versions != _versions_of(self.unit)
 
     def keep(self, link: DeviceLink) -> None:
@@ -132,7 +134,7 @@ class _Copied:
 
 
 class DeviceBuffers:
-    """Device memory for copies: a few shared buffers, and own ones of units that stay."""
+    """Device memory for copies: a few shared buffers, and one for each unit whose copy stays."""
 
     def __init__(self, link: DeviceLink, ahead: int) -> None:
         """Allocate nothing yet; copy over ``link``, with up to ``ahead`` units prefetched."""
@@ -140,12 +142,12 @@ class DeviceBuffers:
         self._ahead = ahead
         self._units: list[_Unit] = []
         self._buffers: list[_Buffer] | None = None
-        self._own: dict[_Unit, _Buffer] = {}
+        self._unit_buffers: dict[_Unit, _Buffer] = {}
         self._staging: list[_Staging] = []
-        """The one that was used longest ago first."""
+        """The least recently used one first."""
         self._staging_block: PinnedBlock | None = None
         self._last_copy: DeviceEvent | None = None
-        """Behind the last copy, and so behind all: they are on one stream."""
+        """The event of the last copy, which completes after all others: they are on one stream."""
 
     def add(self, unit: _Unit) -> None:
         """Make buffers large enough for ``unit``; all units are added before the first copy."""
@@ -153,43 +155,43 @@ class DeviceBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of the device's memory that all units pass through."""
+        """Return the bytes of the shared buffers on the device."""
         return self._count * self._largest
 
     @property
     def own_bytes(self) -> int:
-        """Return the bytes of the device's memory that units have of their own."""
-        return sum(buffer.memory.nbytes for buffer in self._own.values())
+        """Return the bytes of the buffers of units whose copies stay."""
+        return sum(buffer.memory.nbytes for buffer in self._unit_buffers.values())
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of host memory."""
+        """Return the bytes of host memory that staged shards pass through."""
         return self._count * self._largest_staged
 
     @property
     def pinned_bytes(self) -> int:
-        """Return how many bytes of that are pinned."""
+        """Return the pinned bytes of host memory."""
         return 0 if self._staging_block is None else self._staging_block.pinned_bytes
 
     def free_one(self, taken: Collection[_Buffer]) -> _Buffer | None:
-        """Return a buffer for any unit that is not among ``taken``; None: there is none."""
+        """Return a shared buffer that is not among ``taken``; None if all are."""
         if self._buffers is None:
             self._buffers = self._allocate()
         return next((buffer for buffer in self._buffers if buffer not in taken), None)
 
-    def own(self, unit: _Unit) -> _Buffer:
+    def unit_buffer(self, unit: _Unit) -> _Buffer:
         """Return the unit's own buffer."""
-        if unit not in self._own:
-            self._own[unit] = self._buffer(sum(unit.sizes))
-        return self._own[unit]
+        if unit not in self._unit_buffers:
+            self._unit_buffers[unit] = self._buffer(sum(unit.sizes))
+        return self._unit_buffers[unit]
 
     def free_own(self, units: Iterable[_Unit]) -> None:
-        """Free the buffers that these units have of their own, which hold no copy."""
+        """Free the own buffers of these units; they must hold no copy."""
         for unit in units:
-            self._own.pop(unit, None)
+            self._unit_buffers.pop(unit, None)
 
     def is_staging_free(self, unit: _Unit) -> bool:
-        """Return whether ``unit`` would wait for no copy from pinned memory."""
+        """Return whether ``unit`` can be staged without waiting for a copy from pinned memory."""
         first = self._staging[0].copied if any(unit.staged) and self._staging else None
         return first is None or first.query()
 
@@ -197,22 +199,19 @@ class DeviceBuffers:
         """Begin copying a unit's shards to ``buffer``."""
         staging = self._take_staging() if any(unit.staged) else None
         versions = _versions_of(unit)
-        if unit.pager is not None:
-            unit.pager.pin()
-        try:
+        with ExitStack() as pinned:
+            for pager in unit.pagers:
+                pinned.enter_context(pinned_by(pager))
             on_device, pairs = self._lay_out(unit, buffer, staging)
-            # Where some of it is pageable, that has been read when this returns.
+            # Pageable memory has been read when this returns.
             self._last_copy = complete = self.link.h2d(pairs, [buffer.ready])
-        finally:
-            if unit.pager is not None:
-                unit.pager.unpin()
         buffer.ready = complete
         if staging is not None:
             staging.copied = complete
         return _Copied(unit, buffer, on_device, complete, versions)
 
     def wait_for_copies(self) -> None:
-        """Return when no copy reads host memory, also of a unit that gave way to another one."""
+        """Wait until no copy reads host memory, including copies of units that were replaced."""
         if self._last_copy is not None:
             self._last_copy.synchronize()
             self._last_copy = None
@@ -223,7 +222,7 @@ class DeviceBuffers:
             self._staging = self._allocate_staging()
         staging = self._staging[0]
         if staging.copied is not None:
-            staging.copied.synchronize()  # the link is behind: pinned memory is still read
+            staging.copied.synchronize()  # a copy may still read the pinned memory
         self._staging.append(self._staging.pop(0))
         return staging
 
@@ -284,28 +283,28 @@ class H2DPrefetcher:
     """Copies one model's shards to the device ahead of their all-gather. Any thread may call."""
 
     def __init__(
-        self, link: DeviceLink, *, ahead: int, overlap: Overlap, limit_bytes: int | None = None
+        self, link: DeviceLink, *, ahead: int, timing: UpdateTiming, limit_bytes: int | None = None
     ) -> None:
         """Begin with no units.
 
         Args:
             link: The link to copy over.
             ahead: How many units are prefetched beyond the one that is gathered.
-            overlap: What updates run beside.
+            timing: When updates run.
             limit_bytes: Copies stay on the device from forward to backward while torch's allocated
-                bytes are below this limit; None: none stays.
+                bytes are below this limit; None: no copy stays.
         """
         self.link = link
         self.buffers = DeviceBuffers(link, ahead)
         self.cache: DeviceCache[_Unit] | None = None
-        """Chooses the units whose copies stay; None: there are none."""
+        """Chooses the units whose copies stay; None: no copy stays."""
         if limit_bytes is not None:
             buffers = self.buffers
             self.cache = DeviceCache(link.device, limit_bytes, lambda: buffers.own_bytes)
         self._ahead = ahead
-        self._overlap = overlap
+        self._timing = timing
         self._units: dict[int, _Unit] = {}
-        """By the id of each of their shards."""
+        """Units by the id of each of their shards."""
         self._copies: dict[_Unit, _Copied] = {}
         self._order: UseOrder[_Unit] = UseOrder()
         self._in_backward = False
@@ -333,11 +332,11 @@ class H2DPrefetcher:
         """Add a unit, before the first all-gather.
 
         Args:
-            shards: The unit's shards; none: nothing is added.
-            dtypes: The dtype that each is computed in.
-            prefetcher: What reads ahead from disk, where they are there.
-            is_gathered_twice: Whether backward gathers it too: a copy in host memory may stay for
-                that.
+            shards: The unit's shards; empty: nothing is added.
+            dtypes: The compute dtype of each shard.
+            prefetcher: Reads ahead from disk; None: the shards are not on disk.
+            is_gathered_twice: Whether backward gathers it too, so that the copy of a unit in host
+                memory may stay for backward.
         """
         if not shards:
             return
@@ -345,7 +344,7 @@ class H2DPrefetcher:
         staged = [not shard.is_page_locked or shard.padded.dtype != dtype for shard, dtype in pairs]
         unit = _Unit(shards, dtypes, staged, prefetcher)
         self.buffers.add(unit)
-        if self.cache is not None and is_gathered_twice and unit.pager is None:
+        if self.cache is not None and is_gathered_twice and not unit.pagers:
             self.cache.add(unit, sum(unit.sizes))
         for shard in shards:
             self._units[id(shard)] = unit
@@ -359,7 +358,7 @@ class H2DPrefetcher:
 
         Args:
             shard: The weight's storage.
-            dtype: What it is cast to.
+            dtype: The compute dtype.
         """
         with self._alone():
             return self._all_gather_input(self._units[id(shard)], shard, dtype)
@@ -371,7 +370,7 @@ class H2DPrefetcher:
         is_old = copied is not None and not copied.gathered and copied.is_old
         if copied is None or is_old or id(shard) in copied.gathered:  # another all-gather
             if copied is not None:
-                self._release(copied)  # one that an exception has ended
+                self._release(copied)  # the earlier all-gather was ended by an exception
             copied = self._copy(unit)
         shard.before_read()
         if copied is None or copied.on_device[id(shard)].dtype != dtype:
@@ -396,7 +395,7 @@ class H2DPrefetcher:
                 return
             following = next(self._order.following(), None)
             if following is copied.unit and not self._may_be_updated(copied.unit):
-                copied.keep(self.link)  # the same unit comes next: behind a forward, its backward
+                copied.keep(self.link)  # the same unit comes next: its backward after its forward
             elif self._stays(copied):
                 copied.keep(self.link)
                 self._prefetch_following()
@@ -404,10 +403,10 @@ class H2DPrefetcher:
                 self._release(copied)
                 self._prefetch_following()
 
-    # --- what changes weights ---
+    # --- changes to weights ---
 
     def discard(self, *_: object) -> None:
-        """Return when no copy reads host memory; all copies are old. Around a step or a resume."""
+        """Wait until no copy reads host memory, and discard all copies, for a step or a resume."""
         with self._alone():
             self.buffers.wait_for_copies()
             for copied in list(self._copies.values()):
@@ -425,8 +424,8 @@ class H2DPrefetcher:
             self._prefetch_following()
 
     def _pre_step(self, optimizer: StowedAdam, *_: object) -> None:
-        # Beside backward the last copies are behind most of its gradients, by which updates are to
-        # begin meanwhile. A weight whose gradient is there has been copied.
+        # Under overlap="backward" the last copies complete after most of its gradients, and updates
+        # begin meanwhile. A weight whose gradient is ready has been copied.
         with self._alone():
             while optimizer.wait_for_gradient():
                 pass
@@ -447,7 +446,7 @@ class H2DPrefetcher:
             if copied is not None:
                 self._release(copied)
 
-    # --- inside ---
+    # --- with the lock held ---
 
     def _record_all_gather(self, unit: _Unit) -> None:
         """Record the gather of ``unit``, and prefetch the units that follow."""
@@ -457,8 +456,8 @@ class H2DPrefetcher:
             self._gathered.clear()
         self._gathered.add(unit)
         self._order.record(unit)
-        if unit.prefetcher is not None and unit.pager is not None:
-            unit.prefetcher.record_use(unit.pager)
+        if unit.prefetcher is not None and unit.pagers:
+            unit.prefetcher.record_use(*unit.pagers)
         self._prefetch_following()
 
     def _may_be_updated(self, unit: _Unit) -> bool:
@@ -474,9 +473,9 @@ class H2DPrefetcher:
 
     def _prefetch(self, unit: _Unit) -> bool:
         """Begin copying a unit ahead of its gather, unless that would have to wait."""
-        if self._overlap == "forward" and not unit.is_newest:
+        if self._timing.waits_by_module and not unit.is_newest:
             return False
-        if unit.pager is not None and not unit.pager.is_ready():
+        if not all(pager.is_ready() for pager in unit.pagers):
             return False
         buffer = self._free_buffer(unit)
         if buffer is None or not self.buffers.is_staging_free(unit):
@@ -502,7 +501,7 @@ class H2DPrefetcher:
 
     def _free_buffer(self, unit: _Unit) -> _Buffer | None:
         if self.cache is not None and unit in self.cache:
-            return self.buffers.own(unit)
+            return self.buffers.unit_buffer(unit)
         return self.buffers.free_one([copied.buffer for copied in self._copies.values()])
 
     def _has_own(self, copied: _Copied) -> bool:
@@ -510,11 +509,11 @@ class H2DPrefetcher:
 
     def _stays(self, copied: _Copied) -> bool:
         """Return whether the copy is the newest weight until the next step."""
-        updated = self._overlap == "backward" and self._may_be_updated(copied.unit)
+        updated = self._timing.begins_early and self._may_be_updated(copied.unit)
         return self._has_own(copied) and not updated
 
     def _release(self, copied: _Copied) -> None:
-        """Free the buffer for the next copy, behind the work of the caller's stream."""
+        """Free the buffer for the next copy, after the work of the caller's stream."""
         del self._copies[copied.unit]
         if copied.gathered:
             copied.buffer.ready = self.link.record_event()
@@ -525,11 +524,11 @@ def _versions_of(unit: _Unit) -> list[int]:
 
 
 def _copy_and_wait(shard: ShardStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copy a shard synchronously: FSDP2 gathers more units ahead than there are buffers."""
+    """Copy a shard synchronously, if FSDP2 gathers more units ahead than there are buffers."""
     with shard.access(write=False):
-        given = shard.padded.to(device, dtype)
-    shard.bytes_up += given.nbytes
-    return given
+        weight = shard.padded.to(device, dtype)
+    shard.bytes_up += weight.nbytes
+    return weight
 
 
 def h2d_prefetcher_of(model: nn.Module) -> H2DPrefetcher | None:

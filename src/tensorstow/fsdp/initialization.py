@@ -1,32 +1,36 @@
 """First values of parameters and buffers: the model's own, an initializer's, or from files.
 
-A unit at a time, so that host memory never holds the whole model of a rank.
+Values are set a unit at a time, so that host memory never holds the whole model of a rank.
 
 [Note: Initializers] A module's ``reset_parameters`` initializes the module's own tensors. A user's
 ``init`` is called as by ``Module.apply``: children first, and also for modules without tensors of
-their own if everything below them is in the unit (some rescale their children's values). A tied
+their own if all modules below them are in the unit (some rescale their children's values). A tied
 parameter keeps the value from its first module. Buffers are filled with NaN, or the least number,
-before: those that still hold it afterwards were not initialized.
+first: buffers that still hold it afterwards were not initialized.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader
+from tensorstow.checkpoint.adapters import Adapters
+from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader, is_of_transformers
+from tensorstow.fsdp.sharding import verify_weights_together
 from tensorstow.fsdp.units import Unit
+from tensorstow.tensors.placeholder import swap_parameter
 
 Init = Callable[[nn.Module], object]
 """Gives one module its first values."""
 
 
 def reader_of(whole: torch.Tensor) -> RowReader:
-    """Return a reader of the rows of ``whole``; of all of it where it is a scalar."""
+    """Return a reader of the rows of ``whole``, or of all of it if it is a scalar."""
     return lambda start, stop: (whole.detach()[start:stop] if whole.ndim else whole.detach()).cpu()
 
 
@@ -45,16 +49,27 @@ class InitialValues:
         Args:
             weights: Safetensors, a file or a directory; None: the model's own values.
             init: Initializes one module; None: the module's ``reset_parameters``.
-            group: Ranks that get the same values; None: there is one.
+            group: Ranks that get the same values; None: a single rank.
             model: The model of ``weights``, if its files may use other names.
 
         Raises:
             StoreFormatError: ``weights`` cannot be read.
         """
         self.files = None if weights is None else PretrainedFiles(weights, model)
-        """Where the values come from; None: from the model or its initializers."""
+        """The files with the values; None: they come from the model or its initializers."""
+        self.adapters = None if model is None else Adapters(model)
+        """The adapters of peft, which keep their values or are initialized by peft."""
+        self._unset_adapters = self.adapters
         self._init = init
         self._group = group
+        base: Any = None if self.adapters is None else self.adapters.base
+        if (
+            init is None
+            and self.files is not None
+            and base is not None
+            and is_of_transformers(base)
+        ):
+            self._init = base._init_weights  # noqa: SLF001  # it computes the model's buffers
 
     def check(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
         """Check that every parameter will have values, before anything is placed.
@@ -65,35 +80,61 @@ class InitialValues:
 
         Raises:
             StoreFormatError: The files lack a parameter, or have it in another shape.
+            DamageError: A file has another digest than what was written.
             OptionError: A parameter on the meta device has no initializer.
         """
+        if self.adapters is not None:
+            self.adapters.validate(None if self.files is None else self.files.has)
         for unit in units:
             if self.files is not None:
                 self._readers_of_files(self.files, unit, aliases)
             elif self._init is None:
                 validate_initializable(unit)
+        if self.files is not None and self._group is not None:
+            verify_weights_together(self.files)
+        elif self.files is not None:
+            self.files.verify()
 
-    @staticmethod
+    def in_files(self, name: str) -> bool:
+        """Return whether the values of a parameter called ``name`` are read from files.
+
+        An adapter's parameter that the files lack keeps its own.
+        """
+        if self.files is None:
+            return False
+        return self.adapters is None or name not in self.adapters.names or self.files.has(name)
+
     def _readers_of_files(
-        files: PretrainedFiles, unit: Unit, aliases: Mapping[str, list[str]]
+        self, files: PretrainedFiles, unit: Unit, aliases: Mapping[str, list[str]]
     ) -> dict[str, RowReader]:
-        return {n: files.reader([n, *aliases.get(n, [])], p) for n, p in unit.parameters.items()}
+        return {
+            n: files.reader([n, *aliases.get(n, [])], p) if self.in_files(n) else reader_of(p)
+            for n, p in unit.parameters.items()
+        }
+
+    def _begin_adapters(self) -> None:
+        """Initialize adapters on the meta device, once."""
+        adapters, self._unset_adapters = self._unset_adapters, None
+        if adapters is not None and adapters.names:
+            with self._same_random_state():
+                adapters.initialize()
 
     def readers(self, unit: Unit, aliases: Mapping[str, list[str]]) -> dict[str, RowReader]:
         """Return readers of the unit's parameters, by name. Collective, without files.
 
-        They read from the files, where there are any; else the first rank's values go to all.
+        They read from the files, if there are any; else all ranks get the first rank's values.
 
         Args:
             unit: The unit; parameters on the meta device are initialized.
             aliases: Further names of tied parameters, by their first.
         """
+        self._begin_adapters()
+        if self._group is not None:
+            for name, parameter in unit.parameters.items():
+                if not parameter.is_meta and not self.in_files(name):
+                    self._broadcast(parameter.detach())
         if self.files is not None:
             return self._readers_of_files(self.files, unit, aliases)
-        if self._group is not None:
-            for parameter in unit.parameters.values():
-                if not parameter.is_meta:
-                    self._broadcast(parameter.detach())
         if any(p.is_meta for p in unit.parameters.values()):
             with self._same_random_state():
                 initialize_unit(unit, self._init)
@@ -109,22 +150,27 @@ class InitialValues:
         for unit in units:
             for name, read in self.readers(unit, aliases).items():
                 parameter = unit.parameters[name]
-                if self.files is None:
+                if not self.in_files(name):
                     continue
                 values = read(0, parameter.shape[0] if parameter.ndim else 0)
-                if parameter.is_meta:
-                    swap_parameter(parameter, values)
+                if (
+                    parameter.is_meta
+                ):  # mapped memory of the file only for tensors that are only read
+                    swap_parameter(parameter, values.clone() if parameter.requires_grad else values)
                 else:
                     parameter.detach().copy_(values)
 
     def buffers(self, model: nn.Module) -> None:
-        """Fill buffers: from the files, or with the first rank's values. Collective.
+        """Fill buffers from the files or with the first rank's values; collective.
+
+        Call it after all parameters have their values.
 
         Args:
-            model: Its buffers on the meta device that are in no file are initialized.
+            model: The model; its buffers on the meta device that are in no file are initialized.
 
         Raises:
-            OptionError: One then still has no values.
+            OptionError: A buffer still has no values.
+            DamageError: A file was changed while tensors were read.
         """
         for prefix, module in model.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -132,7 +178,10 @@ class InitialValues:
                 if self.files is not None and self.files.has(full):
                     stop = buffer.shape[0] if buffer.ndim else 0
                     values = self.files.reader([full], buffer)(0, stop)
-                    module._buffers[name] = values.to("cpu" if buffer.is_meta else buffer.device)  # noqa: SLF001
+                    device = torch.device("cpu") if buffer.is_meta else buffer.device
+                    module._buffers[name] = values.to(device, copy=True)  # noqa: SLF001
+        if self.files is not None:
+            self.files.validate_unchanged()
         with self._same_random_state():
             for prefix, module in model.named_modules():
                 if any(b.is_meta for b in module.buffers(recurse=False)):
@@ -142,9 +191,12 @@ class InitialValues:
                 self._broadcast(buffer)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        values = tensor.detach().cpu().contiguous()
+        # Frozen weights may be mapped from a file: a page that is written to needs memory.
+        is_written = tensor.requires_grad
+        values = tensor.detach().to("cpu", copy=not is_written).contiguous()
         dist.broadcast(values, group_src=0, group=self._group)
-        tensor.detach().copy_(values)
+        if is_written or not torch.equal(values, tensor.detach().cpu()):
+            tensor.detach().copy_(values)
 
     @contextmanager
     def _same_random_state(self) -> Iterator[None]:
@@ -173,34 +225,34 @@ def initialize_unit(unit: Unit, init: Init | None) -> None:
     fresh = {id(p) for p in unit.parameters.values() if p.is_meta}
     drawn: set[int] = set()
     for name, module in _children_first(unit.module, unit.name):
-        own = list(module.parameters(recurse=False))
+        direct = list(module.parameters(recurse=False))
         below = {id(p) for p in module.parameters()}
         inner = init is not None and below <= mine and not below.isdisjoint(fresh)
-        if not inner and fresh.isdisjoint(id(p) for p in own):
+        if not inner and fresh.isdisjoint(id(p) for p in direct):
             continue
-        kept = [(p, p.detach().clone()) for p in own if id(p) in drawn]
-        for parameter in own:
+        tied = [(p, p.detach().clone()) for p in direct if id(p) in drawn]
+        for parameter in direct:
             if parameter.is_meta:
                 swap_parameter(parameter, torch.empty_like(parameter, device="cpu"))
         buffers = _allocate_buffers(module)
         _initialize_module(module, name, init)
         _check_buffers(module, name, buffers)
-        for parameter, values in kept:
+        for parameter, values in tied:
             parameter.detach().copy_(values)
-        drawn |= fresh & {id(p) for p in own}
+        drawn |= fresh & {id(p) for p in direct}
 
 
 def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
-    """Initialize the buffers of a module that are on the meta device.
+    """Initialize a module's buffers that are on the meta device.
 
     Args:
         module: The module.
-        name: What errors call it.
+        name: The module's name in errors.
         init: Called with it; None: its ``reset_parameters``.
 
     Raises:
-        OptionError: The module has parameters too, which have their values by now and would get
-            others; or it has no initializer; or a buffer got no values.
+        OptionError: The module has parameters, whose values an initializer would overwrite; or it
+            has no initializer; or a buffer got no values.
     """
     buffers = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
     unable = init is None and not hasattr(module, "reset_parameters")
@@ -209,12 +261,6 @@ def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
     filled = _allocate_buffers(module)
     _initialize_module(module, name, init)
     _check_buffers(module, name, filled)
-
-
-def swap_parameter(parameter: nn.Parameter, values: torch.Tensor) -> None:
-    """Replace the contents of ``parameter`` by ``values``, for all references to it."""
-    exchange: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
-    exchange(parameter, nn.Parameter(values, parameter.requires_grad))
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -227,24 +273,24 @@ def validate_initializable(unit: Unit) -> None:
     """Check that modules on the meta device have ``reset_parameters``.
 
     Raises:
-        OptionError: One has not.
+        OptionError: A module has none.
     """
     mine = {id(p) for p in unit.parameters.values() if p.is_meta}
     for name, module in _children_first(unit.module, unit.name):
-        own = {id(p) for p in module.parameters(recurse=False)}
-        if not own.isdisjoint(mine) and not hasattr(module, "reset_parameters"):
+        direct = {id(p) for p in module.parameters(recurse=False)}
+        if not direct.isdisjoint(mine) and not hasattr(module, "reset_parameters"):
             raise _no_initializer_error(module, name)
 
 
 def _initialize_module(module: nn.Module, name: str, init: Init | None) -> None:
-    own = getattr(module, "reset_parameters", None)
-    if init is None and own is None:
+    reset = getattr(module, "reset_parameters", None)
+    if init is None and reset is None:
         raise _no_initializer_error(module, name)
     with torch.no_grad():
         if init is not None:
             init(module)
-        elif own is not None:
-            own()
+        elif reset is not None:
+            reset()
 
 
 def _no_initializer_error(module: nn.Module, name: str) -> OptionError:
@@ -281,7 +327,7 @@ def _check_buffers(module: nn.Module, name: str, buffers: list[str]) -> None:
         buffer = module.get_buffer(key)
         unlikely = _sentinel(buffer.dtype)
         blank = buffer.isnan() if isinstance(unlikely, float) else buffer == unlikely
-        # A boolean one has no unlikely value: it counts as missing if nothing in it is set.
+        # A boolean buffer has no unlikely value: it counts as missing if no element is True.
         if (blank.all() if buffer.dtype == torch.bool else blank.any()) and buffer.numel():
             missing.append(key)
     if missing:

@@ -1,12 +1,12 @@
 """Sums of a weight's gradients over micro-batches in vertical order, in fp32, for FSDP2.
 
 [Note: Sums of micro-batches] Each micro-batch computes with aliases of the weights that are leaves
-of their own. So a weight that is used twice in a micro-batch has one gradient of it. It is added to
-a sum in fp32, which goes to ``unsharded_accumulated_grad``, where FSDP2 keeps what it has not
-reduced; it is reduced and handed on in fp32 when the unit's backward is over. FSDP2 reduces what is
-there behind the backward of each call. So sums of a unit that is called several times in a forward
-go there when autograd has come through all calls. An anchor at the input of each call makes it wait
-for them, as a gradient of zeros of one of the weights.
+of their own. So a weight that is used twice in a micro-batch has one gradient from it. It is added
+to a sum in fp32, which goes to ``unsharded_accumulated_grad``, where FSDP2 keeps gradients that it
+has not reduced. FSDP2 reduces it in fp32 after the unit's backward, and does so after the backward
+of each call. So sums of a unit that is called several times in a forward go to FSDP2 only when
+autograd has passed all calls. An anchor at the input of each call makes autograd wait for them: it
+returns a gradient of zeros for one of the weights.
 """
 
 import weakref
@@ -31,14 +31,14 @@ class WeightSum:
         """Watch a weight.
 
         Args:
-            sharded: FSDP2's record of it.
+            sharded: FSDP2's record of the weight.
             whole: The gathered weight.
-            group: FSDP2's group of the weights of its unit.
+            group: FSDP2's parameter group of its unit.
         """
         self._sharded: weakref.ref[Any] = weakref.ref(sharded)
-        self._kept: torch.Tensor | None = None
+        self._deferred: torch.Tensor | None = None
         self._backward = -1
-        """Which backward has kept it: what an exception ended is not gone on with."""
+        """The backward that computes ``_deferred``: a sum of a backward that raised is dropped."""
         hook: Any = whole.register_post_accumulate_grad_hook
         hook(self._take_over)
         if whole.dtype in _NARROW:  # FSDP2 takes gradients of one dtype, and casts to another
@@ -46,38 +46,38 @@ class WeightSum:
             if group._orig_dtype in _NARROW:  # noqa: SLF001
                 group._orig_dtype = torch.float32  # noqa: SLF001
         self.anchored: list[WeightSum] = []
-        """The sums that are complete when autograd has come to this weight."""
+        """The sums that are complete when autograd reaches this weight."""
 
     @torch.no_grad()
-    def add(self, alias: torch.Tensor, *, kept: bool) -> None:
-        """Take a micro-batch's gradient from an alias of the weight: its hook."""
+    def add(self, alias: torch.Tensor, *, is_deferred: bool) -> None:
+        """Take a micro-batch's gradient from an alias of the weight, whose hook this is."""
         gradient, alias.grad = alias.grad, None
         if gradient is None:
             return
-        if not kept:
+        if not is_deferred:
             self._give(gradient)
             return
         backward = torch._C._current_graph_task_id()  # noqa: SLF001
-        if self._kept is None or self._backward != backward:
-            self._kept, self._backward = _wide(gradient), backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._check_given)  # noqa: SLF001
+        if self._deferred is None or self._backward != backward:
+            self._deferred, self._backward = _wide(gradient), backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._check_taken)  # noqa: SLF001
         else:
-            self._kept.add_(gradient)
+            self._deferred.add_(gradient)
 
     @torch.no_grad()
     def _take_over(self, whole: torch.Tensor) -> None:
-        """Give FSDP2 the sums, and what was computed without an alias."""
+        """Give FSDP2 the sums, and gradients that were computed without an alias."""
         for anchored in (self, *self.anchored):
-            anchored.give_kept()
+            anchored.give_deferred()
         gradient = whole.grad
         if gradient is not None and (self.anchored or gradient.dtype in _NARROW):
             whole.grad = None
             self._give(gradient)
 
-    def _check_given(self) -> None:
-        """Raise StowError at the end of a backward that has lost a sum."""
-        if self._kept is not None:
-            self._kept = None
+    def _check_taken(self) -> None:
+        """Raise StowError at the end of a backward that did not reach the weight."""
+        if self._deferred is not None:
+            self._deferred = None
             message = (
                 "micro_batches: a unit that is called several times in a forward stops the gradient"
                 " of its input, and gradients of its weights cannot be summed. Leave micro_batches"
@@ -85,9 +85,9 @@ class WeightSum:
             )
             raise StowError(message)
 
-    def give_kept(self) -> None:
-        """Give FSDP2 what this backward has kept."""
-        total, self._kept = self._kept, None
+    def give_deferred(self) -> None:
+        """Give FSDP2 the deferred sum of this backward."""
+        total, self._deferred = self._deferred, None
         if total is not None and self._backward == torch._C._current_graph_task_id():  # noqa: SLF001
             self._give(total)
 
@@ -105,37 +105,37 @@ class CallSums:
     """The sums of one call of a module."""
 
     def __init__(self) -> None:
-        """Know of no weight yet."""
+        """Begin without weights."""
         self.by_weight: dict[int, WeightSum] = {}
-        """By the ``id`` of the gathered weight."""
+        """Sums by the ``id`` of the gathered weight."""
         self.kept: list[tuple[torch.Tensor, WeightSum]] = []
-        """Those that are complete when autograd has come through all calls of the unit."""
+        """Weights whose sums are complete only after the backward of all calls of the unit."""
         self.is_anchored = False
 
     def anchor(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, behind which autograd waits with the unit's sums."""
+        """Return ``x``, whose backward autograd runs before it completes the unit's sums."""
         if not self.kept:
             return x
-        weight, total = min(self.kept, key=lambda each: each[0].numel())
+        weight, total = min(self.kept, key=lambda pair: pair[0].numel())
         total.anchored = [other for _, other in self.kept if other is not total]
         self.is_anchored = True
         return cast("torch.Tensor", _Anchor.apply(x, weight))  # type: ignore[no-untyped-call]
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def put_aliases(self, module: nn.Module) -> list[Replaced]:
-        """Let ``module`` compute with leaves of its own, whose gradients are added in fp32.
+        """Replace the weights of ``module`` by aliases whose gradients are added in fp32.
 
-        Returns what they have replaced.
+        Returns the replaced weights.
         """
-        made: dict[int, torch.Tensor] = {}
+        aliases: dict[int, torch.Tensor] = {}
         replaced: list[Replaced] = []
         for part in module.modules():
             table: dict[str, Any] = part._parameters  # noqa: SLF001
             for name, weight in table.items():
                 if weight is not None and id(weight) in self.by_weight:
-                    if id(weight) not in made:
-                        made[id(weight)] = self._alias(weight)
-                    table[name] = made[id(weight)]
+                    if id(weight) not in aliases:
+                        aliases[id(weight)] = self._alias(weight)
+                    table[name] = aliases[id(weight)]
                     replaced.append((table, name, weight))
         return replaced
 
@@ -143,14 +143,14 @@ class CallSums:
         """Return a leaf with the memory of ``weight``, whose gradient is added to its sum."""
         alias = weight.detach().requires_grad_()
         total = self.by_weight[id(weight)]
-        kept = self.is_anchored and any(total is each for _, each in self.kept)
+        is_deferred = self.is_anchored and any(total is other for _, other in self.kept)
         hook: Any = alias.register_post_accumulate_grad_hook
-        hook(partial(total.add, kept=kept))
+        hook(partial(total.add, is_deferred=is_deferred))
         return alias
 
 
 class _Anchor(torch.autograd.Function):
-    """Its first argument as it is; the second has a gradient of zeros."""
+    """Return the first argument; the second gets a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
@@ -170,11 +170,11 @@ def _wide(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 def put_back(replaced: Sequence[Replaced]) -> None:
-    """Let a module have its own weights again.
+    """Put a module's weights back.
 
     Args:
-        replaced: What ``put_aliases`` has returned.
+        replaced: The weights that ``put_aliases`` returned.
     """
     for table, name, weight in replaced:
         table[name] = weight
-    torch.clear_autocast_cache()  # it has casts of leaves that nobody uses again
+    torch.clear_autocast_cache()  # it holds casts of aliases that are not used again

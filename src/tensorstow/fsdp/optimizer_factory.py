@@ -1,9 +1,9 @@
-"""Recreates, over a placed model, an optimizer that was created before the placement.
+"""Recreates over a placed model an optimizer that was created before the placement.
 
 [Note: Made before] ``stow`` replaces a model's tensors, so an optimizer over the old ones updates
-nothing. Its groups are kept by parameter name with all their keys, as LR schedulers keep values
-there ("initial_lr", "max_lr"). LR schedulers of the old optimizer, nested ones included, are moved
-to the new one.
+nothing. Its groups are kept by parameter name with all their keys, because LR schedulers store
+values in them ("initial_lr", "max_lr"). LR schedulers of the old optimizer, nested ones included,
+are moved to the new one.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 
 Make = Callable[..., PlacedOptimizer]
-"""Called with named parameters and the keywords that place the states, as ``stow`` calls it."""
+"""An optimizer factory: ``stow`` calls it with named parameters and options of the placement."""
 Groups = list[dict[str, Any]]
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Keys of groups that select torch's kernels."""
@@ -34,7 +34,7 @@ def groups_of(optimizer: Optimizer) -> Groups:
         Copies of its groups, over the same parameters.
 
     Raises:
-        OptionError: It has taken steps: its states are of the parameters as they were.
+        OptionError: It has taken steps: its states belong to the old parameters.
     """
     if optimizer.state:
         message = (
@@ -51,7 +51,7 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
 
     Args:
         model: The model.
-        groups: Parameter groups; a parameter may come with a name, which is not used.
+        groups: Parameter groups; names of parameters in them are not used.
 
     Returns:
         The groups.
@@ -62,56 +62,56 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
     names = {id(p): name for name, p in model.named_parameters()}
     renamed: Groups = []
     for group in groups:
-        found = [names.get(id(p[1] if isinstance(p, tuple) else p)) for p in group["params"]]
-        if None in found:
+        own_names = [names.get(id(p[1] if isinstance(p, tuple) else p)) for p in group["params"]]
+        if None in own_names:
             message = (
-                f"Parameter {found.index(None)} of a group is not one of the model's, and only"
+                f"Parameter {own_names.index(None)} of a group is not one of the model's, and only"
                 " the model is placed. Give model.parameters(), or groups of them."
             )
             raise OptionError(message)
-        renamed.append({**group, "params": found})
+        renamed.append({**group, "params": own_names})
     return renamed
 
 
 def with_groups(
     make: Callable[..., PlacedOptimizerT], groups: Groups
 ) -> Callable[..., PlacedOptimizerT]:
-    """Return a factory of optimizers whose groups are given by parameter names.
+    """Return a factory of optimizers with groups of parameter names.
 
     Args:
-        make: Is called with groups of named parameters and the keywords that place the states.
-        groups: As ``names_of`` returns them.
+        make: Called with groups of named parameters and the keywords that place the states.
+        groups: Groups that ``names_of`` returned.
 
     Returns:
-        A function as ``stow`` takes it.
+        A factory for ``stow``.
     """
 
-    def made(
+    def factory(
         named: Iterable[tuple[str, torch.Tensor]],
         **placement: Any,  # noqa: ANN401
     ) -> PlacedOptimizerT:
         by_name = dict(named)
         placed = [{**g, "params": [(n, by_name[n]) for n in g["params"]]} for g in groups]
         for group in placed:
-            if not group["params"]:  # torch takes names from the parameters, where there are any
+            if not group["params"]:  # torch takes the names from the parameters, if there are any
                 group["param_names"] = []
         return make(placed, **placement)
 
-    return made
+    return factory
 
 
 def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401  # torch's, or alike
     """Move an LR scheduler from its optimizer to this one.
 
     Args:
-        schedule: A scheduler of torch's, those inside it included; of anything else only its
-            ``optimizer`` is exchanged, if it has one.
+        schedule: A scheduler of torch's, moved with those inside it. For any other object only its
+            ``optimizer`` is replaced, if it has one.
         optimizer: The new optimizer, with the groups of the old one.
     """
-    found = [
+    attached = [
         s for s in _schedules(schedule) if isinstance(getattr(s, "optimizer", None), Optimizer)
     ]
-    if not found:
+    if not attached:
         return
     rates = [(group["lr"], dict(group)) for group in optimizer.param_groups]
     # torch warns unless step() is patched by a scheduler: creating one patches it.
@@ -120,12 +120,12 @@ def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401 
         group["lr"] = rate
         if "initial_lr" not in before:
             del group["initial_lr"]
-    for each in found:
-        each.optimizer = optimizer
+    for scheduler in attached:
+        scheduler.optimizer = optimizer
 
 
 def _schedules(schedule: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield a scheduler and those inside it (of SequentialLR, ChainedScheduler)."""
+    """Yield a scheduler and those inside it, as SequentialLR and ChainedScheduler have them."""
     yield schedule
     for inside in getattr(schedule, "_schedulers", ()):
         yield from _schedules(inside)

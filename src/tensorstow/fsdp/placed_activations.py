@@ -1,9 +1,8 @@
-"""Applies what a plan says of activations to the blocks of a model."""
+"""Places the activations of a model's blocks by a plan."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from torch import nn
 
@@ -11,6 +10,7 @@ from tensorstow.activations.offload import ActivationOffload
 from tensorstow.activations.pool import ActivationBytes
 from tensorstow.activations.recompute import Recompute
 from tensorstow.base.activation_placement import ActivationPlacement
+from tensorstow.base.directories import expand_path
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.units import ROOT, Unit
@@ -20,7 +20,7 @@ from tensorstow.states.memory import StateMemory
 
 
 class PlacedActivations:
-    """What moves a model's activations, or computes them again."""
+    """The hooks that move a model's activations, or recompute them."""
 
     def __init__(
         self,
@@ -29,57 +29,56 @@ class PlacedActivations:
         plan: Plan,
         directory: str | os.PathLike[str] | None,
     ) -> None:
-        """Put hooks on the blocks.
+        """Register hooks on the blocks.
 
         Args:
             model: The whole model.
-            units: All units of it.
+            units: All units of the model.
             plan: The plan; ``validate_activations`` has checked it.
-            directory: Of the scratch files; None: one is chosen.
+            directory: The directory of the scratch files; None: one is chosen.
 
         Raises:
-            DirectoryError: It cannot be made, or is read-only, in RAM or full.
+            DirectoryError: The directory cannot be made, or is read-only, in RAM or full.
         """
         self._offloads: list[ActivationOffload] = []
         self._open = ExitStack()
         modules = modules_by_placement(units, plan)
-        with ExitStack() as made:  # a directory that is refused leaves no hooks
-            if "host" in modules:
-                self._add(made, ActivationOffload(model, "host", None, (), modules["host"]))
-            if "disk" in modules:
-                paths = [] if directory is None else [Path(directory).expanduser()]
+        with ExitStack() as opened:  # an error with the directory leaves no hooks
+            if on_host := modules.get(ActivationPlacement.HOST):
+                self._add(opened, ActivationOffload(model, "host", None, (), on_host))
+            if on_disk := modules.get(ActivationPlacement.DISK):
+                paths = [] if directory is None else [expand_path(directory)]
                 budget = plan.activation_ram_budget
-                on_disk = ActivationOffload(model, "disk", budget, paths, modules["disk"])
-                self._add(made, on_disk)
-            if "recompute" in modules:
-                made.callback(Recompute(modules["recompute"]).close)
-            self._open = made.pop_all()
+                self._add(opened, ActivationOffload(model, "disk", budget, paths, on_disk))
+            if recomputed := modules.get(ActivationPlacement.RECOMPUTE):
+                opened.callback(Recompute(recomputed).close)
+            self._open = opened.pop_all()
 
-    def _add(self, made: ExitStack, offload: ActivationOffload) -> None:
-        made.callback(offload.close)
+    def _add(self, opened: ExitStack, offload: ActivationOffload) -> None:
+        opened.callback(offload.close)
         self._offloads.append(offload)
 
     def nbytes(self) -> list[ActivationBytes]:
-        """Return what is held and was moved, of those in host memory and of those on disk."""
+        """Return the bytes held and moved, of offloads to host memory and to disk."""
         return [offload.nbytes() for offload in self._offloads]
 
     def close(self) -> None:
-        """Take every hook off, and let memory and files go. Idempotent."""
+        """Remove all hooks, and free memory and files. Idempotent."""
         self._open.close()
 
     # --- a part of a recording ---
 
     def start_log(self, log: TransferLog) -> None:
-        """Log nothing: their transfers are counted."""
+        """Log nothing: transfers of activations are counted."""
 
     def end_log(self) -> None:
-        """Stop logging nothing."""
+        """Do nothing: no transfers were logged."""
 
     def held(self) -> Mapping[str, Callable[[], int]]:
-        """Return the host memory of saved tensors that were moved, over time."""
+        """Return functions that return the host memory of moved activations, by name."""
         if not self._offloads:
             return {}
-        return {"saved activations": lambda: sum(each.host_bytes for each in self.nbytes())}
+        return {"saved activations": lambda: sum(count.host_bytes for count in self.nbytes())}
 
     def moved(self) -> Mapping[str, int]:
         """Return the bytes moved so far."""
@@ -87,30 +86,30 @@ class PlacedActivations:
         if not counts:
             return {}
         return {
-            "activations read": sum(each.bytes_read for each in counts),
-            "activations written": sum(each.bytes_written for each in counts),
-            "from the accelerator": sum(each.bytes_down for each in counts),
-            "to the accelerator": sum(each.bytes_up for each in counts),
+            "activations read": sum(count.bytes_read for count in counts),
+            "activations written": sum(count.bytes_written for count in counts),
+            "from the accelerator": sum(count.bytes_down for count in counts),
+            "to the accelerator": sum(count.bytes_up for count in counts),
         }
 
     def disk_bytes(self) -> int:
         """Return the bytes on disk."""
-        return sum(each.disk_bytes for each in self.nbytes())
+        return sum(count.disk_bytes for count in self.nbytes())
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return nothing: a batch decides about them, and no plan that runs has seen it."""
+        """Return nothing: activations depend on the batch, which the running plan has not seen."""
         del memory
         return []
 
     def predicted(self) -> None:
-        """Return None: the parameters' part has the step."""
+        """Return None: the parameters' part predicts the step."""
 
 
 def blocks_with_activations(units: Sequence[Unit]) -> dict[str, nn.Module]:
-    """Return the units whose activations can be placed, by name: the outermost but the root.
+    """Return the units whose activations can be placed, by name: the outermost below the root.
 
     Args:
-        units: All units of a model; tiles are inside of others.
+        units: All units of a model; tiles are inside other units.
     """
     blocks = [unit for unit in units if unit.name != ROOT]
     inner = {id(part) for unit in blocks for part in unit.module.modules() if part != unit.module}
@@ -120,18 +119,18 @@ def blocks_with_activations(units: Sequence[Unit]) -> dict[str, nn.Module]:
 def modules_by_placement(
     units: Sequence[Unit], plan: Plan
 ) -> Mapping[ActivationPlacement, list[nn.Module]]:
-    """Return the blocks by what is done with their activations, those that keep them left out.
+    """Return the blocks by the placement of their activations, without those that keep them.
 
     Args:
         units: All units of a model.
         plan: The plan.
     """
-    found: dict[ActivationPlacement, list[nn.Module]] = {}
+    by_placement: dict[ActivationPlacement, list[nn.Module]] = {}
     for name, module in blocks_with_activations(units).items():
         placement = plan.activations_of(name)
-        if placement != "keep":
-            found.setdefault(placement, []).append(module)
-    return found
+        if placement is not ActivationPlacement.KEEP:
+            by_placement.setdefault(placement, []).append(module)
+    return by_placement
 
 
 def validate_activations(plan: Plan, units: Sequence[Unit]) -> None:
@@ -142,7 +141,7 @@ def validate_activations(plan: Plan, units: Sequence[Unit]) -> None:
         units: All units of the model.
 
     Raises:
-        OptionError: It lacks one that is named, or has none at all.
+        OptionError: The model lacks a block that the plan names, or has no blocks.
     """
     names = list(blocks_with_activations(units))
     unknown = sorted(set(plan.activation_units) - set(names))
@@ -152,7 +151,7 @@ def validate_activations(plan: Plan, units: Sequence[Unit]) -> None:
             " what is outside of blocks, or inside of one, are not placed by themselves.)"
         )
         raise OptionError(message)
-    if plan.activation_placements != {"keep"} and not names:
+    if not plan.keeps_activations and not names:
         message = (
             f"activations={plan.activations!r} was given, and the model has no repeated blocks:"
             " name its parts by units=, or leave it out."

@@ -1,8 +1,8 @@
 """``stow`` without an optimizer: a model that is only read, whose weights may stay in their files.
 
 [Note: No sharding] Nothing is trained, so nothing is gathered or reduced, and FSDP2 is not used.
-Units that stay in memory have plain parameters. Those on disk are read by a ``WeightStream``, and
-hooks of their modules say when. Every rank has a model of its own.
+Units that stay in memory have plain parameters. A ``WeightStream`` reads those on disk, when
+hooks of their modules ask for them. Every rank has a model of its own.
 """
 
 import re
@@ -18,7 +18,6 @@ from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
 from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
@@ -26,30 +25,25 @@ from tensorstow.fsdp.read_sources import ReadOptions, Sources
 from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
 from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.units import aliases_of, note_read_only
-from tensorstow.fsdp.validation import refuse_budget
-from tensorstow.fsdp.weight_stream import (
-    TENSOR_ALIGN,
-    Call,
-    StreamedUnit,
-    StreamLimits,
-    WeightStream,
-)
+from tensorstow.fsdp.validation import refuse_with_plan
+from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
 from tensorstow.io.device_link import open_link
+from tensorstow.io.file_runs import TENSOR_ALIGN
 from tensorstow.planner.resident import UnitBytes, passing_bytes
 
 _Version = tuple[str, "weakref.ref[nn.Parameter]", int]
 """A parameter's name, itself, and the number of writes to it."""
 _STREAMS: "weakref.WeakKeyDictionary[nn.Module, WeightStream | None]" = weakref.WeakKeyDictionary()
-"""By the model that is only read."""
+"""The streams of read-only models; None: all of a model's weights stay in memory."""
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
-    """Return what reads the weights of a model that is only read; None: all stay in memory."""
+    """Return the stream that reads a read-only model's weights; None: all stay in memory."""
     return _STREAMS[model]
 
 
 def streams_in(model: nn.Module) -> list[WeightStream]:
-    """Return what reads the weights of models that are only read in a module, or that it is."""
+    """Return the streams of the read-only models in a module, itself included."""
     streams = (_STREAMS.get(module) for module in model.modules())
     return [stream for stream in streams if stream is not None]
 
@@ -59,7 +53,7 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
 
     Args:
         model: The model; changed in place.
-        options: Where its weights go, and from where they come.
+        options: Where its weights come from, and where they go.
 
     Raises:
         OptionError: Arguments that cannot be used; nothing was changed.
@@ -67,17 +61,13 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
         BudgetError: There is too little memory; nothing was changed.
     """
     if options.plan is not None:
-        refuse_budget(options.budget)
+        refuse_with_plan(budget=options.budget)
     units = read_units_of(model, options.blocks)
-    init = options.init
-    if init is None and is_of_transformers(model):
-        given: Any = model
-        init = given._init_weights  # noqa: SLF001  # what computes their buffers
-    values = InitialValues(options.weights, init, None, model)
+    values = InitialValues(options.weights, options.init, None, model)
     _validate_values(model, units, values)
     sources = Sources(model, values, options)
-    found = {unit.name: sources.in_files(unit) for unit in units}
-    streamed = {name: unit for name, unit in found.items() if unit is not None}
+    file_units = {unit.name: sources.in_files(unit) for unit in units}
+    streamed = {name: unit for name, unit in file_units.items() if unit is not None}
     sizes = _sizes(units, {u.name: sources.buffer_bytes_of(u) for u in units}, streamed, options)
     readable = {name: sizes[name] for name in streamed}
     plan = options.plan or choose_read_plan(units, sizes, readable, options)
@@ -90,6 +80,8 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
         tier = unit.tier_in(plan)
         if tier == Tier.DISK:
             _empty(unit, streamed[unit.name])
+            if unit.parameters:  # those of adapters, which are in no file of the base
+                _fill(unit, sources, options)
             continue
         streamed.pop(unit.name, None)
         if link is not None and tier == Tier.HOST:
@@ -123,9 +115,9 @@ def _validate_values(
     units: Sequence[ReadUnit],
     values: InitialValues,
 ) -> None:
-    """Check that the files have every parameter in its shape, and nothing else; or the model has.
+    """Check that every parameter has a value, and that the files have no other tensors.
 
-    Raises OptionError, or StoreFormatError where the files are of another model.
+    Raises OptionError, or StoreFormatError if the files belong to another model.
     """
     files, aliases = values.files, aliases_of(model)
     if files is None:
@@ -137,14 +129,13 @@ def _validate_values(
             )
             raise OptionError(message)
         return
-    for unit in units:
-        for name, parameter in unit.parameters.items():
-            files.origin([name, *aliases.get(name, [])], parameter)
-    known = {n for n, _ in model.named_parameters(remove_duplicate=False)}
-    known |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
-    # Of transformers' models: what older versions of them have saved.
-    old: Sequence[str] = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unused = [n for n in files.unused(known) if not any(re.search(each, n) for each in old)]
+    values.check([unit.unit for unit in units], aliases)
+    names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
+    base = model if values.adapters is None else values.adapters.base
+    # transformers' models list tensors that only their older versions saved.
+    ignored: Sequence[str] = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unused = [n for n in files.unused(names) if not any(re.search(p, n) for p in ignored)]
     if unused:
         message = (
             f"{files.path} has {unused[0]!r}"
@@ -164,7 +155,7 @@ def _sizes(
     streamed: Mapping[str, StreamedUnit],
     options: ReadOptions,
 ) -> dict[str, UnitBytes]:
-    """Return the bytes of each unit, for good and in a buffer."""
+    """Return the bytes of each unit: in resident memory, and in buffers."""
     parents = parents_of(units)
     buffers = {u.name: streamed[u.name].nbytes if u.name in streamed else 0 for u in units}
     buffers = {name: max(nbytes, in_memory[name]) for name, nbytes in buffers.items()}
@@ -179,20 +170,21 @@ def _sizes(
 
 
 def _empty(unit: ReadUnit, streamed: StreamedUnit) -> None:
-    """Put parameters without memory in place of a unit's, whose memory goes."""
+    """Replace the parameters that are read by placeholders without memory."""
     for tensor in streamed.tensors:
         tensor.take_back()
-    unit.unit.parameters.clear()
+        del unit.unit.parameters[tensor.name]
 
 
 def _fill(unit: ReadUnit, sources: Sources, options: ReadOptions) -> None:
-    """Give a unit that stays where it is computed with its values, in the dtype for that."""
+    """Load a unit that stays in memory, on the device and in the dtype that compute."""
     for parameter in unit.parameters.values():
         parameter.data = parameter.data.to(options.dtype_of(parameter))
+    absent = [name for name, parameter in unit.parameters.items() if parameter.is_meta]
     sources.values.fill([unit.unit], sources.aliases)
-    for parameter in unit.parameters.values():
-        parameter.data = parameter.data.to(options.device)
-        if parameter.data_ptr() % TENSOR_ALIGN:  # what the library of the files returns may be
+    for name, parameter in unit.parameters.items():
+        parameter.data = parameter.data.to(options.device, copy=name in absent)  # else mapped
+        if parameter.data_ptr() % TENSOR_ALIGN:
             parameter.data = parameter.data.clone()
     versions: list[_Version] = [(n, weakref.ref(p), p._version) for n, p in unit.parameters.items()]  # noqa: SLF001
     for module in unit.modules:
@@ -217,15 +209,15 @@ def _limits(
         )
         raise BudgetError(message)
     moving = [sizes[unit.name] for unit in units if unit.tier_in(plan) != Tier.DEVICE]
-    there = passing_bytes(moving, plan.prefetch) if options.is_away else 0
-    return StreamLimits(plan.prefetch, capacity, there)
+    device_bytes = passing_bytes(moving, plan.prefetch) if options.is_away else 0
+    return StreamLimits(plan.prefetch, capacity, device_bytes)
 
 
 # --- hooks ---
 
 
 def _register(stream: WeightStream) -> None:
-    """Have weights attached before a module runs, and taken back behind it, whatever it met."""
+    """Attach weights before a module runs, and take them back after it, also after an error."""
     for call in stream.calls:
         enter, leave = partial(_enter, stream, call), partial(_leave, stream, call)
         call.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -240,9 +232,9 @@ def _enter(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Lend the weights; refuse inputs with gradients, for which the weights would be saved."""
-    given = (*args, *kwargs.values())
+    inputs = (*args, *kwargs.values())
     if torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in given
+        isinstance(t, torch.Tensor) and t.requires_grad for t in inputs
     ):
         message = (
             f"Unit {call.unit.name!r} was called with a tensor that requires a gradient, and its"
@@ -258,10 +250,10 @@ def _leave(stream: WeightStream, call: Call, *_: object) -> None:
 
 
 def _apart_from_graphs(do: Callable[[Call], None], call: Call) -> None:
-    """Call ``do``, where torch compiles between two graphs."""
+    """Call ``do``, between two graphs if torch compiles."""
     if torch.compiler.is_dynamo_compiling():
         _untraced(do, call)
-    else:  # to ask the compiler would load it, which takes a second and 100 MiB
+    else:  # dynamo is not asked: loading it takes a second and 100 MiB
         do(call)
 
 
@@ -276,7 +268,7 @@ def _refuse_cache_of_cuda(
     """Refuse a cache of keys and values that transformers moves by torch.cuda."""
     for cache in (*args, *kwargs.values()):
         parts = (cache, getattr(cache, "self_attention_cache", None))
-        if any(getattr(each, "offloading", False) is True for each in parts):
+        if any(getattr(part, "offloading", False) is True for part in parts):
             message = (
                 f"A {type(cache).__name__} was given that is offloaded (cache_implementation="
                 '"offloaded" or "offloaded_static"): transformers moves it by torch.cuda, and this'
@@ -287,8 +279,8 @@ def _refuse_cache_of_cuda(
 
 def _refuse_changed(versions: Sequence[_Version], *_: object) -> None:
     """Raise OptionError if a weight that stays in memory was written to since ``stow``."""
-    for name, known, version in versions:
-        parameter = known()
+    for name, reference, version in versions:
+        parameter = reference()
         if parameter is not None and parameter._version != version:  # noqa: SLF001
             message = (
                 f"{name} was written to, and the model is only read: the same change of a weight on"

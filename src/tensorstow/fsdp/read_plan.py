@@ -5,33 +5,35 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
+from tensorstow.base import notices
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import machine_budget
 from tensorstow.fsdp.read_sources import ReadOptions
 from tensorstow.fsdp.read_units import ReadUnit
+from tensorstow.fsdp.sharding import rank_here
 from tensorstow.fsdp.units import ROOT
 from tensorstow.planner.resident import UnitBytes, choose_resident, passing_bytes
 
 logger = logging.getLogger("tensorstow")
 
 _OF_READING = frozenset({"parameters", "units", "prefetch", "buffer_pool_bytes"})
-"""The fields of a plan that a model has that is only read; the others are for training."""
+"""The fields of a plan that apply to a read-only model; the others are for training."""
 
 
 def validate_read_plan(
     plan: Plan, units: Sequence[ReadUnit], readable: Mapping[str, UnitBytes], options: ReadOptions
 ) -> None:
-    """Check that a plan names units there are, and that those on disk can be read there.
+    """Check that the units of a plan exist, and that those on disk can be read from files.
 
     Args:
         plan: The plan.
         units: The model's.
         readable: Units that can be read from files.
-        options: What the user said.
+        options: The user's options.
 
     Raises:
         OptionError: The plan cannot be used.
@@ -53,16 +55,16 @@ def validate_read_plan(
     on_disk = [unit.name for unit in units if unit.tier_in(plan) == Tier.DISK]
     if on_disk and options.weights is None:
         message = (
-            f"Unit {on_disk[0]!r} is to be on disk, and a model that is only read has there the"
-            " files that its weights come from: pass weights=."
+            f"Unit {on_disk[0]!r} is to be on disk, where a model that is only read has the files"
+            " that its weights come from: pass weights=."
         )
         raise OptionError(message)
-    made = sorted(set(on_disk) - set(readable))
-    if made:
+    unreadable = sorted(set(on_disk) - set(readable))
+    if unreadable:
         message = (
-            f"Unit {made[0]!r} has parameters that transformers makes of several tensors of the"
-            f" files, or of changed ones: they cannot be computed with as they are read."
-            f' Place the unit in memory: Plan(units={{{made[0]!r}: "host"}}).'
+            f"Unit {unreadable[0]!r} has parameters that transformers makes of several tensors of"
+            " the files, or of changed ones: they cannot be computed with as they are read."
+            f' Place the unit in memory: Plan(units={{{unreadable[0]!r}: "host"}}).'
         )
         raise OptionError(message)
 
@@ -77,7 +79,7 @@ def choose_read_plan(
 
     Args:
         units: The model's, in the order of their use.
-        sizes: Their bytes where they are computed with, and in buffers there.
+        sizes: Their bytes on the device that computes, and in its buffers.
         readable: Those that can be read from files: their bytes in host memory, and in buffers.
         options: The budget, and what computes.
 
@@ -87,33 +89,36 @@ def choose_read_plan(
     budget = options.budget or machine_budget([u.unit for u in units], options.device, None)
     limits = {tier: _limit(budget, tier) for tier in Tier}
     ahead, below = Plan().prefetch, dict(readable)
-    there: set[str] = set()
+    on_device: set[str] = set()
     if options.is_away:
-        there, ahead = choose_resident(sizes, limits[Tier.DEVICE], ahead)
-        if len(there) == len(units):
+        on_device, ahead = choose_resident(sizes, limits[Tier.DEVICE], ahead)
+        if len(on_device) == len(units):
             return Plan(parameters=Tier.DEVICE)
-        below = {name: each for name, each in readable.items() if name not in there}
+        below = {name: size for name, size in readable.items() if name not in on_device}
     limit = limits[Tier.HOST]
-    fixed = sum(options.bytes_of(u) for u in units if u.name not in {*there, *readable})
+    fixed = sum(options.bytes_of(u) for u in units if u.name not in {*on_device, *readable})
     if fixed > limit:
         message = (
             f"{format_bytes(limit)} of host memory were given, and {format_bytes(fixed)} of"
-            " weights have to be there: the model has no weights=, or its parameters are made"
+            " weights must fit in it: the model has no weights=, or its parameters are made"
             " of several tensors of the files. Raise the budget."
         )
         raise BudgetError(message)
     resident, ahead = choose_resident(below, limit - fixed, ahead)
     passing = [name for name in below if name not in resident]
-    tiers = dict.fromkeys(there, Tier.DEVICE)
-    counts = [f"{len(there)} on the device"] if options.is_away else []
+    tiers = dict.fromkeys(on_device, Tier.DEVICE)
+    counts = [f"{len(on_device)} on the device"] if options.is_away else []
     counts += [
-        f"{len(units) - len(there) - len(passing)} in host memory",
+        f"{len(units) - len(on_device) - len(passing)} in host memory",
         f"{len(passing)} on disk",
     ]
-    logger.info('plan="auto": of %d units %s', len(units), ", ".join(counts))
+    line = f'plan="auto": of {format_count(len(units), "unit")} {", ".join(counts)}'
+    logger.info(line)
+    if rank_here() == 0:
+        notices.show(line)
     if not passing:
         return Plan(units=tiers, prefetch=ahead)
-    stay = [unit.name for unit in units if unit.name not in {*passing, *there}]
+    stay = [unit.name for unit in units if unit.name not in {*passing, *on_device}]
     nbytes = passing_bytes([below[name] for name in passing], ahead)
     return Plan(
         parameters=Tier.DISK,

@@ -1,7 +1,7 @@
 """Where the weights of a model that is only read come from: its files, or host memory.
 
-For each unit that is not where it is computed with: how its parameters are laid out in a buffer,
-and the modules that get them.
+For each unit that is read or copied before use: the layout of its parameters in a buffer, and the
+modules that get them.
 """
 
 import os
@@ -19,9 +19,10 @@ from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.fsdp.weight_stream import BufferLayout, FileTensor, RowScale, StreamedUnit, runs_of
+from tensorstow.fsdp.weight_stream import FileTensor, RowScale, StreamedUnit
 from tensorstow.io.arena import PAGE
 from tensorstow.io.device_link import DeviceLink, is_away
+from tensorstow.io.file_runs import BufferLayout, runs_of
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.safetensors import Entry
 from tensorstow.tensors.placeholder import AbsentWeight
@@ -29,7 +30,7 @@ from tensorstow.tensors.placeholder import AbsentWeight
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ReadOptions:
-    """What the user said about a model that is only read."""
+    """The user's options for a model that is only read."""
 
     plan: Plan | None
     """None: units stay in memory as far as there is room."""
@@ -44,15 +45,15 @@ class ReadOptions:
     init: Init | None
     """Computes the buffers of a module on the meta device."""
     device: torch.device
-    """What computes."""
+    """The device that computes."""
 
     @property
     def is_away(self) -> bool:
-        """Return whether what computes has memory of its own."""
+        """Return whether the device that computes has memory of its own."""
         return is_away(self.device)
 
     def dtype_of(self, parameter: torch.Tensor) -> torch.dtype:
-        """Return the dtype that is computed with."""
+        """Return the dtype that a parameter is computed with."""
         if self.compute_dtype is None or not parameter.is_floating_point():
             return parameter.dtype
         return self.compute_dtype
@@ -71,7 +72,7 @@ class Sources:
         Args:
             model: The model, whose parameters are in place.
             values: Where its values come from.
-            options: What decides about dtypes and the device.
+            options: The dtype and the device that compute.
         """
         self.aliases = aliases_of(model)
         self.values = values
@@ -84,13 +85,14 @@ class Sources:
                 self._places.setdefault(id(parameter), []).append((module, name))
 
     def in_files(self, unit: ReadUnit) -> StreamedUnit | None:
-        """Return how a unit is read from its files; None: that cannot be."""
+        """Return a unit as it is read from its files; None: it cannot be read from them."""
         files = self.values.files
         if files is None or self._opened is None:
             return None
-        found: list[tuple[Path, int, str, Entry]] = []
+        located: list[tuple[Path, int, str, Entry]] = []
         of_scale: dict[str, str] = {}
-        for name, parameter in unit.parameters.items():
+        read = {n: p for n, p in unit.parameters.items() if self.values.in_files(n)}
+        for name, parameter in read.items():
             origin = files.origin([name, *self.aliases.get(name, [])], parameter)
             if origin.make is not None:
                 return None
@@ -101,19 +103,19 @@ class Sources:
             for called, source in sources.items():
                 path = files.path_of(source)
                 entry = self._opened.by_path[path].entries[source]
-                found.append((path, entry.offset, called, entry))
+                located.append((path, entry.offset, called, entry))
         layout = BufferLayout()
         placed: dict[str, tuple[Entry, int, int | None]] = {}
         stored: list[tuple[WeightFile, Entry, int]] = []
-        # As the files have them: what follows each other is read at once.
-        for path, _, called, entry in sorted(found, key=lambda each: each[:3]):
-            known = unit.parameters.get(called)
-            dtype = entry.dtype if known is None else self._options.dtype_of(known)
+        # In the order of the files: tensors next to each other are read at once.
+        for path, _, called, entry in sorted(located, key=lambda row: row[:3]):
+            weight = unit.parameters.get(called)
+            dtype = entry.dtype if weight is None else self._options.dtype_of(weight)
             at, cast_at = layout.place(entry, dtype)
             placed[called] = (entry, at, cast_at)
             stored.append((self._opened.by_path[path], entry, at))
         tensors: list[FileTensor] = []
-        for name, parameter in unit.parameters.items():
+        for name, parameter in read.items():
             scale = None
             if name in of_scale:
                 entry, at, _ = placed[of_scale[name]]
@@ -156,5 +158,5 @@ class Sources:
     ) -> FileTensor:
         dtype, device = self._options.dtype_of(parameter), self._options.device
         absent = AbsentWeight(parameter, dtype, device)
-        known = nn.Parameter(absent, requires_grad=False)
-        return FileTensor(name, entry, known, self._places[id(parameter)], at, cast_at)
+        placeholder = nn.Parameter(absent, requires_grad=False)
+        return FileTensor(name, entry, placeholder, self._places[id(parameter)], at, cast_at)

@@ -61,13 +61,13 @@ def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -
     """
     *units, root = units_of(model, blocks)
     parts = _parts_of(model, root)
-    found = [*(ReadUnit(u, [u.module], is_part_of_root=False) for u in units), *parts]
+    read_units = [*(ReadUnit(u, [u.module], is_part_of_root=False) for u in units), *parts]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
-    return sorted(found, key=lambda each: order[each.name])
+    return sorted(read_units, key=lambda unit: order[unit.name])
 
 
 def parents_of(units: Sequence[ReadUnit]) -> dict[str, list[str]]:
-    """Return, by unit, the names of the others whose modules it is inside of."""
+    """Return, by unit, the names of the units whose modules contain it."""
     inside: dict[str, list[str]] = {unit.name: [] for unit in units}
     for outer in units:
         below = {id(m) for module in outer.modules for m in module.modules()}
@@ -88,7 +88,7 @@ def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
         shared = [group for group in groups if group[0] & mine]
         groups = [group for group in groups if group not in shared]
         members = mine.union(*(ids for ids, _ in shared))
-        groups.append((members, [each for _, modules in shared for each in modules]))
+        groups.append((members, [named for _, modules in shared for named in modules]))
         groups[-1][1].append((name, module))
     return [
         ReadUnit(

@@ -1,25 +1,27 @@
 """Counts the bytes that a stowed model's parameters hold and move, for reports."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
+from tensorstow.base.keywords import names_keywords
+from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_offload import offload_pinned_bytes, offloaded_bytes
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.read_only import streams_in
 from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import is_read_only
-from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.transfer_log import TransferLog
+from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.planner.placement import Item
 from tensorstow.report.run_record import Compared, PredictedStep
 from tensorstow.states.memory import StateMemory
-from tensorstow.tensors.dtensor import shard_of
 from tensorstow.tensors.placeholder import AbsentWeight
 
 
@@ -28,9 +30,9 @@ class ParameterBytes:
     """Bytes of one rank's parameters, padding included."""
 
     host_bytes: int
-    """Of parameters that stay in host memory."""
+    """Bytes of parameters that stay in host memory."""
     disk_bytes: int
-    """Of parameters on disk."""
+    """Bytes of parameters on disk."""
     buffer_pool_bytes: int
     """Host memory that parameters on disk hold now."""
     most_buffer_pool_bytes: int
@@ -38,24 +40,29 @@ class ParameterBytes:
     bytes_read: int
     bytes_written: int
     link_bytes_down: int
-    """Of reduced gradients, from the device that computes; copies where that is not the CPU."""
+    """Bytes of reduced gradients copied from the device that computes, if it is not the CPU."""
     link_bytes_up: int
-    """Of weights, to the device that computes, for it to gather."""
+    """Bytes of weights copied to the device that computes, before they are gathered."""
     pinned_bytes: int
     """Host memory that is pinned, for weights and gradients: where they stay or pass through."""
     staging_bytes: int
-    """Host memory that weights pass through which the device cannot copy where they are."""
+    """Host memory that weights pass through if the device cannot copy them in place."""
     device_bytes: int
     """The device's memory that weights pass through before they are gathered."""
     device_cache_bytes: int
     """The device's memory in which copies of weights stay (``Plan.device_limit``)."""
+    device_parameter_bytes: int
+    """Bytes of parameters that stay on the device that computes, if it is not the CPU."""
+    file_bytes: int
+    """Bytes of parameters on disk that are read from your own files, without a copy."""
 
 
+@names_keywords
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """Return the bytes that a model's parameters hold and have moved on this rank.
 
     Args:
-        model: A model that ``stow`` placed. Of any other all counts are 0.
+        model: A model, placed by ``stow`` or not. Parameters on the meta device have no bytes.
 
     Returns:
         The counts: bytes held now and at most, and bytes moved since the model was placed.
@@ -67,11 +74,12 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     pools = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
     h2d = h2d_prefetcher_of(model)
+    plain = _own_bytes(p for p in model.parameters() if storage_of(p) is None)
     return ParameterBytes(
-        host_bytes=sum(shard.padded.nbytes for shard in shards if shard.pager is None),
+        host_bytes=plain.host + sum(s.padded.nbytes for s in shards if s.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
-        buffer_pool_bytes=sum(pool.held_bytes for pool in pools.values()),
-        most_buffer_pool_bytes=sum(pool.high_water_bytes for pool in pools.values()),
+        buffer_pool_bytes=sum(pool.memory.held for pool in pools.values()),
+        most_buffer_pool_bytes=sum(pool.memory.peak for pool in pools.values()),
         bytes_read=sum(pool.bytes_read for pool in pools.values()),
         bytes_written=sum(pool.bytes_written for pool in pools.values()),
         link_bytes_down=sum(shard.bytes_down for shard in shards) + offloaded_bytes(model),
@@ -82,6 +90,8 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
         device_bytes=0 if h2d is None else h2d.buffers.device_bytes,
         device_cache_bytes=0 if h2d is None else h2d.buffers.own_bytes,
+        device_parameter_bytes=plain.device,
+        file_bytes=sum(c.padded.nbytes for c in on_disk if c.pager and c.pager.is_in_files),
     )
 
 
@@ -89,23 +99,43 @@ def _bytes_of_read_only(model: nn.Module) -> ParameterBytes:
     """Return the counts of a model that is only read."""
     streams = streams_in(model)
     units = [unit for stream in streams for unit in stream.units]
-    plain = [p for p in model.parameters() if p.is_cpu and not isinstance(p, AbsentWeight)]
+    resident = _own_bytes(p for p in model.parameters() if not isinstance(p, AbsentWeight))
     links = [stream.link for stream in streams if stream.link is not None]
     return ParameterBytes(
-        host_bytes=sum(p.nbytes for p in plain)
-        + sum(unit.nbytes for unit in units if unit.resident is not None),
+        host_bytes=resident.host + sum(unit.nbytes for unit in units if unit.resident is not None),
         disk_bytes=sum(run.nbytes for unit in units for run in unit.runs),
-        buffer_pool_bytes=sum(stream.host.held_bytes for stream in streams),
-        most_buffer_pool_bytes=sum(stream.host.high_water_bytes for stream in streams),
+        buffer_pool_bytes=sum(stream.host.memory.held for stream in streams),
+        most_buffer_pool_bytes=sum(stream.host.memory.peak for stream in streams),
         bytes_read=sum(stream.bytes_read for stream in streams),
         bytes_written=0,
         link_bytes_down=0,
         link_bytes_up=sum(link.bytes_up for link in links),
         pinned_bytes=sum(stream.pinned_bytes for stream in streams),
         staging_bytes=0,
-        device_bytes=sum(stream.device.held_bytes for stream in streams),
+        device_bytes=sum(stream.device.memory.held for stream in streams),
         device_cache_bytes=0,
+        device_parameter_bytes=resident.device,
+        file_bytes=sum(run.nbytes for unit in units for run in unit.runs),
     )
+
+
+class _OwnBytes(NamedTuple):
+    """Bytes of parameters that have memory of their own."""
+
+    host: int
+    device: int
+
+
+def _own_bytes(parameters: Iterable[nn.Parameter]) -> _OwnBytes:
+    """Return the bytes of this rank's part of plain parameters, and of torch's sharded ones."""
+    host = device = 0
+    for parameter in parameters:
+        local = to_local(parameter)
+        if local.is_cpu:
+            host += local.nbytes
+        elif not local.is_meta:
+            device += local.nbytes
+    return _OwnBytes(host, device)
 
 
 def _block_of(shard: ShardStorage) -> PinnedBlock | None:
@@ -113,13 +143,13 @@ def _block_of(shard: ShardStorage) -> PinnedBlock | None:
 
 
 class ParameterPart:
-    """What a model that ``stow`` placed holds and moves, beside its optimizer's states.
+    """What a model that ``stow`` placed holds and moves, apart from its optimizer's states.
 
     Args:
         model: The model.
         links: The links that its weights and gradients go over.
         predict: Returns what its plan holds on each tier.
-        step: What was predicted of a step; None: nothing.
+        step: The predicted step; None: nothing was predicted.
     """
 
     def __init__(
@@ -158,7 +188,7 @@ class ParameterPart:
         """Return counters of the memory of weights that are read from disk."""
         if not self.pools:
             return {}
-        return {"buffer pool": lambda: sum(pool.held_bytes for pool in self.pools)}
+        return {"buffer pool": lambda: sum(pool.memory.held for pool in self.pools)}
 
     def moved(self) -> Mapping[str, int]:
         """Return the bytes of weights and gradients moved so far."""
@@ -175,11 +205,11 @@ class ParameterPart:
         return 0 if model is None else parameter_bytes(model).disk_bytes
 
     def predicted(self) -> PredictedStep | None:
-        """Return what was predicted of a step."""
+        """Return the predicted step; None: nothing was predicted."""
         return self._step
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return the plan's predictions beside the measured bytes.
+        """Return the plan's predictions with the measured bytes.
 
         Args:
             memory: What the optimizer's states hold.
@@ -200,18 +230,16 @@ class ParameterPart:
             ("device", "buffers for states"): memory.device_bytes,
             ("device", "buffers for parameters"): held.device_bytes,
         }
-        there = [shard_of(p) for p in model.parameters() if storage_of(p) is None]
-        measured["device", "parameters"] = sum(p.nbytes for p in there if not p.is_cpu)
+        measured["device", "parameters"] = held.device_parameter_bytes
         stored = [p for p in model.parameters() if storage_of(p) is not None]
-        if not stored:
-            whole = sum(p.nbytes for p in model.parameters() if p.is_cpu)
-            measured["host", "parameters"] = whole
-        elif any(p.is_cpu for p in stored):
+        if not stored or any(p.is_cpu for p in stored):
             measured["host", "parameters"] = held.host_bytes
-        found = []
+        comparisons = []
         for item in self._predict():
             tier = str(item.tier)
-            found.append(
-                Compared(tier.upper(), item.what, item.nbytes, measured.get((tier, item.what)))
+            comparisons.append(
+                Compared(
+                    tier.upper(), item.purpose, item.nbytes, measured.get((tier, item.purpose))
+                )
             )
-        return found
+        return comparisons

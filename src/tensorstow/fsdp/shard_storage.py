@@ -4,23 +4,32 @@
 a unit's bytes when it reads the next unit's. So one unit on disk is pinned for that at a time, also
 if FSDP2 gathers a unit ahead and never uses it.
 
-[Note: Prefetch order] Units are used in one order in forward and in the reverse order in backward.
-The previous unit shows which of the two runs, so pairs of units predict the next one. After a wrong
-prediction a unit is read when it is used.
+[Note: Two buffers] A unit's frozen weights that are in the user's files have a buffer of their own:
+updates pin the one with its other weights alone. What computes uses both.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
 
 import torch
 
-from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.io.file_runs import Run
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.memory.buffer_pool import PooledBuffer
+from tensorstow.memory.use_order import UseOrder
 
-T = TypeVar("T")
+
+@dataclass(frozen=True, slots=True)
+class FrozenLayout:
+    """A buffer for one rank's rows of a unit's frozen weights, which are read from files."""
+
+    at: Mapping[str, int]
+    """Where each weight begins in the buffer, by the model's names."""
+    nbytes: int = 0
+    runs: Sequence[Run] = ()
 
 
 class ShardStorage(ABC):
@@ -71,7 +80,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def unpin(self, *, dirty: bool = False) -> None:
-        """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
+        """Undo ``pin``; ``dirty``: the bytes were changed and must be written back."""
 
     @abstractmethod
     def pin_for_copy(self) -> torch.Tensor:
@@ -79,7 +88,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def unpin_after_copy(self) -> None:
-        """End what ``pin_for_copy`` began, for all shards of the unit."""
+        """Undo ``pin_for_copy``, for all shards of the unit."""
 
     @abstractmethod
     def access(self, *, write: bool) -> AbstractContextManager[None]:
@@ -144,18 +153,25 @@ class DiskShard(ShardStorage):
     pager: PooledBuffer
 
     def __init__(
-        self, padded: torch.Tensor, rows: int, buffer: PooledBuffer, prefetcher: "Prefetcher"
+        self,
+        padded: torch.Tensor,
+        rows: int,
+        buffer: PooledBuffer,
+        prefetcher: "Prefetcher",
+        unit: Sequence[PooledBuffer] = (),
     ) -> None:
         """Use a part of ``buffer``.
 
         Args:
             padded: A tensor over the buffer's memory, of shape (rows of every rank's shard, ...).
             rows: How many of its rows are this rank's own; the rest is padding.
-            buffer: The unit's buffer, all of which is read and written at once.
+            buffer: The buffer, all of which is read and written at once.
             prefetcher: What reads the next units' buffers ahead.
+            unit: All buffers of the unit ([Note: Two buffers]). Default: this one.
         """
         super().__init__(padded, rows)
         self.pager = buffer
+        self.unit = tuple(unit) or (buffer,)
         self._prefetcher = prefetcher
 
     def pin(self) -> torch.Tensor:
@@ -163,25 +179,25 @@ class DiskShard(ShardStorage):
         self.before_read()
         self.pager.pin()
         try:
-            self._prefetcher.record_use(self.pager)
+            self._prefetcher.record_use(*self.unit)
         except BaseException:  # an interrupt: a pin that was not returned would never be released
             self.pager.unpin()
             raise
         return self.padded
 
     def unpin(self, *, dirty: bool = False) -> None:
-        """End what ``pin`` began; ``dirty``: the bytes were changed and are to be written back."""
+        """Undo ``pin``; ``dirty``: the bytes were changed and must be written back."""
         self.pager.unpin(dirty=dirty)
 
     def pin_for_copy(self) -> torch.Tensor:
         """Return the newest padded weight, to be copied before the next unit's is pinned."""
         self.before_read()
-        self._prefetcher.pin(self.pager)
+        self._prefetcher.pin(*self.unit)
         return self.padded
 
     def unpin_after_copy(self) -> None:
-        """End what ``pin_for_copy`` began, for all shards of the unit."""
-        self._prefetcher.unpin(self.pager)
+        """Undo ``pin_for_copy``, for all shards of the unit."""
+        self._prefetcher.unpin(*self.unit)
 
     @contextmanager
     def access(self, *, write: bool) -> Iterator[None]:
@@ -198,64 +214,44 @@ class DiskShard(ShardStorage):
             self.pager.unpin(dirty=write)
 
 
-class UseOrder(Generic[T]):
-    """Predicts what is used next from the last two that were used ([Note: Prefetch order])."""
-
-    def __init__(self) -> None:
-        """Begin with no recorded order."""
-        self.last: tuple[T | None, T | None] = (None, None)
-        """What was used last but one, and last."""
-        self._next: dict[tuple[T | None, T | None], T] = {}
-
-    def record(self, used: T) -> None:
-        """Record that ``used`` followed the last two."""
-        self._next[self.last] = used
-        self.last = (self.last[1], used)
-
-    def following(self) -> Iterator[T]:
-        """Yield the predicted uses in order, until there is no prediction."""
-        pair = self.last
-        while (expected := self._next.get(pair)) is not None:
-            yield expected
-            pair = (pair[1], expected)
-
-
 class Prefetcher:
-    """Pins the buffer that an all-gather copies from, and reads those ahead that come next."""
+    """Pins the buffers that an all-gather copies from, and reads the next units' ahead."""
 
     def __init__(self, ahead: int) -> None:
         """Read up to ``ahead`` units beyond the one in use."""
         self._ahead = ahead
-        self._pinned: PooledBuffer | None = None
-        self._order: UseOrder[PooledBuffer] = UseOrder()
+        self._pinned: tuple[PooledBuffer, ...] = ()
+        self._order: UseOrder[tuple[PooledBuffer, ...]] = UseOrder()
 
-    def pin(self, buffer: PooledBuffer) -> None:
-        """Return when ``buffer`` is in memory, where it stays until ``unpin``.
+    def pin(self, *unit: PooledBuffer) -> None:
+        """Return when the buffers of a unit are in memory, where they stay until ``unpin``.
 
-        The one that was pinned before is unpinned: it has been copied.
+        Those that were pinned before are unpinned: they have been copied.
         """
-        if buffer is not self._pinned:
+        if unit != self._pinned:
             self._unpin()
-            buffer.pin()
-            self._pinned = buffer
-        self.record_use(buffer)
+            for buffer in unit:
+                buffer.pin()
+                self._pinned = (*self._pinned, buffer)
+        self.record_use(*unit)
 
-    def unpin(self, buffer: PooledBuffer) -> None:
-        """Unpin ``buffer``. Idempotent."""
-        if buffer is self._pinned:
+    def unpin(self, *unit: PooledBuffer) -> None:
+        """Unpin the buffers of a unit. Idempotent."""
+        if unit == self._pinned:
             self._unpin()
 
-    def record_use(self, buffer: PooledBuffer) -> None:
-        """Record the use of ``buffer``, and begin reading those that follow."""
-        if buffer is self._order.last[1]:
+    def record_use(self, *unit: PooledBuffer) -> None:
+        """Record the use of a unit's buffers, and begin reading those that follow."""
+        if unit == self._order.last[1]:
             return
-        self._order.record(buffer)
-        buffer.expect(list(islice(self._order.following(), self._ahead)))
+        self._order.record(unit)
+        following = islice(self._order.following(), self._ahead)
+        unit[0].expect([b for buffers in following for b in buffers if b not in unit])
 
     def _unpin(self) -> None:
-        last, self._pinned = self._pinned, None
-        if last is not None:
-            last.unpin()
+        last, self._pinned = self._pinned, ()
+        for buffer in last:
+            buffer.unpin()
 
 
 def _do_nothing() -> None:

@@ -1,10 +1,13 @@
 """Shards a model: the device mesh, each rank's rows, and the units given to FSDP2."""
 
-import os
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,22 +18,35 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError, RankError, StowError
+from tensorstow.base.launch import Launch, launched
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
-from tensorstow.checkpoint.pretrained import RowReader
+from tensorstow.checkpoint.frozen_weights import is_same_bytes
+from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
-from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher, ShardStorage
+from tensorstow.fsdp.shard_storage import (
+    DiskShard,
+    FrozenLayout,
+    HostShard,
+    Prefetcher,
+    ShardStorage,
+)
 from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of
 from tensorstow.fsdp.units import Unit
-from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import is_away
+from tensorstow.io.digest_list import Digest, DigestList, verify
+from tensorstow.io.local_ranks import local_ranks
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.memory.buffer_pool import BufferPool
+from tensorstow.optim.one_optimizer import note_replaced
 from tensorstow.planner.sizes import padded_bytes
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 
-_Found = TypeVar("_Found")
+logger = logging.getLogger("tensorstow")
+
+_Result = TypeVar("_Result")
 
 # --- ranks ---
 
@@ -39,25 +55,30 @@ def current_device() -> torch.device:
     """Return the device that this rank computes on.
 
     Returns:
-        The accelerator with its index, or the CPU where there is none.
+        The accelerator with its index, or the CPU if there is none.
     """
-    found = torch.accelerator.current_accelerator()
-    if found is None or not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def world_size() -> int:
     """Return the number of ranks, also before a process group exists."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
+    return launched().world
+
+
+def rank_here() -> int:
+    """Return the rank of this process, also before a process group exists."""
+    return dist.get_rank() if dist.is_initialized() else launched().rank or 0
 
 
 def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     """Return the mesh over all ranks: (shard,), or (replicate, shard).
 
-    Starts a process group where there is none: torchrun's, or one of this process alone.
+    Joins the ranks first, as ``join_ranks`` does.
 
     Args:
         device: What this rank computes on.
@@ -67,7 +88,7 @@ def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     Raises:
         OptionError: The ranks are no multiple of ``replicas``.
     """
-    join_ranks(device)
+    join_ranks(launched(), backend_of(device))
     world = dist.get_world_size()
     copies = world if stage == 0 else replicas
     if world % copies:
@@ -81,43 +102,43 @@ def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
 
 
 _HOST_GROUPS: "weakref.WeakKeyDictionary[Any, weakref.ref[Any]]" = weakref.WeakKeyDictionary()
-"""The groups that were made for host memory, by the default group; torch holds both."""
+"""The groups for tensors in host memory, by the default group; torch holds both."""
 
 
 def host_group() -> dist.ProcessGroup | None:
-    """Return all ranks as a group that takes tensors in host memory; None where there is one rank.
+    """Return a group of all ranks that takes tensors in host memory; None: there is one rank.
 
-    A collective call the first time where the default group takes only an accelerator's.
+    The first call is collective if the default group takes only an accelerator's tensors.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     whole = dist.group.WORLD
     if whole is not None and torch.device("cpu") in whole._device_types:  # noqa: SLF001
         return whole
-    known = _HOST_GROUPS.get(whole)
-    own: dist.ProcessGroup | None = None if known is None else known()
-    if own is None:
-        own = dist.new_group(backend="gloo")
-        _HOST_GROUPS[whole] = weakref.ref(own)
-    return own
+    reference = _HOST_GROUPS.get(whole)
+    group: dist.ProcessGroup | None = None if reference is None else reference()
+    if group is None:
+        group = dist.new_group(backend="gloo")
+        _HOST_GROUPS[whole] = weakref.ref(group)
+    return group
 
 
-def on_every_rank(act: Callable[[], _Found], what: str) -> _Found:
-    """Do something on every rank, and raise on all of them what fails on one; collective.
+def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
+    """Call a function on every rank, and raise on all of them if it fails on one; collective.
 
     Args:
-        act: What is done; where it is collective itself, it fails on all ranks or on none.
-        what: What it does, for the error on the other ranks: "write a file".
+        act: The function to call. If it is collective, it must fail on all ranks or on none.
+        task: What it does, for the errors: "write a file".
 
     Returns:
-        What ``act`` returns here, when all ranks have done it.
+        The result of ``act`` on this rank, once all ranks have called it.
 
     Raises:
-        StowError: It failed on another rank. Here the error of ``act`` is raised, with a note.
+        StowError: It failed on another rank. An error of ``act`` on this rank has a note.
     """
     failure: Exception | None = None
     try:
-        found = act()
+        result = act()
     except Exception as error:  # noqa: BLE001  # it is raised below
         failure = error
     group = host_group()
@@ -127,13 +148,55 @@ def on_every_rank(act: Callable[[], _Found], what: str) -> _Found:
         other = next((rank for rank, text in enumerate(failures) if text), None)
         if failure is None and other is not None:
             message = (
-                f"Rank {other} could not {what}: {failures[other]}. That rank has the traceback."
+                f"Rank {other} could not {task}: {failures[other]}. That rank has the traceback."
             )
             raise StowError(message)
     if failure is not None:
-        failure.add_note(f"Rank {0 if group is None else dist.get_rank(group)} could not {what}.")
+        failure.add_note(f"Rank {0 if group is None else dist.get_rank(group)} could not {task}.")
         raise failure
-    return found
+    return result
+
+
+def gather_digests(listed: DigestList) -> None:
+    """Note the digests that other ranks have noted; collective.
+
+    Args:
+        listed: The list of a checkpoint's files, of which each rank wrote some.
+    """
+    group = host_group()
+    if group is not None:
+        noted: list[dict[str, Digest]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(noted, listed.digests, group)
+        for digests in noted:
+            listed.digests |= digests
+
+
+def verify_together(main: Path) -> None:
+    """Verify the files of a checkpoint, of which each rank of a machine reads some; collective.
+
+    Args:
+        main: The file that is named to load the checkpoint.
+
+    Raises:
+        DamageError: A file differs from what was written, or is gone.
+        StowError: Another rank found one.
+    """
+    ranks = None if host_group() is None else local_ranks()
+    on_every_rank(partial(verify, main, ranks), f"read the checkpoint of {main}")
+
+
+def verify_weights_together(files: PretrainedFiles) -> None:
+    """Verify files of weights, of which each rank of a machine reads some; collective.
+
+    Args:
+        files: The files.
+
+    Raises:
+        DamageError: A file differs from what was written.
+        StowError: Another rank found one.
+    """
+    ranks = None if host_group() is None else local_ranks()
+    on_every_rank(partial(files.verify, ranks), f"read the weights in {files.path}")
 
 
 def backend_of(device: torch.device) -> str:
@@ -143,18 +206,36 @@ def backend_of(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
-def join_ranks(device: torch.device) -> None:
-    """Start a process group where there is none: torchrun's, or one of this process alone.
+def join_ranks(launch: Launch, backend: str, timeout: timedelta | None = None) -> None:
+    """Join the process group of the launcher's ranks; a single process makes its own.
+
+    No-op if a process group exists.
 
     Args:
-        device: What this rank computes on.
+        launch: This process's rank, and where the ranks meet.
+        backend: The backend.
+        timeout: How long collectives wait. Default: None, torch's own.
+
+    Raises:
+        OptionError: There are several ranks, and no address where they meet.
+        RankError: They did not meet.
     """
     if dist.is_initialized():
         return
-    if dist.is_torchelastic_launched():
-        dist.init_process_group(backend=backend_of(device))
+    rank, host, port = launch.meeting()
+    if launch.world == 1:
+        dist.init_process_group(backend, None, timeout, 1, 0, HashStore())
         return
-    dist.init_process_group(backend=backend_of(device), store=HashStore(), rank=0, world_size=1)
+    logger.info("%s: joining the ranks that meet at %s:%d", launch.found, host, port)
+    try:
+        dist.init_process_group(backend, None, timeout, launch.world, rank)
+    except (RuntimeError, OSError) as error:
+        message = (
+            f"{launch.found}: {launch.world} ranks were to meet at {host}:{port}, and did not:"
+            f" {error} Start all of them, where they reach that address. If this process trains"
+            " a model of its own, set WORLD_SIZE=1."
+        )
+        raise RankError(message) from error
 
 
 # --- sharding ---
@@ -169,22 +250,22 @@ class Sharding:
     precision: MixedPrecisionPolicy
     reshard_after_forward: bool
     reduction: Any = field(default_factory=InPlaceReduceScatter)
-    """What reduces gradients where the mesh has one rank and the device is the CPU."""
+    """Reduces gradients if the mesh has one rank and the device is the CPU."""
     scalars: Collection[nn.Parameter] = ()
-    """What stays plain, which FSDP2 does not see ([Note: Scalars] in shared_weights)."""
+    """Parameters that stay plain: FSDP2 does not see them ([Note: Scalars] in shared_weights)."""
     unsharded: frozenset[str] = frozenset()
-    """Units that are not resharded after forward all the same."""
+    """Units that stay unsharded after forward in any case."""
     h2d_prefetcher: H2DPrefetcher | None = None
-    """What copies shards to the device, where that has memory of its own."""
+    """Copies shards to the device, if it has memory of its own."""
 
     @property
     def ranks(self) -> int:
-        """Return over how many ranks a parameter is sharded."""
+        """Return the number of ranks that a parameter is sharded over."""
         return self.mesh.size(self.mesh.ndim - 1)
 
     @property
     def rank(self) -> int:
-        """Return which of them this is."""
+        """Return this process's rank among them."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
@@ -211,6 +292,12 @@ class DiskPool:
 
     buffers: BufferPool
     prefetcher: Prefetcher
+    frozen: Mapping[str, FrozenLayout] = field(default_factory=dict)
+    """Weights that stay in the user's files, by the units' names."""
+
+    def frozen_of(self, unit: Unit) -> FrozenLayout:
+        """Return the layout of a unit's weights that stay in the user's files."""
+        return self.frozen.get(unit.name, FrozenLayout({}))
 
 
 def shard_unit(
@@ -238,11 +325,12 @@ def shard_unit(
         return []
     pool = pool if tier == Tier.DISK else None
     storages = _allocate(unit, sharding, pool)
-    _read_values(unit, storages, sharding, values)
+    _read_values(unit, storages, sharding, values, pool)
     for name, parameter in unit.parameters.items():
         alias = UnshardedAlias(storages[name]) if sharding.is_in_place else None
         gather = AllGatherInput(storages[name], alias, sharding.h2d_prefetcher)
         stowed = StowedParameter(parameter.detach(), sharding.device, gather)
+        note_replaced(name, parameter)
         replace_parameter(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
     _fully_shard(unit, sharding)
     for storage in storages.values():
@@ -255,13 +343,13 @@ def shard_unit(
             is_gathered_twice=sharding.reshard_after_forward
             and unit.name not in sharding.unsharded,
         )
-    known = {id(storage) for storage in storages.values()}
-    found: list[tuple[DTensor, ShardStorage]] = []
+    storage_ids = {id(storage) for storage in storages.values()}
+    stored: list[tuple[DTensor, ShardStorage]] = []
     for parameter in unit.module.parameters():
-        own = storage_of(parameter)
-        if own is not None and id(own) in known and isinstance(parameter, DTensor):
-            found.append((parameter, own))
-    return found
+        shard = storage_of(parameter)
+        if shard is not None and id(shard) in storage_ids and isinstance(parameter, DTensor):
+            stored.append((parameter, shard))
+    return stored
 
 
 def replace_parameter(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
@@ -282,28 +370,50 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str, ShardStorage]:
     """Return zeroed storage of each parameter, in one block or buffer for all of a unit's."""
+    if pool is not None:
+        return _allocate_on_disk(unit, sharding, pool)
     storages: dict[str, ShardStorage] = {}
     nbytes = sum(padded_bytes(p, sharding.ranks) for p in unit.parameters.values())
-    buffer = pool.buffers.add(nbytes) if pool is not None and nbytes else None
     block = None
-    if buffer is None and sharding.h2d_prefetcher is not None:
+    if sharding.h2d_prefetcher is not None:
         link = sharding.h2d_prefetcher.link
         block = PinnedBlock(nbytes, link.device, link.synchronize)
     at = 0
     for name, parameter in unit.parameters.items():
         start, stop, length = sharding.rows(parameter.shape)
         shape = (length, *parameter.shape[1:])
-        if buffer is not None and pool is not None:
-            padded = buffer.tensor(at, shape, parameter.dtype)
-            storages[name] = DiskShard(padded, stop - start, buffer, pool.prefetcher)
-        elif block is not None:
+        if block is not None:
             part = block.tensor(at, torch.Size(shape).numel(), parameter.dtype)
-            own = part.view(shape).data  # a version counter of its own
-            storages[name] = HostShard(own, stop - start, block)
+            padded = part.view(shape).data  # a version counter of its own
+            storages[name] = HostShard(padded, stop - start, block)
         else:
             zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
             storages[name] = HostShard(zeros, stop - start)
         at += padded_bytes(parameter, sharding.ranks)
+    return storages
+
+
+def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[str, ShardStorage]:
+    """Return storage of each parameter: in the user's files, or in a buffer of zeros."""
+    frozen = pool.frozen_of(unit)
+    places, at = dict(frozen.at), 0
+    for name, parameter in unit.parameters.items():
+        if name not in frozen.at:
+            places[name] = at
+            at += padded_bytes(parameter, sharding.ranks)
+    written = pool.buffers.add(at) if at else None
+    read = pool.buffers.add(frozen.nbytes, frozen.runs) if frozen.at else None
+    both = [buffer for buffer in (written, read) if buffer is not None]
+    storages: dict[str, ShardStorage] = {}
+    for name, parameter in unit.parameters.items():
+        start, stop, length = sharding.rows(parameter.shape)
+        shape = (length, *parameter.shape[1:])
+        buffer = read if name in frozen.at else written
+        if buffer is None:  # no elements
+            storages[name] = HostShard(torch.zeros(shape, dtype=parameter.dtype), stop - start)
+        else:
+            padded = buffer.tensor(places[name], shape, parameter.dtype)
+            storages[name] = DiskShard(padded, stop - start, buffer, pool.prefetcher, both)
     return storages
 
 
@@ -313,19 +423,38 @@ def _read_values(
     storages: Mapping[str, ShardStorage],
     sharding: Sharding,
     values: Mapping[str, RowReader],
+    pool: DiskPool | None,
 ) -> None:
+    """Copy the first values to storage, except those that are in the user's files."""
+    in_files = {} if pool is None else pool.frozen_of(unit).at
     with ExitStack() as accessed:
-        for storage in storages.values():
-            accessed.enter_context(storage.access(write=True))
+        for name, storage in storages.items():
+            if name not in in_files:
+                accessed.enter_context(storage.access(write=True))
         for name, parameter in unit.parameters.items():
             start, stop, _ = sharding.rows(parameter.shape)
-            if stop > start:
+            if stop > start and name not in in_files:
                 storages[name].local_shard.copy_(values[name](start, stop))
+    if sharding.mesh.size() > 1:  # the first rank's values count, and its files may differ
+        for name in in_files:
+            start, stop, _ = sharding.rows(unit.parameters[name].shape)
+            if stop > start and not unit.parameters[name].is_meta:
+                _write_if_other(storages[name], values[name](start, stop))
+
+
+def _write_if_other(storage: ShardStorage, values: torch.Tensor) -> None:
+    """Write to a weight that is in the user's files, and leaves them then, if values differ."""
+    with storage.access(write=False):
+        is_same = is_same_bytes(storage.local_shard, values.contiguous())
+    if not is_same:
+        with storage.access(write=True):
+            storage.local_shard.copy_(values)
 
 
 def _place_on_device(unit: Unit, device: torch.device, values: Mapping[str, RowReader]) -> None:
     for name, parameter in unit.parameters.items():
         placed = values[name](0, parameter.shape[0]).to(device)
+        note_replaced(name, parameter)
         replace_parameter(unit.module, parameter, nn.Parameter(placed, parameter.requires_grad))
 
 

@@ -1,9 +1,9 @@
 """Weights that are whole on every rank, as plain parameters ([Note: Shares]).
 
-[Note: Scalars] FSDP2 shards no scalars. Beside what it shards they stay plain, and every rank
-updates them alike by the mean of all ranks' gradients. That is reduced when backward ends, behind
-FSDP2's own reductions: collectives come in one order on every rank. Each backward through the
-model's outputs reduces, also on a rank whose scalars had no part in it.
+[Note: Scalars] FSDP2 shards no scalars. They stay plain, and every rank updates them alike by the
+mean of all ranks' gradients. It is reduced at the end of backward, after FSDP2's own reductions, so
+that collectives come in one order on every rank. Each backward through the model's outputs reduces,
+also on a rank whose scalars had no part in it.
 """
 
 import weakref
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
+from tensorstow.fsdp.module_hooks import ModelHook
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
 from tensorstow.optim.placed import PlacedOptimizer
@@ -29,12 +30,12 @@ from tensorstow.tensors.dtensor import rows_of_rank
 from tensorstow.tensors.shares import RankShare, share_out
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""By its name of torch 2.13, or the one before."""
+"""The name in torch 2.13, or the older one."""
 _SHARED: "weakref.WeakKeyDictionary[nn.Module, SharedWeights]" = weakref.WeakKeyDictionary()
 
 
 def shared_weights_of(model: nn.Module) -> "SharedWeights | None":
-    """Return what a model has whose weights are whole on every rank; None: it is another one."""
+    """Return the weights that a model has whole on every rank; None: it has none."""
     return found_in(_SHARED, model)
 
 
@@ -73,17 +74,17 @@ class SharedWeights:
         self._reduction.reduces = reduces
 
     def register(self, optimizer: PlacedOptimizer) -> None:
-        """Put the hooks in place: gather new weights, and refuse gradients that are incomplete."""
+        """Register hooks that gather new weights, and that raise if gradients are incomplete."""
         model, itself = self._model, self
 
         def pre_forward(called: nn.Module, _: object) -> None:
             if called is model():  # a copy of the module has its hooks
                 itself._pre_forward()  # its own
 
-        known = weakref.ref(optimizer)
+        reference = weakref.ref(optimizer)
 
         def gather() -> None:
-            alive = known()
+            alive = reference()
             if alive is not None:
                 itself._reduction.include_unfrozen()
                 itself._gather([b.layout for b in itself._reduction.buckets], alive)
@@ -91,7 +92,7 @@ class SharedWeights:
         def around_resume() -> None:
             itself._lost = False
             itself._reduction.recover()
-            alive = known()
+            alive = reference()
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
@@ -99,7 +100,7 @@ class SharedWeights:
         shards_the_rest = isinstance(root, FSDPModule)
         if root is not None:
             self._let_set_reduces(root)
-            root.register_forward_pre_hook(pre_forward, prepend=True)
+            root.register_forward_pre_hook(ModelHook(pre_forward), prepend=True)
             if shards_the_rest:
                 self._begin_with_backward(root)
         optimizer.register_step_pre_hook(self._pre_step)
@@ -117,7 +118,7 @@ class SharedWeights:
             if of_fsdp is not None:
                 of_fsdp(reduces, **options)
 
-        root.set_requires_gradient_sync = set_reduces
+        root.set_requires_gradient_sync = ModelHook(set_reduces)
 
     def _begin_with_backward(self, root: nn.Module) -> None:
         """Reduce in each backward through the model's outputs ([Note: Scalars])."""
@@ -133,10 +134,10 @@ class SharedWeights:
                         hooked: Any = tensor
                         hooked.register_hook(begin)
 
-        root.register_forward_hook(post_forward)
+        root.register_forward_hook(ModelHook(post_forward))
 
     def _layouts(self) -> list[RowLayout]:
-        """Return where all parameters are gathered, also frozen ones, which a commit has too."""
+        """Return the layouts to gather all parameters, also frozen ones, which a commit has too."""
         return [
             RowLayout([p for p in unit if p.dtype == dtype], self._mesh)
             for unit in self._units
@@ -154,12 +155,12 @@ class SharedWeights:
             optimizer.wait(layout.parameters)
             if not any(p.ndim for p in layout.parameters):
                 continue  # every rank updates them
-            own = torch.zeros(layout.length, dtype=layout.parameters[0].dtype)
+            local_rows = torch.zeros(layout.length, dtype=layout.parameters[0].dtype)
             for index, parameter in enumerate(layout.parameters):
                 rows = layout.rows(parameter.data, layout.rank)
-                layout.place(index, own, rows).copy_(rows)
-            gathered = own.new_empty(layout.ranks * layout.length)
-            work = _all_gather(gathered, own, group, async_op=True)
+                layout.place(index, local_rows, rows).copy_(rows)
+            gathered = local_rows.new_empty(layout.ranks * layout.length)
+            work = _all_gather(gathered, local_rows, group, async_op=True)
             if pending is not None:
                 _copy_out(*pending)
             pending = layout, gathered, work
@@ -169,14 +170,14 @@ class SharedWeights:
     def _pre_forward(self) -> None:
         self._lost |= self._reduction.recover()
         if self._lost:  # until what the rest of that backward left is dropped
-            given = [p.grad for unit in self._units for p in unit if p.grad is not None]
-            self._lost = any(bool(to_local(gradient).any()) for gradient in given)
+            gradients = [p.grad for unit in self._units for p in unit if p.grad is not None]
+            self._lost = any(bool(to_local(gradient).any()) for gradient in gradients)
 
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401  # torch's
         self._lost |= self._reduction.recover()
-        given = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if self._lost and any(gradient is not None for gradient in given):
-            message = f"step() was called {INCOMPLETE} {advice_for(given)}"
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        if self._lost and any(gradient is not None for gradient in gradients):
+            message = f"step() was called {INCOMPLETE} {advice_for(gradients)}"
             raise OptionError(message)
         self._lost = False
         if self._reduction.has_unreduced:
@@ -188,10 +189,9 @@ class SharedWeights:
 
 
 def _copy_out(layout: RowLayout, gathered: torch.Tensor, work: Any) -> None:  # noqa: ANN401
-    """Copy other ranks' rows to the parameters, when they are there.
+    """Copy other ranks' rows to the parameters, once they are gathered.
 
-    Apart from the version counters, which the update has increased: what it has written is whole
-    now.
+    Version counters do not change: the update that wrote the rows has increased them.
     """
     work.wait()
     for rank, run in enumerate(gathered.view(layout.ranks, -1)):

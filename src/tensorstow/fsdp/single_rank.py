@@ -1,6 +1,6 @@
 """One rank on the CPU: no all-gather; weights and gradients are used in place.
 
-[Note: Single rank] Where a parameter is sharded over one rank, FSDP2 still copies each weight
+[Note: Single rank] If a parameter is sharded over one rank, FSDP2 still copies each weight
 before use and each gradient twice after it. None of that is needed on the CPU in a weight's own
 dtype. ``fsdp_post_all_gather`` returns the unsharded weight to FSDP2 and the tensors to free with
 it; FSDP2 frees a tensor by resizing its storage to 0. Here it returns the shard's own memory as the
@@ -63,9 +63,9 @@ class _AliasStorage:
         self.weight = shard.padded.data
         """The same memory with another version counter."""
         self._version = 0
-        """The weight's, when it was pinned or unpinned last."""
+        """The weight's version when it was last pinned or unpinned."""
         self._shard_version = shard.padded._version  # noqa: SLF001  # no public way
-        """The shard's own, when it was unpinned last."""
+        """The shard's version when it was last unpinned."""
         self.nbytes_when_pinned = shard.padded.nbytes
         _set_versions((self.weight,), (_FREED,))
 
@@ -99,16 +99,16 @@ class InPlaceReduceScatter:
     """
 
     def __init__(self) -> None:
-        """Have given out nothing yet."""
+        """Begin without a buffer."""
         self._input: torch.Tensor | None = None
 
     def allocate(
         self, size: torch.Size, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return memory for the input of a reduction, or for its output: the same."""
-        given, self._input = self._input, None
-        if given is not None and given.shape == size and given.dtype == dtype:
-            return given
+        buffer, self._input = self._input, None
+        if buffer is not None and buffer.shape == size and buffer.dtype == dtype:
+            return buffer
         self._input = torch.empty(size, dtype=dtype, device=device)
         return self._input
 

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.stowed_parameter import StowedParameter
-from tensorstow.io.buffer_pool import PooledBuffer
 from tensorstow.io.mapped import scratch_pieces
+from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.tensors.dtensor import part_of
 
 SMALL_BYTES = 1 << 20
-"""A copy of this size is no file: it would be slower and spare nothing."""
+"""Copies up to this size are no files: those would be slower and save nothing."""
 
 
 class SavedShard(DTensor):
@@ -35,19 +35,19 @@ class SavedShard(DTensor):
         _refuse_whole()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # torch's own signature
-        """Be saved as a DTensor of torch's own."""
-        own: Any = _of_torch(self._local_tensor, self)
-        return own.__reduce_ex__(protocol)
+        """Pickle as torch's own DTensor."""
+        plain: Any = _of_torch(self._local_tensor, self)
+        return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        """Be copied as a DTensor of torch's own."""
+        """Return a copy as torch's own DTensor."""
         copy = memo[id(self)] = _of_torch(self._local_tensor.clone(), self)
         return copy
 
 
 def _of_torch(local: torch.Tensor, like: DTensor) -> DTensor:
-    made: DTensor = DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    return made
+    sharded: DTensor = DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return sharded
 
 
 def _refuse_whole() -> NoReturn:
@@ -64,30 +64,32 @@ def register_state_dict_hooks(model: nn.Module) -> None:
     """Let ``state_dict`` of a sharded model return tensors that anybody can save, and load them.
 
     Args:
-        model: What FSDP2 has sharded; modules in it have state dicts too. Loading with
+        model: The model that FSDP2 has sharded; its modules have state dicts too. Loading with
             ``assign=True`` raises OptionError.
     """
     copies: dict[int, weakref.ref[torch.Tensor]] = {}
     for module in model.modules():
-        own = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-        if own:
-            _hook(module, own, copies)
+        parameters = {
+            n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)
+        }
+        if parameters:
+            _hook(module, parameters, copies)
 
 
 def _hook(
     module: nn.Module,
-    own: Mapping[str, torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
     copies: dict[int, "weakref.ref[torch.Tensor]"],
 ) -> None:
     """Put the hooks on ``module``; ``copies``: the last ones, by parameter."""
 
     def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
-                known = copies.get(id(parameter))
-                copy = None if known is None else known()
-                # Of a tied weight there is one copy under all of its names.
+                reference = copies.get(id(parameter))
+                copy = None if reference is None else reference()
+                # A tied weight has one copy under all of its names.
                 if copy is None or not any(v is copy for v in state_dict.values()):
                     copy = to_savable(value)
                     copies[id(parameter)] = weakref.ref(copy)
@@ -106,7 +108,7 @@ def _hook(
                 " optimizer and the engine hold: leave assign out, and the values are copied."
             )
             raise OptionError(message)
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor):
                 continue  # it is whole at present (fsdp.gathered)
@@ -142,8 +144,8 @@ def to_savable(value: DTensor) -> torch.Tensor:
             )
     if value.device_mesh.size() == 1:
         return local
-    made: DTensor = SavedShard(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    return made
+    shard: DTensor = SavedShard(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return shard
 
 
 def _copy(values: torch.Tensor, buffer: PooledBuffer) -> torch.Tensor:
@@ -158,7 +160,7 @@ def _copy(values: torch.Tensor, buffer: PooledBuffer) -> torch.Tensor:
 def _shard(whole: torch.Tensor, parameter: DTensor, name: str) -> torch.Tensor:
     """Return this rank's rows of ``whole``, sharded as ``parameter`` is.
 
-    Itself where it has another shape: torch refuses that then, by name.
+    A tensor of another shape is returned as it is: torch raises the error, with its name.
     """
     if whole.shape != parameter.shape:
         return whole

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.single_rank import UnshardedAlias
-from tensorstow.io.buffer_pool import PooledBuffer
+from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.tensors.dtensor import OffloadedWeight
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
@@ -37,9 +37,9 @@ class AllGatherInput:
 
     storage: ShardStorage
     alias: UnshardedAlias | None = None
-    """Given where the weight may be computed with in place, on one rank."""
+    """Set if the weight can be computed with in place, on one rank."""
     h2d_prefetcher: H2DPrefetcher | None = None
-    """Given where the weight is copied to an accelerator ahead of its all-gather."""
+    """Set if the weight is copied to an accelerator ahead of its all-gather."""
 
 
 class StowedParameter(OffloadedWeight):
@@ -83,7 +83,7 @@ class StowedParameter(OffloadedWeight):
     ) -> tuple[tuple[torch.Tensor, ...], UnshardedAlias | None]:
         """Return what this rank gives to the all-gather: its padded shard, cast to compute dtype.
 
-        On a single rank that computes with the shard in place: nothing, and its alias.
+        A single rank that computes with the shard in place returns no bytes, and its alias.
         """
         del mesh, outer_size, outer_stride, module
         dtype = mp_policy.param_dtype or self.dtype
@@ -93,9 +93,9 @@ class StowedParameter(OffloadedWeight):
             return (torch.empty(0, dtype=dtype, device=self.device),), alias
         if self.source.h2d_prefetcher is not None:
             return (self.source.h2d_prefetcher.all_gather_input(storage, dtype),), None
-        given = storage.pin_for_copy().to(self.device, dtype)
-        storage.bytes_up += given.nbytes
-        return (given,), None
+        gather_input = storage.pin_for_copy().to(self.device, dtype)
+        storage.bytes_up += gather_input.nbytes
+        return (gather_input,), None
 
     def fsdp_post_all_gather(
         self,
@@ -151,10 +151,15 @@ class StowedParameter(OffloadedWeight):
         reduce: Callable[[Any], Any] = _plain_copy(self).__reduce_ex__
         return reduce(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a copy of the elements, in memory of its own."""
+        copy = memo[id(self)] = _plain_copy(self)
+        return copy
+
 
 @torch.no_grad()
 def storage_of(parameter: torch.Tensor) -> ShardStorage | None:
-    """Return the storage of a parameter, or of its local shard; None where its bytes are its own.
+    """Return the storage of a parameter, or of its local shard; None: its bytes are its own.
 
     Args:
         parameter: A sharded parameter (a DTensor), a shard, or any other tensor.
@@ -184,9 +189,9 @@ def _view(parent: StowedParameter, func: Any, args: Sequence[Any], kwargs: dict[
         number = next(numbers)
 
         def view(whole: torch.Tensor) -> torch.Tensor:
-            seen = func(whole, *args, **kwargs)
-            found: torch.Tensor = seen if isinstance(seen, torch.Tensor) else seen[number]
-            return found
+            views = func(whole, *args, **kwargs)
+            part: torch.Tensor = views if isinstance(views, torch.Tensor) else views[number]
+            return part
 
         wrapped = StowedParameter(value, parent.device, parent.source)
         wrapped.view_of = parent, view
@@ -196,7 +201,7 @@ def _view(parent: StowedParameter, func: Any, args: Sequence[Any], kwargs: dict[
 
 
 def _is_padding_by_fsdp(parameter: StowedParameter, func: Any, args: Sequence[Any]) -> bool:  # noqa: ANN401
-    """Return whether this is FSDP2, which pads shards again at the first forward."""
+    """Return whether ``func`` is FSDP2's padding, which it repeats at the first forward."""
     if parameter.view_of is not None:
         return False
     storage = parameter.source.storage
@@ -217,15 +222,15 @@ def _run_on_shapes(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:  # noqa: ANN401
-    """Return what ``func`` would, on the meta device."""
+    """Return the result of ``func`` on the meta device."""
 
     def shape_of(value: Any) -> Any:  # noqa: ANN401
         if not isinstance(value, StowedParameter):
             return value
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
-    given = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-    out = func(*tree_map(shape_of, args), **given)
+    options = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+    out = func(*tree_map(shape_of, args), **options)
     if func == torch.ops.aten.copy_.default:
         return parameter
 
@@ -257,23 +262,23 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         storages[id(value.source.storage)] = value.source.storage
         return _bytes_of(value)
 
-    given, named = tree_map(bytes_of, args), tree_map(bytes_of, kwargs)
+    plain_args, plain_kwargs = tree_map(bytes_of, args), tree_map(bytes_of, kwargs)
     with ExitStack() as accessed:
         for key, storage in storages.items():
             accessed.enter_context(storage.access(write=key in mutated))
-        out = func(*given, **named)
+        out = func(*plain_args, **plain_kwargs)
         for parameter in mutated.values():  # what runs in here does not count as a version
             torch.autograd.graph.increment_version(parameter.local_shard)
         memory = {s.padded.untyped_storage().data_ptr() for s in storages.values()}
 
-        def own(value: Any) -> Any:  # noqa: ANN401
+        def without_alias(value: Any) -> Any:  # noqa: ANN401
             if not isinstance(value, torch.Tensor):
                 return value
             return value.clone() if value.untyped_storage().data_ptr() in memory else value
 
         target = kwargs.get("out", args[0] if args else None)
         is_mutated = isinstance(target, StowedParameter) and id(target.source.storage) in mutated
-        return target if is_mutated and out is not None else tree_map(own, out)
+        return target if is_mutated and out is not None else tree_map(without_alias, out)
 
 
 def _mutated(

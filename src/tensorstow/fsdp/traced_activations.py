@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tensorstow.activations.recompute import Recompute
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.placed_activations import blocks_with_activations
@@ -27,8 +28,8 @@ from tensorstow.planner.seconds import MicroBatch
 
 _UNWRITTEN = frozenset({torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty})
 _GATHERS = frozenset({torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.gather})
-"""They read as much as they write, whatever they read it from."""
-_WHERE = torch.ops.prim.device.default
+"""Operations that read as much as they write, whatever the size of their source."""
+_GET_DEVICE = torch.ops.prim.device.default
 """Asks a tensor for its device: it makes nothing."""
 _RANDOM = frozenset({torch.ops.aten.bernoulli_, torch.ops.aten.bernoulli})
 
@@ -38,35 +39,35 @@ class Activations:
     """Activations and operations of forward and backward of one micro-batch."""
 
     peak_bytes: int
-    """Of activations alone, gradients excluded."""
+    """The peak of activations alone, without gradients."""
     beside_gradients: int
-    """The most of activations and gradients together, less all gradients."""
+    """The peak of activations and gradients together, minus all gradients."""
     operations: int
     """Floating point operations of forward and backward."""
     tensor_bytes: int = 0
-    """Read and written by operations that are no products."""
+    """Bytes read and written by operations that are no products."""
     calls: int = 0
     """Operations of either kind."""
     random_elements: int = 0
     """Random numbers drawn, for dropout."""
     large_bytes: int = 0
-    """Of all large tensors that operations make."""
+    """Bytes of all large tensors that operations make."""
     saved_bytes: int = 0
-    """That blocks move elsewhere in forward and back in backward; the peaks are without them."""
+    """Bytes that blocks move elsewhere in forward and back in backward; the peaks exclude them."""
     largest_saved_bytes: int = 0
     """The largest storage of these."""
 
     def held(self) -> HeldActivations:
-        """Return what is held, for ``planner.placement``."""
+        """Return the peaks, for ``planner.placement``."""
         return HeldActivations(
             self.peak_bytes, self.beside_gradients, self.saved_bytes, self.largest_saved_bytes
         )
 
     def micro_batch(self, tokens: int) -> MicroBatch:
-        """Return what is done, for ``planner.seconds``.
+        """Return the counts, for ``planner.seconds``.
 
         Args:
-            tokens: Of the micro-batch.
+            tokens: The tokens of the micro-batch.
         """
         return MicroBatch(
             tokens,
@@ -80,16 +81,16 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """What was seen; bytes. A model has its peak in one of two moments, whatever its depth."""
+    """Traced bytes and operations. A model's peak is at one of two moments, whatever its depth."""
 
     early: int
-    """Of activations, until the first block has gradients: when backward begins, say."""
+    """Peak activation bytes until the first block has gradients: as when backward begins."""
     early_together: int
-    """Then, of activations and gradients, less all gradients."""
+    """The same with gradients, minus the bytes of all gradients."""
     late: int
-    """Of activations behind that: what the first block and the embeddings need by themselves."""
+    """Peak activation bytes after the first block's backward."""
     together: int
-    """Behind that, of activations and gradients, less all gradients."""
+    """The same with gradients, minus the bytes of all gradients."""
     operations: int
     tensor_bytes: int
     calls: int
@@ -115,7 +116,7 @@ class TracedStep:
         )
 
     def activations(self) -> Activations:
-        """Return what plans are predicted with."""
+        """Return the peaks and counts that plans are predicted with."""
         return Activations(
             max(self.early, self.late),
             max(self.early_together, self.together),
@@ -135,21 +136,21 @@ def watch(
     train: Callable[[], object],
     units: Sequence[Unit] | None = None,
 ) -> TracedStep:
-    """Return what is seen of ``train``, which runs forward and backward of ``module``.
+    """Return the bytes and operations of ``train``, which runs forward and backward of ``module``.
 
     Args:
         module: A module whose parameters have no memory.
         placed: What its blocks do with their activations.
-        train: Is called once.
-        units: Of the module. Default: None, its repeated blocks and the root.
+        train: The function to trace; it is called once.
+        units: The module's units. Default: None, its repeated blocks and the root.
     """
     units = units_of(module) if units is None else units
     blocks = blocks_with_activations(units).values()
     peaks = Peaks(module, units)
     offload = TracedOffload(peaks.leave_out if placed.device_is_host else lambda _: None)
-    if placed.placement == "recompute":
+    if placed.placement is ActivationPlacement.RECOMPUTE:
         Recompute(blocks)
-    elif placed.placement != "keep":
+    elif placed.placement is not ActivationPlacement.KEEP:
         offload.register(blocks)
     with peaks:
         train()
@@ -157,7 +158,7 @@ def watch(
 
 
 class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
-    """The most bytes after any operation, and what operations there were."""
+    """The peak bytes after any operation, and counts of operations."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit] | None = None) -> None:
         """Trace ``module``, whose parameters and buffers exist already, and its ``units``."""
@@ -168,9 +169,9 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
             p for p in (units or units_of(module))[0].parameters.values() if p.requires_grad
         ]
         self.held = 0
-        """Bytes of all storages that there are now."""
+        """Bytes of all live storages."""
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Every storage that there is, by address."""
+        """Every live storage, by address."""
         for tensor in (*module.parameters(), *module.buffers()):
             self._follow(tensor.untyped_storage())
         self._fixed = self.held
@@ -180,14 +181,14 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         self.random_elements = self.large_bytes = 0
 
     def traced(self) -> TracedStep:
-        """Return what was seen."""
+        """Return the peaks and counts so far."""
         done = (self.operations, self.tensor_bytes, self.calls)
         more = (self.random_elements, self.large_bytes)
         held = (self.early, self.early_together, self.late, self.together)
         return TracedStep(*held, *done, *more)
 
     def leave_out(self, tensor: torch.Tensor) -> None:
-        """Count a storage no more: its memory is counted elsewhere."""
+        """Stop counting a storage: its memory is counted elsewhere."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001
         self.held -= storage.nbytes()
@@ -205,8 +206,8 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Run ``func``, and look."""
-        if func is _WHERE:  # a backward asks for it more often than for all else
+        """Run ``func``, and update the peaks and counts."""
+        if func is _GET_DEVICE:  # a backward asks for it more often than for all else
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self._count(func, (args, kwargs or {}), result)
@@ -233,12 +234,12 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         self._live[key] = weakref.ref(storage, gone)
         self.held += nbytes
 
-    def _count(self, func: Any, given: Any, result: Any) -> None:  # noqa: ANN401  # torch's own
+    def _count(self, func: Any, arguments: Any, result: Any) -> None:  # noqa: ANN401  # torch's own
         """Count an operation, its memory, and the bytes that it moves unless it is a product."""
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._follow(value.untyped_storage())
-        read = _storages(given)
+        read = _storages(arguments)
         written = _storages(result)
         if written.keys() <= read.keys() and not func._schema.is_mutable:  # noqa: SLF001
             return  # a view, or no tensor
@@ -252,7 +253,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
                 value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)
             )
         if kind in flop_registry:
-            args, keywords = given
+            args, keywords = arguments
             self.operations += int(flop_registry[kind](*args, **keywords, out_val=result))
         if kind in _UNWRITTEN or kind in flop_registry:
             return
@@ -261,30 +262,30 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
 
 
 def _storages(tree: Any) -> dict[int, int]:  # noqa: ANN401
-    """Return the bytes of the tensors in a tree, by storage; of views, those that they show."""
-    found: dict[int, int] = {}
+    """Return the bytes of the tensors in a tree, by storage; a view has those of its elements."""
+    nbytes: dict[int, int] = {}
     for value in tree_leaves(tree):
         if isinstance(value, torch.Tensor):
             key = value.untyped_storage()._cdata  # noqa: SLF001
-            found[key] = max(found.get(key, 0), value.numel() * value.element_size())
-    return found
+            nbytes[key] = max(nbytes.get(key, 0), value.numel() * value.element_size())
+    return nbytes
 
 
-def loss_of(found: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
+def loss_of(output: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
     """Return the loss that a model returned, or the mean square of its first output.
 
     Args:
-        found: What its forward returned.
+        output: The return value of its forward.
 
     Raises:
-        OptionError: There is no tensor first in it.
+        OptionError: Its first element is no tensor.
     """
-    loss = getattr(found, "loss", None)
+    loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    while isinstance(found, tuple | list) or hasattr(found, "logits"):
-        found = found.logits if hasattr(found, "logits") else found[0]
-    if not isinstance(found, torch.Tensor):
-        message = f"The model returned {type(found).__name__}: a loss, or a tensor, is needed."
+    while isinstance(output, tuple | list) or hasattr(output, "logits"):
+        output = output.logits if hasattr(output, "logits") else output[0]
+    if not isinstance(output, torch.Tensor):
+        message = f"The model returned {type(output).__name__}: a loss, or a tensor, is needed."
         raise OptionError(message)
-    return found if found.ndim == 0 else found.float().square().mean()
+    return output if output.ndim == 0 else output.float().square().mean()

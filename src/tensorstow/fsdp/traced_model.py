@@ -28,21 +28,20 @@ class ExampleBatch:
     model: nn.Module
     units: Sequence[Unit]
     batch: Any
-    """What forward is called with: a tuple, a mapping of keywords, or one argument; None: it is not
-    known."""
+    """The arguments of forward: a tuple, a mapping of keywords, or one; None: not known."""
     dtype: torch.dtype | None
-    """Of forward and backward; None: the parameters' own."""
+    """The dtype of forward and backward; None: the parameters' own."""
     given_tokens: int | None
-    """What the user said; None: nothing."""
+    """The ``tokens=`` of ``stow``; None: not set."""
 
     @property
     def tokens(self) -> int | None:
-        """Return its tokens, or samples where nothing in it is whole numbers."""
+        """Return its tokens, or its samples if no tensor in it holds integers."""
         if self.given_tokens is not None or self.batch is None:
             return self.given_tokens
-        tensors = [each for each in tree_leaves(self.batch) if isinstance(each, torch.Tensor)]
-        tokens = (each.numel() for each in tensors if not each.is_floating_point())
-        return next(tokens, next((len(each) for each in tensors if each.ndim), 1))
+        tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
+        tokens = (tensor.numel() for tensor in tensors if not tensor.is_floating_point())
+        return next(tokens, next((len(tensor) for tensor in tensors if tensor.ndim), 1))
 
     @property
     def has_blocks(self) -> bool:
@@ -50,29 +49,29 @@ class ExampleBatch:
         return bool(blocks_with_activations(self.units))
 
     def trace(self, placement: ActivationPlacement, device: torch.device) -> Activations | None:
-        """Return the activations and operations; None: nothing is known of the batch.
+        """Return the activations and operations; None: the batch is not known.
 
-        None, and a line in the log, where the model cannot be traced: it cannot be copied, or does
-        what depends on values.
+        None, and a line in the log, if the model cannot be traced: it cannot be copied, or its
+        operations depend on values.
 
         Args:
-            placement: What is done with activations.
-            device: What computes.
+            placement: The placement of activations.
+            device: The device that computes.
         """
         if self.batch is None:
             return None
         try:
             return self._trace_quietly(TracedPlacement(placement, device.type == "cpu"))
         except OptionError as error:
-            told = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             logger.warning(
-                "activations=%r is not tried: batch= cannot be traced: %s", placement, told
+                "activations=%r is not tried: batch= cannot be traced: %s", placement, reason
             )
             return None
 
     def _trace_quietly(self, placed: TracedPlacement) -> Activations:
         log = logging.getLogger("torch._subclasses.fake_tensor")
-        before, log.disabled = log.disabled, True  # our line says it
+        before, log.disabled = log.disabled, True  # trace() logs the reason
         try:
             with FakeTensorMode():
                 return self._trace(placed)
@@ -83,19 +82,21 @@ class ExampleBatch:
 
     def _trace(self, placed: TracedPlacement) -> Activations:
         tensors = [*self.model.parameters(), *self.model.buffers()]
-        # What is in the memo is not copied: this takes no memory, whatever the model has.
+        # deepcopy skips tensors in the memo: this takes no memory, whatever the model's size.
         module = copy.deepcopy(self.model, {id(tensor): self._empty(tensor) for tensor in tensors})
-        given = tree_map(lambda x: self._empty(x) if isinstance(x, torch.Tensor) else x, self.batch)
+        inputs = tree_map(
+            lambda x: self._empty(x) if isinstance(x, torch.Tensor) else x, self.batch
+        )
         units = units_of(
             module, [module.get_submodule(u.name) for u in self.units if u.name != ROOT]
         )
 
         def train() -> None:
-            if isinstance(given, Mapping):
-                found = module(**given)
+            if isinstance(inputs, Mapping):
+                output = module(**inputs)
             else:
-                found = module(*given) if isinstance(given, tuple) else module(given)
-            torch.autograd.backward(loss_of(found))
+                output = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
+            torch.autograd.backward(loss_of(output))
 
         return watch(module, placed, train, units).activations()
 
@@ -103,7 +104,7 @@ class ExampleBatch:
         """Return a tensor without memory, in the dtype that is computed in."""
         floats = self.dtype is not None and tensor.is_floating_point()
         kept_as = self.dtype if floats else tensor.dtype
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept_as, device="cpu")
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kept_as, device="cpu")
         if not isinstance(tensor, nn.Parameter):
-            return made
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return empty
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)

@@ -15,11 +15,11 @@ from tensorstow.activations.saved import StorageIdentity, address_of, version_of
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class _TracedStorage:
-    """It lives as long as autograd has a tensor of it."""
+    """A saved storage; it lives as long as autograd has a tensor of it."""
 
     nbytes: int
     identity: StorageIdentity
-    brought: torch.Tensor | None = None
+    restored: torch.Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -34,15 +34,15 @@ class _TracedTensor:
 class TracedOffload:
     """Hooks on blocks like those of ``ActivationOffload``, which count and move nothing.
 
-    What a block saves is away at once; what backward asks for is there until it lets go of it.
+    What a block saves leaves at once; what backward asks for stays until backward releases it.
     """
 
     def __init__(self, bring: Callable[[torch.Tensor], object]) -> None:
-        """Count nothing yet; ``bring`` is called with what comes back."""
+        """Begin at zero; ``bring`` is called with each storage that comes back."""
         self.saved_bytes = 0
-        """Of one forward, each storage once."""
+        """Bytes saved in one forward, each storage once."""
         self.largest_bytes = 0
-        """Of one storage."""
+        """Bytes of the largest saved storage."""
         self._bring = bring
         self._storages: weakref.WeakValueDictionary[tuple[int, int], _TracedStorage] = (
             weakref.WeakValueDictionary()
@@ -83,8 +83,8 @@ class TracedOffload:
         if isinstance(saved, torch.Tensor):
             return saved
         storage = saved.storage
-        if storage.brought is None:
-            storage.brought = torch.empty(storage.nbytes, dtype=torch.uint8)
-            self._bring(storage.brought)
-        whole: torch.Tensor = storage.brought.view(saved.dtype)
+        if storage.restored is None:
+            storage.restored = torch.empty(storage.nbytes, dtype=torch.uint8)
+            self._bring(storage.restored)
+        whole: torch.Tensor = storage.restored.view(saved.dtype)
         return whole.as_strided(saved.size, saved.stride, saved.offset)

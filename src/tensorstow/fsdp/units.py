@@ -1,13 +1,14 @@
 """Units: modules whose parameters are all-gathered and freed together."""
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import nn
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.nn.tiled_linear import tiles_of
 from tensorstow.step.forward_waits import blocks_of, is_called
 
@@ -24,7 +25,7 @@ class Unit:
     name: str
     module: nn.Module
     parameters: dict[str, nn.Parameter]
-    """By the model's names; a tied one by its first."""
+    """The parameters by the model's names; a tied one by its first name."""
 
     @property
     def nbytes(self) -> int:
@@ -33,11 +34,11 @@ class Unit:
 
 
 def found_in(table: Mapping[nn.Module, T], model: nn.Module) -> T | None:
-    """Return what a table has for a model, or for the model that a wrapper of it holds.
+    """Return a table's entry for a model, or for the model that a wrapper holds.
 
     Args:
-        table: By the model that was placed.
-        model: The model, or a module round it.
+        table: The entries, by placed model.
+        model: The model, or a module around it.
 
     Returns:
         The entry; None: there is none.
@@ -76,6 +77,10 @@ def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> lis
         OptionError: A given block is not in the model, is inside another one, or is a container
             that cannot be called.
     """
+    value: object = blocks
+    if value is not None and (not isinstance(value, Iterable) or isinstance(value, torch.Tensor)):
+        message = f"units={abbreviated(blocks)} was given: it is a list of the model's modules."
+        raise OptionError(message)
     names = {id(m): name for name, m in model.named_modules()}
     chosen = list(blocks) if blocks is not None else blocks_of(model)
     _check(chosen, names)
@@ -105,20 +110,22 @@ def aliases_of(model: nn.Module) -> dict[str, list[str]]:
     first: dict[int, str] = {}
     aliases: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(parameter), name)
-        if known != name:
-            aliases.setdefault(known, []).append(name)
+        first_name = first.setdefault(id(parameter), name)
+        if first_name != name:
+            aliases.setdefault(first_name, []).append(name)
     return aliases
 
 
 def _with_tiles(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return ``blocks`` and the tiles of tiled layers, each before the block that it is in."""
     tiles = {id(tile): tile for tile in tiles_of(model)}
-    found: dict[int, nn.Module] = {}
+    with_tiles: dict[int, nn.Module] = {}
     for block in blocks:
-        found |= {id(part): part for part in block.modules() if id(part) in tiles}
-        found[id(block)] = block
-    return list({**found, **{i: tile for i, tile in tiles.items() if i not in found}}.values())
+        with_tiles |= {id(part): part for part in block.modules() if id(part) in tiles}
+        with_tiles[id(block)] = block
+    return list(
+        {**with_tiles, **{i: tile for i, tile in tiles.items() if i not in with_tiles}}.values()
+    )
 
 
 def _nearest(

@@ -31,15 +31,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.fsdp.module_hooks import ModelHook
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient
 
 INCOMPLETE = (
-    "behind a backward that did not end: some parameters have their gradients and others lost them."
+    "after a backward that did not end: some parameters have their gradients and others lost them."
 )
 _UNREDUCED = (
-    "behind a backward that went through units which FSDP2 was not told of, and gradients were not"
+    "after a backward through units that FSDP2 did not see, and gradients were not"
     " reduced: a unit returned a tensor where none can be found (by a closure, a generator or a"
     " global name), or a graph was gone through twice. Return tensors in tuples, dicts or objects."
 )
@@ -56,7 +57,7 @@ class UnshardHooks:
         Args:
             model: The root module.
             units: The units of ``model``.
-            reset_reduction: Called behind a reduction of gradients that may not have ended.
+            reset_reduction: Called after a reduction of gradients that may not have ended.
         """
         self._root = model
         self._reset_reduction = reset_reduction
@@ -65,21 +66,21 @@ class UnshardHooks:
         self._frozen: dict[int, list[nn.Parameter]] = {}
         self._reshards_after_forward = False
         self._lost = ""
-        """Which gradients were lost, of those that the next step would take; empty: none."""
+        """Why gradients of the next step are incomplete; empty: they are complete."""
 
     def register(self, optimizer: PlacedOptimizer, *, stage: int) -> None:
-        """Put the hooks in place, on the model that is sharded by now.
+        """Register the hooks, once the model is sharded.
 
         Args:
-            optimizer: The one that updates the model.
+            optimizer: The optimizer that updates the model.
             stage: The plan's ZeRO stage; 3 lets FSDP2 reshard after forward by itself.
         """
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 self._modules.append(module)
-                own = [self._root.get_parameter(n) for n in self._names.get(id(module), ())]
-                if not any(p.requires_grad for p in own):
-                    self._frozen[id(module)] = own
+                parameters = [self._root.get_parameter(n) for n in self._names.get(id(module), ())]
+                if not any(p.requires_grad for p in parameters):
+                    self._frozen[id(module)] = parameters
                 module.register_forward_pre_hook(self._pre_forward, prepend=True)
         self._root.register_forward_hook(self._post_forward, always_call=True)
         self._reshards_after_forward = stage < 3
@@ -114,13 +115,13 @@ class UnshardHooks:
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
         if self._recover():
             self._lost = INCOMPLETE
-        unreduced = self._drop_unsharded_gradients(which_are_to_be_reduced=True)
+        unreduced = self._drop_unsharded_gradients(due_only=True)
         if unreduced:
             self._lost = _UNREDUCED
         if self._lost:
-            given = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            if unreduced or any(gradient is not None for gradient in given):
-                message = f"step() was called {self._lost} {advice_for(given)}"
+            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            if unreduced or any(gradient is not None for gradient in gradients):
+                message = f"step() was called {self._lost} {advice_for(gradients)}"
                 raise OptionError(message)
             self._lost = ""
         self._reshard()
@@ -153,7 +154,7 @@ class UnshardHooks:
         if reset is None:
             message = (
                 "A forward or a backward was ended by an exception, and this version of torch"
-                f" ({torch.__version__}) cannot let FSDP2 go on behind it; 2.13 can. Make the"
+                f" ({torch.__version__}) cannot reset FSDP2 after that; 2.13 can. Make the"
                 " model anew, and resume() the last commit."
             )
             raise PoisonedError(message)
@@ -171,23 +172,23 @@ class UnshardHooks:
                 for sharded in group.fsdp_params:
                     sharded.to_sharded()
 
-    def _drop_unsharded_gradients(self, *, which_are_to_be_reduced: bool = False) -> bool:
-        """Drop gradients of unsharded weights, which are not reduced; return whether any was.
+    def _drop_unsharded_gradients(self, *, due_only: bool = False) -> bool:
+        """Drop unreduced gradients of unsharded weights; return whether there were any.
 
-        ``which_are_to_be_reduced``: only those; others wait for the last micro-batch's.
+        ``due_only``: only those that were to be reduced by now, not those of earlier micro-batches.
         """
-        found = False
+        any_dropped = False
         for module in self._modules:
             for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-                if which_are_to_be_reduced and not group.reduce_grads:
+                if due_only and not group.reduce_grads:
                     continue
                 for sharded in group.fsdp_params:
                     whole = getattr(sharded, "_unsharded_param", None)
                     if whole is not None and whole.grad is not None:
-                        found, whole.grad = True, None
+                        any_dropped, whole.grad = True, None
                     if sharded.unsharded_accumulated_grad is not None:
-                        found, sharded.unsharded_accumulated_grad = True, None
-        return found
+                        any_dropped, sharded.unsharded_accumulated_grad = True, None
+        return any_dropped
 
     def _reshard(self) -> None:
         for module in self._modules:
@@ -195,7 +196,7 @@ class UnshardHooks:
 
 
 def reduce_with_last(model: FSDPModule) -> Callable[[bool], None]:
-    """Return what makes FSDP2 reduce gradients, and reshard, in the last micro-batch alone."""
+    """Return a setter: FSDP2 reduces gradients, and reshards, in the last micro-batch alone."""
 
     def set_last(last: bool) -> None:  # noqa: FBT001
         model.set_requires_gradient_sync(last)
@@ -227,28 +228,28 @@ class MicroBatches:
         self._steps = steps
         self._seen = 0
         self._is_last: Any = None
-        self._told = True
+        self._reduces = True
 
     def ask(self, is_last: Callable[[], bool]) -> None:
-        """Ask a bound method whether a micro-batch is the last one, and count no more."""
+        """Ask a bound method whether a micro-batch is the last one, instead of counting."""
         self._is_last = weakref.WeakMethod(is_last)
 
     def tell(self) -> None:
-        """Have the next backward's gradients reduced, or not, by what the method says now."""
+        """Ask the method now whether the next backward reduces its gradients."""
         is_last = None if self._is_last is None else self._is_last()
-        self._told = is_last is None or is_last()
-        self._set_last(self._told)
+        self._reduces = is_last is None or is_last()
+        self._set_last(self._reduces)
 
     def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks in place on ``module``, the model, and on its optimizer."""
         _MICRO_BATCHES[module] = weakref.ref(self)
-        known = weakref.ref(module)
+        reference = weakref.ref(module)
 
         def pre_forward(called: nn.Module, _: object) -> None:
-            if called is known():  # a copy of the module has its hooks
+            if called is reference():  # a copy of the module has its hooks
                 self._pre_forward()
 
-        module.register_forward_pre_hook(pre_forward, prepend=True)
+        module.register_forward_pre_hook(ModelHook(pre_forward), prepend=True)
         optimizer.register_step_pre_hook(self._pre_step)
 
     def _pre_forward(self) -> None:
@@ -263,7 +264,7 @@ class MicroBatches:
         self._set_last(self._seen == self._steps)
 
     def _pre_step(self, *_: Any) -> None:  # noqa: ANN401
-        if not self._told:
+        if not self._reduces:
             message = (
                 "step() was called, and the last backward was not to reduce its gradients: under"
                 " stage 1 that of the last micro-batch does. Take it before, or use stage 2 or 3."
@@ -284,14 +285,14 @@ _MICRO_BATCHES: Any = weakref.WeakKeyDictionary()
 
 
 def micro_batches_of(module: nn.Module) -> MicroBatches | None:
-    """Return what reduces the gradients of a model of stage 1; None: another stage, or one rank."""
-    known: Any = found_in(_MICRO_BATCHES, module)
-    found: MicroBatches | None = None if known is None else known()
-    return found
+    """Return the micro-batches of a stage 1 model; None: another stage, or one rank."""
+    reference: Any = found_in(_MICRO_BATCHES, module)
+    micro_batches: MicroBatches | None = None if reference is None else reference()
+    return micro_batches
 
 
 def advice_for(gradients: Iterable[torch.Tensor | None]) -> str:
-    """Return what to do where ``gradients`` are those of a backward that did not end."""
+    """Return advice for the ``gradients`` of a backward that did not end."""
     if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
         return f'With overlap="backward" updates by some have begun: {ABORT_ADVICE}.'
     return "Call zero_grad() and go on with the next batch."

@@ -20,12 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.keywords import keywords_of, refuse_unknown_keywords
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import keyword_of, reaches_device
+from tensorstow.base.update_on import keyword_of, reaches_device, refuse_delayed
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
@@ -49,9 +51,9 @@ class KeepsOnDevice(Protocol):
     """An optimizer factory that has torch update some parameters on the device."""
 
     def stays_on_device(self, name: str) -> bool:
-        """Return whether the parameter ``name`` is updated there, if it is on the device.
+        """Return whether the parameter ``name`` is updated on the device, if it is there.
 
-        Its gradients and states stay there too.
+        Its gradients and states then stay on the device too.
         """
 
 
@@ -65,17 +67,53 @@ _DEFAULTS: dict[str, Any] = {
     "ram_budget": None,
     "dir": None,
 }
-"""The keywords that a plan decides, with what holds where it leaves them unset."""
+"""The keywords that a plan decides, with their values if it leaves them unset."""
 _FREE = frozenset({"ram_budget", "dir", "update_on"})
 """Keywords that the user may pass to the optimizer if the plan leaves them unset."""
+_LEAVE_OUT = "Leave it out: the plan has an overlap= of its own, which is exact."
 
 
 # --- arguments ---
 
 
-def validate_arguments(
-    model: object, optimizer: object, plan: object, compute_dtype: object, mesh: object
-) -> None:
+_ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "plan": (
+        # A str first: comparing an array gives no bool.
+        lambda plan: isinstance(plan, Plan) or (isinstance(plan, str) and plan == "auto"),
+        'a tensorstow.Plan, or "auto"',
+    ),
+    "compute_dtype": (
+        lambda dtype: any(dtype is usable for usable in (None, *_COMPUTE_DTYPES)),
+        f"one of {', '.join(map(str, _COMPUTE_DTYPES))}, or None for the parameters' own",
+    ),
+    "mesh": (
+        lambda mesh: isinstance(mesh, DeviceMesh | None),
+        "a DeviceMesh, by init_device_mesh(...)",
+    ),
+    "budget": (
+        lambda budget: isinstance(budget, Budget | None),
+        'a tensorstow.Budget, as Budget(device="20GiB", host="48GiB", disk="500GiB")',
+    ),
+    "tokens": (
+        lambda n: n is None or (isinstance(n, int) and not isinstance(n, bool) and n > 0),
+        "a number of tokens of a micro-batch, at least 1",
+    ),
+    "init": (
+        lambda init: init is None or callable(init),
+        "a function that is called with a module, as model._init_weights of transformers is",
+    ),
+    "dir": (
+        lambda directory: isinstance(directory, str | os.PathLike | None),
+        (
+            "one directory, of weights and states. For states over several give them to the"
+            " optimizer, partial(AdamW, dir=[...]), and leave dir= of stow out"
+        ),
+    ),
+}
+"""For each argument of ``stow``, whether a value can be used, and what values it takes."""
+
+
+def validate_arguments(model: object, optimizer: object, **arguments: object) -> None:
     """Check the types of the arguments of ``stow``, and that the model is new.
 
     Raises:
@@ -86,23 +124,16 @@ def validate_arguments(
         raise OptionError(message)
     if optimizer is not None and not callable(optimizer):
         message = (
-            f"stow() was given a {type(optimizer).__name__} for an optimizer: give it what makes"
-            " one of the model's named parameters, partial(tensorstow.AdamW, lr=1e-5), for the"
-            " parameters are others once they are stowed; or None for a model that is only read."
+            f"stow() was given a {type(optimizer).__name__} for an optimizer: give it a"
+            " factory, such as partial(tensorstow.AdamW, lr=1e-5), because stow() replaces the"
+            " parameters; or None for a model that is only read."
         )
         raise OptionError(message)
-    if plan != "auto" and not isinstance(plan, Plan):
-        message = f'plan={plan!r} was given: it is a tensorstow.Plan, or "auto".'
-        raise OptionError(message)
-    if compute_dtype is not None and compute_dtype not in _COMPUTE_DTYPES:
-        message = (
-            f"compute_dtype={compute_dtype!r} was given: it is one of"
-            f" {', '.join(map(str, _COMPUTE_DTYPES))}, or None for the parameters' own."
-        )
-        raise OptionError(message)
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        message = f"mesh={mesh!r} was given: it is a DeviceMesh, by init_device_mesh(...)."
-        raise OptionError(message)
+    for name, value in arguments.items():
+        is_usable, kind = _ARGUMENTS[name]
+        if not is_usable(value):
+            message = f"{name}={abbreviated(value)} was given: it is {kind}."
+            raise OptionError(message)
     if torch.is_inference_mode_enabled():
         message = (
             "stow() was called under inference_mode: what is made there is never trained, and has"
@@ -112,77 +143,22 @@ def validate_arguments(
     _validate_new(model)
 
 
-def validate_unused(**given: object) -> None:
+def validate_unused(**arguments: object) -> None:
     """Check that arguments of training were not given for a model that is only read.
 
     Args:
-        given: The arguments, by name.
+        arguments: The arguments, by name.
 
     Raises:
         OptionError: One was.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
             message = (
-                f"{name}={value!r} was given without an optimizer: a model that is only read has"
-                " neither states nor commits, and each rank has its own. Leave it out."
+                f"{name}={abbreviated(value)} was given without an optimizer: a model that is only"
+                " read has neither states nor commits, and each rank has its own. Leave it out."
             )
             raise OptionError(message)
-
-
-def validate_budget(budget: object) -> None:
-    """Check that ``budget`` is a Budget or None.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    if budget is not None and not isinstance(budget, Budget):
-        message = (
-            f"budget={budget!r} was given: it is a tensorstow.Budget, as"
-            ' Budget(device="20GiB", host="48GiB", disk="500GiB").'
-        )
-        raise OptionError(message)
-
-
-def validate_tokens(tokens: object) -> None:
-    """Check that ``tokens`` is a number of tokens or None.
-
-    Raises:
-        OptionError: It is something else.
-    """
-    if tokens is None or (isinstance(tokens, int) and not isinstance(tokens, bool) and tokens > 0):
-        return
-    message = f"tokens={tokens!r} was given: it is a number of tokens of a micro-batch, at least 1."
-    raise OptionError(message)
-
-
-def validate_init(init: object) -> None:
-    """Check that ``init`` can give a module its first values.
-
-    Raises:
-        OptionError: It is neither None nor callable.
-    """
-    if init is not None and not callable(init):
-        message = (
-            f"init={init!r} was given: it is a function that is called with a module, as"
-            " model._init_weights of transformers is."
-        )
-        raise OptionError(message)
-
-
-def validate_directory(directory: object) -> None:
-    """Check that ``dir`` is one directory, or none.
-
-    Raises:
-        OptionError: It is several, or something else.
-    """
-    if directory is not None and not isinstance(directory, str | os.PathLike):
-        message = (
-            f"dir={directory!r} was given to stow: it is one directory, of weights and states. For"
-            " states over several give them to the optimizer, partial(AdamW, dir=[...]), and leave"
-            " dir= of stow out."
-        )
-        raise OptionError(message)
 
 
 def _validate_new(model: nn.Module) -> None:
@@ -240,7 +216,7 @@ def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
 
 
 def validate_device(plan: Plan, device: torch.device) -> None:
-    """Check that an accelerator is there where the plan needs one.
+    """Check that this rank has an accelerator if the plan needs one.
 
     Args:
         plan: The plan; of it, ``update_on``, ``device_limit`` and the activations.
@@ -263,7 +239,7 @@ def validate_device(plan: Plan, device: torch.device) -> None:
             " is no accelerator for copies of units to stay on. Leave it out."
         )
         raise OptionError(message)
-    if "host" in plan.activation_placements:
+    if ActivationPlacement.HOST in plan.activation_placements:
         message = (
             f'activations="host" was given, and this rank computes on {device}: they are in host'
             ' memory as they are. Say "keep", "recompute" or "disk".'
@@ -311,14 +287,14 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
 
 
 def takes_scalars(plan: Plan, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
-    """Return whether scalars may stay plain beside what FSDP2 shards ([Note: Scalars]).
+    """Return whether scalars may stay plain next to sharded parameters ([Note: Scalars]).
 
     Args:
         plan: The plan.
         device: What this rank computes on.
         compute_dtype: What FSDP2 casts to, and would not cast scalars to; None: nothing.
     """
-    within_step = plan.overlap != "backward" and plan.micro_batches == 1
+    within_step = not plan.timing.begins_early and plan.micro_batches == 1
     return device.type == "cpu" and compute_dtype is None and within_step
 
 
@@ -397,9 +373,9 @@ def _validate_one_dtype(unit: Unit) -> None:
     for name, parameter in trained.items():
         examples.setdefault(parameter.dtype, name)
     if len(examples) > 1:
-        found = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
+        dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in examples.items())
         message = (
-            f"What is trained in unit {unit.name!r} has several dtypes ({found}), and FSDP2"
+            f"What is trained in unit {unit.name!r} has several dtypes ({dtypes}), and FSDP2"
             " reduces a unit's gradients in one. Cast it to one dtype (with compute_dtype= fp32"
             " parameters compute in 16 bits), or name modules of one dtype each by units=."
         )
@@ -420,7 +396,7 @@ def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
 
 
 def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
-    """Return the test, by name, whether a parameter on the device is updated there by torch."""
+    """Return a test of names: whether torch updates that parameter on the device."""
     factory: object = optimizer.func if isinstance(optimizer, partial) else optimizer
     return factory.stays_on_device if isinstance(factory, KeepsOnDevice) else _never
 
@@ -457,21 +433,23 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
     for name, value in given_keywords(optimizer).items():
         if name in _FREE and name not in placed:
             continue
+        refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
         said = "host" if (name, value) == ("states", "ram") else value
         if name in _DEFAULTS and placed.get(name, _DEFAULTS[name]) != said:
+            written, meaning = _as_written(optimizer, name, value)
             message = (
-                f"{name}={value!r} was given to the optimizer, and the plan says"
+                f"{written} was given to the optimizer{meaning}, and the plan says"
                 f" {placed.get(name, _DEFAULTS[name])!r}. Say it in one place: in the plan."
             )
             raise OptionError(message)
     try:
-        taken = inspect.signature(optimizer).parameters
+        inspect.signature(optimizer)
     except ValueError as error:  # a partial with a keyword that its function does not take
+        if isinstance(optimizer, partial) and (names := keywords_of(optimizer.func)) is not None:
+            refuse_unknown_keywords(optimizer.func.__name__, optimizer.keywords, names)
         message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
-    if any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return
-    missing = sorted(name for name in placed if name not in taken)
+    missing = sorted(name for name in placed if not accepts(optimizer, name))
     if missing:
         message = (
             f"The optimizer's function does not accept {', '.join(missing)}, which say where states"
@@ -481,53 +459,69 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
         raise OptionError(message)
 
 
-def validate_optimizer(made: object, placed: Mapping[str, Any]) -> PlacedOptimizer:
+def _as_written(optimizer: OptimizerFactory, name: str, value: object) -> tuple[str, str]:
+    """Return the keyword that a user wrote with its value, and its meaning if that differs."""
+    said = f"{name}={value!r}"
+    if not isinstance(optimizer, partial) or name in optimizer.keywords:
+        return said, ""
+    for keyword, setting in optimizer.keywords.items():
+        if name in given_keywords(partial(optimizer.func, **{keyword: setting})):
+            return f"{keyword}={setting!r}", f", which means {said}"
+    return said, ""
+
+
+def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOptimizer:
     """Return the optimizer that the user's function made, if it is one of ours and placed so.
 
     Args:
-        made: What the function returned.
+        optimizer: What the function returned.
         placed: The keywords that it was given. An optimizer that lacks one is closed.
 
     Raises:
         OptionError: The function made another one, or did not pass the keywords on.
     """
-    if not isinstance(made, PlacedOptimizer):
+    if not isinstance(optimizer, PlacedOptimizer):
         message = (
-            f"The optimizer's function returned a {type(made).__name__}: it is to return a"
+            f"The optimizer's function returned a {type(optimizer).__name__}: it is to return a"
             " tensorstow.AdamW, tensorstow.Adam or tensorstow.StowedOptimizer."
         )
         raise OptionError(message)
-    where = made.offload_policy.placement
-    found = {
-        "states": made.placement_of_states,
-        "overlap": made.offload_policy.overlap,
-        "update_on": made.offload_policy.update_on,
-        "dir": bool(where.directories),
-        "ram_budget": where.ram_budget,
+    try:
+        refuse_delayed(optimizer.offload_policy.overlap, "to the optimizer of stow()", _LEAVE_OUT)
+    except OptionError:
+        optimizer.close()
+        raise
+    placement = optimizer.offload_policy.placement
+    actual = {
+        "states": optimizer.placement_of_states,
+        "overlap": optimizer.offload_policy.overlap,
+        "update_on": optimizer.offload_policy.update_on,
+        "dir": bool(placement.directories),
+        "ram_budget": placement.ram_budget,
     }
-    for name, value in found.items():
+    for name, value in actual.items():
         if name in _FREE and name not in placed:
             continue
         wanted = placed.get(name, _DEFAULTS[name])
         if (name, wanted, value) == ("states", "disk", "shared"):
-            continue  # a class that is given the share beside the plan
+            continue  # a class that takes its share apart from the plan
         if name == "ram_budget" and wanted is not None:
             wanted = parse_size(wanted, name)
         if value != (wanted is not None if name == "dir" else wanted):
-            made.close()
+            optimizer.close()
             message = (
                 "The optimizer's function did not pass on the keywords it was given: the plan has"
                 f" {name}={wanted!r} and the optimizer has not. Pass **placement on to it."
             )
             raise OptionError(message)
-    return made
+    return optimizer
 
 
-def validate_class(made: StowedOptimizer, plan: Plan, device: torch.device) -> None:
+def validate_class(optimizer: StowedOptimizer, plan: Plan, device: torch.device) -> None:
     """Check that a plan is one by which a class of torch's can update.
 
     Args:
-        made: What the optimizer's function returned; it is closed where it is refused.
+        optimizer: What the optimizer's function returned; closed if the plan does not suit it.
         plan: The plan.
         device: What this rank computes on.
 
@@ -535,19 +529,19 @@ def validate_class(made: StowedOptimizer, plan: Plan, device: torch.device) -> N
         OptionError: Something of it is for Adam and AdamW alone.
     """
     tiers = {plan.parameters, *plan.units.values()}
-    found = {
+    obstacles = {
         f"an accelerator ({device})": device.type != "cpu",
         "parameters on disk": Tier.DISK in tiers,
-        f'overlap="{plan.overlap}"': plan.overlap != "none",
+        plan.timing.keyword: plan.timing.is_overlapped,
         f"update_on={plan.update_on!r}": plan.update_on is not None,
     }
-    for what, given in found.items():
-        if given:
-            made.close()
+    for obstacle, is_present in obstacles.items():
+        if is_present:
+            optimizer.close()
             message = (
-                f"A StowedOptimizer was to update a model with {what}: classes of torch's step in"
-                " step(), on the CPU, parameters in host memory. Use tensorstow.AdamW or Adam, or"
-                " another plan."
+                f"A StowedOptimizer was to update a model with {obstacle}: classes of torch's step"
+                " in step(), on the CPU, parameters in host memory. Use tensorstow.AdamW or Adam,"
+                " or another plan."
             )
             raise OptionError(message)
 
@@ -559,11 +553,11 @@ def validate_same_on_ranks(arguments: Mapping[str, str], group: dist.ProcessGrou
     """Check that every rank called ``stow`` alike: fail fast instead of deadlocking. Collective.
 
     Args:
-        arguments: What is to be the same, by what the error calls it.
+        arguments: Values that must be the same, by their names in the error.
         group: All ranks; None: there is one.
 
     Raises:
-        OptionError: On every rank, where one differs from rank 0.
+        OptionError: One differs from rank 0; raised on every rank.
     """
     if group is None:
         return
@@ -581,13 +575,13 @@ def validate_same_on_ranks(arguments: Mapping[str, str], group: dist.ProcessGrou
 
 
 def describe_units(units: Iterable[Unit]) -> dict[str, str]:
-    """Return what is to be the same of the model on every rank: a line for each unit."""
+    """Return what must be the same on every rank: a line for each unit."""
     lines = {}
     for unit in units:
-        each = [f"{n} {_describe(p)}" for n, p in unit.parameters.items()]
-        digest = hashlib.sha256("\n".join(each).encode()).hexdigest()[:8]
-        few = f"{len(each)} parameters, of names, kinds and places with the sum {digest}"
-        lines[f"unit {unit.name!r}"] = few if len(each) > 4 else ", ".join(each)
+        parameters = [f"{n} {_describe(p)}" for n, p in unit.parameters.items()]
+        digest = hashlib.sha256("\n".join(parameters).encode()).hexdigest()[:8]
+        few = f"{len(parameters)} parameters, of names, kinds and places with the sum {digest}"
+        lines[f"unit {unit.name!r}"] = few if len(parameters) > 4 else ", ".join(parameters)
     return {"units": ", ".join(lines), **lines}
 
 
@@ -598,30 +592,16 @@ def _describe(parameter: torch.Tensor) -> str:
     return f"{tuple(parameter.shape)} {parameter.dtype} {trained} in {place}"
 
 
-def refuse_budget(budget: object) -> None:
-    """Check that no budget was given beside a plan.
+def refuse_with_plan(**arguments: object) -> None:
+    """Check that no argument of ``plan="auto"`` was given with another plan.
 
     Args:
-        budget: What was given; None: nothing.
-
-    Raises:
-        OptionError: One was.
-    """
-    if budget is not None:
-        message = 'budget= only applies to plan="auto"; leave it out or omit plan=.'
-        raise OptionError(message)
-
-
-def refuse_batch(**given: object) -> None:
-    """Check that nothing was said of a batch beside a plan.
-
-    Args:
-        given: The arguments of ``stow``, by name.
+        arguments: The arguments of ``stow``, by name.
 
     Raises:
         OptionError: One is not None.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None:
-            message = f'{name}= only applies to plan="auto".'
+            message = f'{name}= only applies to plan="auto"; leave it out or omit plan=.'
             raise OptionError(message)

@@ -1,7 +1,7 @@
 """``micro_batches``: all micro-batches go through one unit before the next, in plain autograd.
 
 [Note: Vertical order] A unit's weights are gathered for its forward and for its backward, by hooks
-round both. Inside of them its forward is called once for each micro-batch, so that a weight is read
+around both. Inside them its forward is called once for each micro-batch, so that a weight is read
 as often as for one. The last micro-batch goes first: autograd runs the node that was made last
 before others, so backward takes the first micro-batch first, one after the other, and each weight's
 gradient is summed in the order in which accumulation would sum it.
@@ -60,29 +60,29 @@ class VerticalOrder:
         self._parts = micro_batches
         self._device = device
         self._observed: ObservedCalls | None = None
-        """What the modules do, while the model runs to see that."""
+        """Calls of the modules, while the model runs to record them; None otherwise."""
         self._dimensions: dict[str, BatchDimensions] | None = None
-        """By the modules' names; None: the first forward did not come yet."""
-        self._told: set[str] = set()
+        """Batch dimensions by the modules' names; None: before the first forward."""
+        self._warned_names: set[str] = set()
         self._sums: Any = WeakIdKeyDictionary()
-        """By the gathered weight, which FSDP2 makes in the first forward and keeps."""
+        """Sums by the gathered weight, which FSDP2 makes in the first forward and keeps."""
         names = {id(module): name for name, module in model.named_modules()}
         self._modules = [
             (names[id(module)], weakref.ref(module), weakref.ref(owner))
             for module, owner in _modules_to_cut(units)
         ]
-        """Names of the modules whose forwards are cut, they, and the units that they are in."""
+        """Names of the modules whose forwards are cut, the modules, and the units with them."""
         self._blocks = set(_blocks(units, names))
         """Names of the units that must be cut: not tiles, which see samples in one row."""
 
     def register(self) -> None:
-        """Put the hooks in place, before those that are there: FSDP2 must not have begun."""
+        """Register the hooks before existing ones: FSDP2 must not have begun."""
         model = self._model()
         if model is None:
             return
         model.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-        for name, known, owner in self._modules:
-            module = known()
+        for name, reference, owner in self._modules:
+            module = reference()
             if module is not None:
                 _replace_forward(module, partial(self._run, name, owner))
 
@@ -107,7 +107,7 @@ class VerticalOrder:
     def _observe(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ObservedCalls:
-        """Return what the modules take and return in a forward, and leave no trace of it."""
+        """Return the inputs and outputs of the modules in a forward without side effects."""
         self._observed = seen = ObservedCalls()
         try:
             with torch.no_grad(), _random_numbers_kept(self._device), _buffers_kept(model):
@@ -119,22 +119,22 @@ class VerticalOrder:
     def _compare(
         self, first: ObservedCalls, second: ObservedCalls, sizes: tuple[int, int]
     ) -> dict[str, BatchDimensions]:
-        found = {
+        dimensions = {
             name: BatchDimensions.of(first.calls[name], second.calls[name], sizes)
             for name, _, _ in self._modules
             if name in first.calls or name in second.calls
         }
-        for name in self._blocks & found.keys():
-            if found[name].unknown:
+        for name in self._blocks & dimensions.keys():
+            if dimensions[name].unknown:
                 message = (
                     f"micro_batches={self._parts} was given, and unit {name!r} cannot be called"
-                    f" with a part of the batch: {found[name].unknown}. A unit takes and returns"
-                    " tensors with the batch in a dimension of its own, and others that all"
+                    f" with a part of the batch: {dimensions[name].unknown}. A unit takes and"
+                    " returns tensors with the batch in a dimension of its own, and others that all"
                     " samples share (a cache of keys and values is neither: use_cache=False)."
                     " Leave micro_batches out, or name other units by units=."
                 )
                 raise OptionError(message)
-        return found
+        return dimensions
 
     # --- a module's forward ---
 
@@ -152,15 +152,15 @@ class VerticalOrder:
         """Return what ``forward`` does; with gradients it is called for each micro-batch."""
         if self._observed is not None:
             return self._observed.observe(name, forward, args, kwargs)
-        known = (self._dimensions or {}).get(name)
-        if known is None or known.unknown or not torch.is_grad_enabled():
+        dimensions = (self._dimensions or {}).get(name)
+        if dimensions is None or dimensions.unknown or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         unit = owner()
-        sums = self._sums_of(unit, kept=module is unit and known.calls > 1)
+        sums = self._sums_of(unit, keep=module is unit and dimensions.calls > 1)
         try:
-            calls = known.split(args, kwargs, self._parts, sums.anchor)
+            calls = dimensions.split(args, kwargs, self._parts, sums.anchor)
         except UnknownBatchError as error:
-            self._tell(name, error)
+            self._warn(name, error)
             return forward(*args, **kwargs)
         outputs: list[Any] = [None] * len(calls)
         for i in reversed(range(len(calls))):
@@ -169,15 +169,15 @@ class VerticalOrder:
                 outputs[i] = forward(*calls[i][0], **calls[i][1])
             finally:
                 put_back(replaced)
-        return known.concatenate(outputs)
+        return dimensions.concatenate(outputs)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _tell(self, name: str, error: UnknownBatchError) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _warn(self, name: str, error: UnknownBatchError) -> None:
+        if name not in self._warned_names:
+            self._warned_names.add(name)
             logger.warning(
-                "micro_batches: %s runs with the whole batch, whose dimension cannot be told (%s)."
-                " Weights are read no oftener; its activations are those of the whole batch",
+                "micro_batches: %s runs with the whole batch, whose dimension is not known (%s)."
+                " Weights are read as often; its activations are those of the whole batch",
                 name or "the model",
                 error,
             )
@@ -185,10 +185,10 @@ class VerticalOrder:
     # --- sums ---
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _sums_of(self, owner: nn.Module | None, *, kept: bool) -> CallSums:
-        """Return where the gradients of a unit's gathered weights, and the root's, are summed.
+    def _sums_of(self, owner: nn.Module | None, *, keep: bool) -> CallSums:
+        """Return the sums of the gradients of a unit's gathered weights, and of the root's.
 
-        ``kept``: until autograd has come through all calls.
+        ``keep``: until autograd has gone through all calls.
         """
         sums = CallSums()
         for module in (owner, self._model()):
@@ -200,7 +200,7 @@ class VerticalOrder:
                         if whole not in self._sums:
                             self._sums[whole] = WeightSum(sharded, whole, group)
                         sums.by_weight[id(whole)] = self._sums[whole]
-                        if kept and module is owner:
+                        if keep and module is owner:
                             sums.kept.append((whole, self._sums[whole]))
         return sums
 
@@ -245,16 +245,16 @@ def _parts_to_cut(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
 
 
 def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
-    """Have ``run`` called for a module's forward, with the module, the forward and arguments."""
-    known = weakref.ref(module)
-    given = module.__dict__.get("forward")
+    """Replace a module's forward by ``run``, called with the module, the forward and arguments."""
+    reference = weakref.ref(module)
+    custom = module.__dict__.get("forward")
 
     # What is compiled are the calls inside.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001
     def forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        alive: Any = known()
-        own = partial(type(alive).forward, alive) if given is None else given
-        return run(alive, own, args, kwargs)
+        alive: Any = reference()
+        original = partial(type(alive).forward, alive) if custom is None else custom
+        return run(alive, original, args, kwargs)
 
     replaced: Any = forward
     replaced.__signature__ = inspect.signature(module.forward)
@@ -273,8 +273,8 @@ def _random_numbers_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers, and what is in them, back."""
-    kept = [
+    """Restore buffers and their values."""
+    saved = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()  # noqa: SLF001
@@ -283,7 +283,7 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, copy in kept:
+            for module, name, buffer, copy in saved:
                 module._buffers[name] = buffer  # noqa: SLF001
                 if buffer is not None and copy is not None and not torch.equal(buffer, copy):
                     buffer.copy_(copy)  # batch norm changes them without a new version

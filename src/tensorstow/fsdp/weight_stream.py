@@ -17,33 +17,21 @@ stream waits for the copy, and the next copy to the same buffer for the work of 
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
 
 import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.sizes import round_up
-from tensorstow.checkpoint.weight_files import WeightFile
 from tensorstow.formats.row_scales import dequantize_rows
-from tensorstow.fsdp.unit_buffers import UnitBuffers
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
-from tensorstow.io.files import ALIGN, IoFuture
-from tensorstow.io.pinned import PinnedBlock
+from tensorstow.io.file_runs import Run
+from tensorstow.io.pinned import HostMemory, PinnedBlock
 from tensorstow.io.safetensors import Entry
-
-TENSOR_ALIGN = 64
-"""Tensors in memory begin at multiples of this, as torch's own do."""
-
-
-class HostMemory(Protocol):
-    """Bytes in host memory: an ``Arena``, or a ``PinnedBlock``."""
-
-    def tensor(self, offset: int, count: int, dtype: torch.dtype, /) -> torch.Tensor:
-        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+from tensorstow.memory.moving_bytes import ByteState, MovingBytes
+from tensorstow.memory.unit_buffers import UnitBuffers
 
 
 class DeviceMemory:
@@ -71,25 +59,25 @@ class RowScale:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FileTensor:
-    """One parameter of a unit: where it is in the unit's buffer, and in modules."""
+    """One parameter of a unit, with its places in the unit's buffer and in modules."""
 
     name: str
-    """In the model."""
+    """Its name in the model."""
     entry: Entry
     """Its bytes in a file."""
     absent: nn.Parameter
-    """What the modules have while the unit is not in use."""
+    """The placeholder that modules have while the unit is not in use."""
     places: Sequence[tuple[nn.Module, str]]
-    """Modules, and the name of the parameter there."""
+    """Modules, and the parameter's name in each."""
     at: int
     """Where its bytes begin in the buffer."""
     cast_at: int | None
     """Where its values in the dtype of ``absent`` begin; None: it is stored in that dtype."""
     scale: "RowScale | None" = None
-    """Of a weight that is stored in int8."""
+    """The scales of a weight that is stored in int8."""
 
     def cast(self, memory: HostMemory) -> None:
-        """Compute the values in the parameter's dtype, where they are stored in another one."""
+        """Compute the values in the parameter's dtype, if they are stored in another one."""
         if self.scale is not None:
             shape, scale = self.absent.shape, self.scale
             codes = memory.tensor(self.at, self.absent.numel(), torch.int8).view(shape)
@@ -110,7 +98,7 @@ class FileTensor:
         self._put(self.absent)
 
     def values(self, memory: HostMemory | DeviceMemory) -> torch.Tensor:
-        """Return what is computed with, in one row."""
+        """Return the values that are computed with, in one dimension."""
         begin = self.at if self.cast_at is None else self.cast_at
         return memory.tensor(begin, self.absent.numel(), self.absent.dtype)
 
@@ -120,90 +108,27 @@ class FileTensor:
         return parameter
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Run:
-    """Bytes that are read at once."""
-
-    file: WeightFile
-    offset: int
-    """Where they begin in the file."""
-    at: int
-    """Where they begin in the buffer."""
-    nbytes: int
-
-
-class BufferLayout:
-    """Places for tensors in a buffer, one after the other."""
-
-    def __init__(self) -> None:
-        """Begin with an empty buffer."""
-        self.nbytes = 0
-
-    def place(self, entry: Entry, dtype: torch.dtype) -> tuple[int, int | None]:
-        """Return where a tensor's bytes begin, and its values in ``dtype`` if it is another one."""
-        if entry.offset % TENSOR_ALIGN == 0 and entry.dtype == dtype:
-            # At the same place of a page as in the file: direct I/O needs no copy.
-            at = self.nbytes + (entry.offset - self.nbytes) % ALIGN
-            self.nbytes = at + entry.nbytes
-        else:
-            at = self.append(entry.nbytes)
-        if entry.dtype == dtype:
-            return at, None
-        return at, self.append(entry.nbytes // entry.dtype.itemsize * dtype.itemsize)
-
-    def append(self, nbytes: int) -> int:
-        """Return where the next ``nbytes`` begin."""
-        at = round_up(self.nbytes, TENSOR_ALIGN)
-        self.nbytes = at + nbytes
-        return at
-
-
-def runs_of(tensors: Iterable[tuple[WeightFile, Entry, int]]) -> list[Run]:
-    """Return what is read for tensors: those that follow each other in file and buffer at once.
-
-    Args:
-        tensors: Their files, what they are there, and where they begin in the buffer; in its order.
-    """
-    runs: list[Run] = []
-    for file, entry, at in tensors:
-        offset, nbytes = entry.offset, entry.nbytes
-        last = runs[-1] if runs else None
-        if (
-            last is not None
-            and last.file is file
-            and (last.offset + last.nbytes, last.at + last.nbytes) == (offset, at)
-        ):
-            runs[-1] = Run(file, last.offset, last.at, last.nbytes + nbytes)
-        elif nbytes:
-            runs.append(Run(file, offset, at, nbytes))
-    return runs
-
-
 @dataclass(eq=False, slots=True)
-class StreamedUnit:
-    """Parameters that are read and used together."""
+class StreamedUnit(MovingBytes):
+    """Parameters that are read and used together; the state is of its buffer in host memory."""
 
     name: str
     tensors: Sequence[FileTensor]
     nbytes: int
-    """Of its buffer."""
+    """Bytes of its buffer."""
     runs: Sequence[Run] = ()
-    """What is read of files; none of a unit that is in host memory for good."""
+    """The reads from files; none for a unit that stays in host memory."""
     resident: HostMemory | None = None
-    """Where its values are for good, for an accelerator to copy; None: in the files."""
-    reads: list[IoFuture] = field(default_factory=list)
-    """Those that were not waited for."""
-    is_read: bool = False
-    """Whether its buffer in host memory has its values."""
+    """The memory that its values stay in, for an accelerator to copy; None: they are in files."""
     copied: DeviceEvent | None = None
-    """The end of the copy to the device; None: it is not there."""
+    """The end of the copy to the device; None: it is not on the device."""
     last_copy: DeviceEvent | None = None
     """The end of the last copy from its host memory."""
     users: int = 0
     """Calls under way that use it."""
     attached: list[nn.Parameter] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Of what is attached, as it was then."""
+    """Versions of the attached parameters, when they were attached."""
 
     def is_cast(self) -> bool:
         """Return whether a tensor of it is stored in another dtype."""
@@ -229,13 +154,13 @@ class StreamLimits:
     prefetch: int
     """How many units are read ahead."""
     host_bytes: int
-    """Of all buffers in host memory."""
+    """Bytes of all buffers in host memory."""
     device_bytes: int = 0
-    """Of all buffers on an accelerator."""
+    """Bytes of all buffers on an accelerator."""
 
 
 class WeightStream:
-    """The units of one model that come to what computes in each pass, and their memory."""
+    """The units of one model that are read or copied in each pass, and their memory."""
 
     def __init__(
         self, calls: Sequence[Call], limits: StreamLimits, link: DeviceLink | None = None
@@ -258,7 +183,7 @@ class WeightStream:
             limits.host_bytes, self._allocate, self._settle, self._upcoming
         )
         self.device: UnitBuffers[StreamedUnit, DeviceMemory] = UnitBuffers(
-            limits.device_bytes, self._allocate_there, self._forget_copy, self._upcoming
+            limits.device_bytes, self._allocate_on_device, self._forget_copy, self._upcoming
         )
         self._lock = threading.RLock()
 
@@ -271,10 +196,10 @@ class WeightStream:
     def pinned_bytes(self) -> int:
         """Return the host memory that is pinned for copies to the device."""
         memory = [*self.host.buffers, *(unit.resident for unit in self.units)]
-        return sum(each.pinned_bytes for each in memory if isinstance(each, PinnedBlock))
+        return sum(block.pinned_bytes for block in memory if isinstance(block, PinnedBlock))
 
     def enter(self, call: Call) -> None:
-        """Lend the weights that a call uses. Raises what reading them has met."""
+        """Attach the weights that a call uses; raises errors of reading them."""
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             if self._last is not None:
                 self._last.following = call
@@ -323,9 +248,9 @@ class WeightStream:
         unit.versions = [p._version for p in unit.attached]  # noqa: SLF001  # no public way
 
     def _take_back(self, unit: StreamedUnit) -> None:
-        there = self.device.get(unit)
-        if self.link is not None and there is not None:
-            there.last_use = self.link.record_event()
+        buffer = self.device.get(unit)
+        if self.link is not None and buffer is not None:
+            buffer.last_use = self.link.record_event()
         written = [
             tensor.name
             for tensor, attached, version in zip(
@@ -335,7 +260,7 @@ class WeightStream:
         ]
         for tensor, attached in zip(unit.tensors, unit.attached, strict=True):
             tensor.take_back()
-            # A graph that has saved it raises an error, when other weights are there.
+            # A graph that saved it then raises an error instead of using other weights.
             torch.autograd.graph.increment_version(attached)
         unit.attached, unit.versions = [], []
         if written:
@@ -350,7 +275,7 @@ class WeightStream:
     # --- reading ahead ---
 
     def _read_ahead(self) -> None:
-        """Begin reading and copying the next units, as far as there is room behind nearer ones."""
+        """Begin reading and copying the next units, as far as nearer ones leave room."""
         nearer: list[StreamedUnit] = []
         for unit in self._upcoming():
             if len(nearer) == self._prefetch:
@@ -360,7 +285,7 @@ class WeightStream:
             if not self._begin_read(unit, keep=nearer):
                 return
             nearer.append(unit)
-            if self.link is not None and all(read.done() for read in unit.reads):
+            if self.link is not None and unit.is_over():
                 self._finish_read(unit)
                 self._begin_copy(unit, keep=nearer)
 
@@ -374,7 +299,7 @@ class WeightStream:
             yield call.unit
 
     def _begin_read(self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None) -> bool:
-        """Begin reading a unit, if it is not there; return whether there was room.
+        """Begin reading a unit, if it is not in memory; return whether there was room.
 
         ``keep``: as in ``UnitBuffers.take``.
         """
@@ -385,56 +310,49 @@ class WeightStream:
         memory = self.host.take(unit, keep)
         if memory is None:
             return False
-        unit.is_read = False
+        unit.move(ByteState.READING)
         try:
             for run in unit.runs:
                 into = memory.tensor(run.at, run.nbytes, torch.uint8)
-                unit.reads.append(run.file.read(run.offset, into))
+                unit.transfers.append(run.file.read(run.offset, into))
                 self.bytes_read += run.nbytes
         except BaseException:
-            with suppress(OSError):  # what kept the next read from starting is what to tell
-                self.host.drop(unit)
+            self.host.drop(unit)
             raise
         return True
 
     def _finish_read(self, unit: StreamedUnit) -> HostMemory | None:
         """Return host memory with a unit's values; None: it is on the device already."""
         memory = unit.resident or self.host.get(unit)
-        if memory is None or unit.resident is not None or unit.is_read:
-            return memory
-        try:
-            _wait_for_reads(unit.reads)
-            for file in {run.file for run in unit.runs}:
-                file.validate_unchanged()
-        except BaseException:
-            self.host.drop(unit)
-            raise
-        for tensor in unit.tensors:
-            tensor.cast(memory)
-        unit.is_read = True
+        if memory is not None and unit.state is ByteState.READING:
+            try:
+                unit.settle(partial(_check_and_cast, unit, memory))
+            except BaseException:
+                self.host.drop(unit)
+                raise
         return memory
 
     def _begin_copy(
         self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None
     ) -> DeviceMemory | None:
         """Begin copying a unit that is in host memory to the device; None: there is no room."""
-        there = self.device.get(unit)
-        if there is not None or self.link is None:
-            return there
+        buffer = self.device.get(unit)
+        if buffer is not None or self.link is None:
+            return buffer
         memory = self._finish_read(unit)
-        there = None if memory is None else self.device.take(unit, keep)
-        if memory is None or there is None:
+        buffer = None if memory is None else self.device.take(unit, keep)
+        if memory is None or buffer is None:
             return None
         if unit.is_cast():
-            pairs = [(tensor.values(there), tensor.values(memory)) for tensor in unit.tensors]
+            pairs = [(tensor.values(buffer), tensor.values(memory)) for tensor in unit.tensors]
         else:
-            pairs = [(there.bytes, memory.tensor(0, unit.nbytes, torch.uint8))]
+            pairs = [(buffer.bytes, memory.tensor(0, unit.nbytes, torch.uint8))]
         try:
-            unit.copied = unit.last_copy = self.link.h2d(pairs, [there.last_use])
+            unit.copied = unit.last_copy = self.link.h2d(pairs, [buffer.last_use])
         except BaseException:
             self.device.drop(unit)  # it would be taken for the unit's values
             raise
-        return there
+        return buffer
 
     # --- buffers ---
 
@@ -443,7 +361,7 @@ class WeightStream:
             return Arena(nbytes, in_children=False)
         return PinnedBlock(nbytes, self.link.device, self.link.synchronize)
 
-    def _allocate_there(self, nbytes: int) -> DeviceMemory:
+    def _allocate_on_device(self, nbytes: int) -> DeviceMemory:
         if self.link is None:
             message = "A buffer on a device was asked for, and the CPU computes."
             raise AssertionError(message)
@@ -451,24 +369,18 @@ class WeightStream:
 
     def _settle(self, unit: StreamedUnit, _: HostMemory) -> None:
         """Return when nothing reads or writes a unit's buffer in host memory."""
-        unit.is_read = False
+        unit.leave()
         if unit.last_copy is not None:
             unit.last_copy.synchronize()
-        _wait_for_reads(unit.reads)
 
     @staticmethod
     def _forget_copy(unit: StreamedUnit, _: DeviceMemory) -> None:
         unit.copied = None
 
 
-def _wait_for_reads(reads: list[IoFuture]) -> None:
-    """Return when every read is over; raise what the first one that failed has met."""
-    failure: BaseException | None = None
-    while reads:
-        try:
-            reads[0].wait()
-        except OSError as error:
-            failure = failure or error
-        del reads[0]  # an interrupt in the wait leaves it: its memory is in use
-    if failure is not None:
-        raise failure
+def _check_and_cast(unit: StreamedUnit, memory: HostMemory) -> None:
+    """Raise an error if a file has changed; else compute what is stored in another dtype."""
+    for file in {run.file for run in unit.runs}:
+        file.validate_unchanged()
+    for tensor in unit.tensors:
+        tensor.cast(memory)

@@ -1,4 +1,4 @@
-"""accelerate: what its ``Accelerator`` knows, and models that are placed already."""
+"""accelerate: the last micro-batch of a step, and models that are already placed."""
 
 from typing import Any
 
@@ -6,11 +6,12 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.sharding import world_size
 from tensorstow.fsdp.stow import plan_of
 
 
 def last_micro_batch() -> bool:
-    """Return whether the backward under way is the last of its step.
+    """Return whether the current backward is the last of its step.
 
     For ``tensorstow.AdamW(overlap="backward", accumulation_steps=last_micro_batch)`` inside of
     ``accelerator.accumulate(model)``: the last step of an epoch may have fewer micro-batches.
@@ -27,15 +28,23 @@ def prepared(model: torch.nn.Module) -> torch.nn.Module:
     accelerate would move it to a device, and wrap and cast it.
 
     Args:
-        model: The model; pass it to ``accelerator.prepare`` beside its optimizer.
+        model: The model; pass it to ``accelerator.prepare`` with its optimizer.
 
     Returns:
         The model.
 
     Raises:
-        OptionError: ``stow`` has not placed it, or the accelerator has mixed precision.
+        OptionError: ``stow`` has not placed it, or the accelerator has mixed precision or another
+            number of ranks.
     """
     plan_of(model)
+    processes = AcceleratorState().num_processes
+    if processes != world_size():
+        message = (
+            f"prepared() was called for a model that is shared by {world_size()} ranks, and the"
+            f" Accelerator knows of {processes}: start them with torchrun or accelerate launch."
+        )
+        raise OptionError(message)
     precision = AcceleratorState().mixed_precision
     if precision != "no":
         message = (

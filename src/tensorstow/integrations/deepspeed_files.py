@@ -1,7 +1,7 @@
 """DeepSpeed's configuration as keywords of an optimizer in a Trainer that has no ``deepspeed=``.
 
 The file is compared with the Trainer's arguments as transformers compares it: "auto" takes theirs,
-and a value that contradicts them is an error with both. What the file leaves out is the Trainer's.
+and a value that contradicts them is an error with both. Values that the file omits are theirs, too.
 """
 
 import logging
@@ -30,7 +30,7 @@ def placement_in(
 ) -> dict[str, Any]:
     """Return the keywords that place states as a configuration asks; raises OptionError.
 
-    ``source`` is a file or a dict; ``args`` those of the Trainer, which fill in "auto".
+    ``source`` is a file or a dict; ``args``, of the Trainer, replace "auto".
     """
     written = load(source)
     pairs = _pairs(args)
@@ -39,7 +39,7 @@ def placement_in(
     fill = {path: value for path, (value, _) in pairs.items() if path != "train_batch_size"}
     clipped = {"gradient_clipping": args.max_grad_norm, **written}
     settings = read_settings(clipped, args.world_size, fill=fill)
-    _refuse_what_a_trainer_lacks(settings, args.world_size)
+    _refuse_unsupported(settings, args.world_size)
     logger.info("the DeepSpeed configuration:\n%s", summary_of(written))
     if settings.fp16 is not None:
         logger.warning("fp16: the loss scale is accelerate's, and not the configuration's")
@@ -48,15 +48,15 @@ def placement_in(
 
 def _placement(settings: Settings) -> dict[str, Any]:
     offload = settings.zero.offload_optimizer
-    found: dict[str, Any] = {"states": "host"}
+    keywords: dict[str, Any] = {"states": "host"}
     if offload.device == "nvme":
-        found = {"states": "disk", "policy": PipelinePolicy(depth=settings.aio.queue_depth)}
+        keywords = {"states": "disk", "policy": PipelinePolicy(depth=settings.aio.queue_depth)}
         if offload.nvme_path is not None:
             # Scratch files, as DeepSpeed's; dir= of the caller makes the run durable.
-            found |= {"dir": offload.nvme_path, "durability": "none"}
+            keywords |= {"dir": offload.nvme_path, "durability": "none"}
     if offload.ratio != 1.0:
-        found["update_on"] = 1.0 - offload.ratio if offload.ratio else "device"
-    return found
+        keywords["update_on"] = 1.0 - offload.ratio if offload.ratio else "device"
+    return keywords
 
 
 def _pairs(args: transformers.TrainingArguments) -> dict[str, tuple[Any, str]]:
@@ -82,7 +82,7 @@ def _refuse_mismatches(written: Mapping[str, Any], pairs: Mapping[str, tuple[Any
         value: Any = written
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        value = list(value) if isinstance(value, tuple) else value  # as JSON has pairs
+        value = list(value) if isinstance(value, tuple) else value  # JSON has lists
         if value not in (None, "auto", theirs):
             lines.append(f"{path}={value!r}, and {name}={theirs!r}")
     if lines:
@@ -105,35 +105,35 @@ def _refuse_sections(written: Mapping[str, Any]) -> None:
     if not isinstance(optimizer, Mapping):
         return
     params = dict(optimizer.get("params") or {})
-    known = {"lr", "betas", "eps", "weight_decay", *_OF_IMPLEMENTATIONS}
+    accepted = {"lr", "betas", "eps", "weight_decay", *_OF_IMPLEMENTATIONS}
     other = [
         f"{name}={value!r}"
         for name, value in params.items()
-        if name not in known and (name not in _DEFAULT_FLAGS or value != _DEFAULT_FLAGS[name])
+        if name not in accepted and (name not in _DEFAULT_FLAGS or value != _DEFAULT_FLAGS[name])
     ]
     if str(optimizer.get("type")).lower() not in {"adam", "adamw"}:
         other.insert(0, f"type={optimizer.get('type')!r}")
     if other:
         message = (
             f"The DeepSpeed configuration has an optimizer with {', '.join(other)}: in a Trainer it"
-            " is AdamW. Keep deepspeed= in the Trainer, behind tensorstow.deepspeed.take_name()"
+            " is AdamW. Keep deepspeed= in the Trainer, after tensorstow.deepspeed.take_name()"
             " (docs/guides/trainers.md)."
         )
         raise OptionError(message)
 
 
-def _refuse_what_a_trainer_lacks(settings: Settings, world: int) -> None:
-    zero, found = settings.zero, ""
+def _refuse_unsupported(settings: Settings, world: int) -> None:
+    zero, setting = settings.zero, ""
     if zero.offload_param.device != "none":
-        found = f'zero_optimization.offload_param.device="{zero.offload_param.device}"'
+        setting = f'zero_optimization.offload_param.device="{zero.offload_param.device}"'
     elif zero.stage and world > 1:
-        found = f"zero_optimization.stage={zero.stage} on {world} processes"
+        setting = f"zero_optimization.stage={zero.stage} on {world} processes"
     elif settings.activation_checkpointing.cpu_checkpointing:
-        found = "activation_checkpointing.cpu_checkpointing"
-    if found:
+        setting = "activation_checkpointing.cpu_checkpointing"
+    if setting:
         message = (
-            f"The DeepSpeed configuration has {found}: in a Trainer the optimizer's states are"
-            " placed, and nothing else. Keep deepspeed= in the Trainer, behind"
+            f"The DeepSpeed configuration has {setting}: in a Trainer the optimizer's states are"
+            " placed, and nothing else. Keep deepspeed= in the Trainer, after"
             " tensorstow.deepspeed.take_name() (docs/guides/trainers.md)."
         )
         raise OptionError(message)

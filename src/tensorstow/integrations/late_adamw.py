@@ -1,10 +1,9 @@
 """AdamW with the options and parameter groups of a Trainer of transformers.
 
-[Note: Late] A Trainer moves its model to the device behind its constructor, so an optimizer that
-was made before would have parameters that are none of the model's any more.
-``optimizer_cls_and_kwargs`` is asked when the model is in its place. What is given there is no
-class but a factory, which is told the model: names of parameters, and buffers, go with each
-snapshot.
+[Note: Late] A Trainer moves its model to the device after its constructor, so an optimizer made
+earlier would hold parameters that the model no longer has. ``optimizer_cls_and_kwargs`` is used
+once the model is in its place. It gets a factory instead of a class, which takes the model: names
+of parameters, and buffers, are part of each snapshot.
 """
 
 from collections.abc import Mapping
@@ -17,10 +16,10 @@ from tensorstow.optim.adam import AdamW
 
 
 class LateAdamW:
-    """Makes ``tensorstow.AdamW`` for a model, with the parameter groups of the Trainer."""
+    """Factory of ``tensorstow.AdamW`` for a model, with the parameter groups of the Trainer."""
 
     def __call__(self, model: torch.nn.Module, *_: object, **options: Any) -> AdamW:  # noqa: ANN401
-        """Return the optimizer of a model that is where it will be trained.
+        """Return the optimizer of a model that is already on its device.
 
         Args:
             model: The model.
@@ -30,7 +29,7 @@ class LateAdamW:
         Returns:
             The optimizer: ``weight_decay`` is for matrices alone, as in the Trainer.
         """
-        # It uses nothing of the Trainer.
+        # The method uses nothing of the Trainer.
         names = transformers.Trainer.get_decay_parameter_names(cast("Any", None), model)
         trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
@@ -40,22 +39,22 @@ class LateAdamW:
         return AdamW(groups, **{"module": model, **options})
 
 
-def is_durable(where: Mapping[str, Any]) -> bool:
+def is_durable(keywords: Mapping[str, Any]) -> bool:
     """Return whether keywords of ``AdamW`` make a run that commits to a directory."""
-    return where.get("dir") is not None and where.get("durability") != "none"
+    return keywords.get("dir") is not None and keywords.get("durability") != "none"
 
 
 def options_of(
-    args: transformers.TrainingArguments, where: Mapping[str, Any], *, durable: bool
+    args: transformers.TrainingArguments, keywords: Mapping[str, Any], *, durable: bool
 ) -> dict[str, Any]:
-    """Return keywords of ``AdamW``: those of a Trainer's arguments, then those of ``where``.
+    """Return keywords of ``AdamW``: a Trainer's arguments, updated with ``keywords``.
 
     Args:
         args: The Trainer's arguments.
-        where: Keywords of ``AdamW``; they come first.
+        keywords: Keywords of ``AdamW``; they take precedence.
         durable: Whether the run commits. A checkpoint is a ticket then ([Note: Tickets] in
-            checkpoint.ticket), and commits are made for checkpoints alone: one of another moment
-            would have no trainer state to go on with.
+            checkpoint.ticket), and only checkpoints commit: a commit at another time would have
+            no trainer state to resume from.
     """
     options: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -65,4 +64,4 @@ def options_of(
     }
     if durable:
         options |= {"checkpoints": "ticket", "commit_every": None}
-    return {**options, **where}
+    return {**options, **keywords}

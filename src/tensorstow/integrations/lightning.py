@@ -1,14 +1,16 @@
 """Lightning with a model that ``tensorstow.stow`` places in ``configure_optimizers``.
 
-[Note: In Lightning] An optimizer alone needs nothing of this. A placed model must not be moved,
+[Note: In Lightning] An optimizer alone needs none of this. A placed model must not be moved,
 wrapped, cast or gathered, which every strategy of Lightning's does at some point. Ranks are
 Lightning's (``devices=``, torchrun), and their gradients are reduced by what ``stow`` made. A
 checkpoint whose optimizer state is a ticket has no weights of the placed model: they are in the
-snapshot that it names.
+snapshot that it names. The snapshot is dropped when Lightning removes the checkpoint, if no other
+checkpoint is known to name it: from what this process has saved, or from a file that can be read
+without running code.
 """
 
+import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -18,8 +20,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.checkpoint.ticket import is_own, is_ticket, new_name, snapshot_named_by
+from tensorstow.base.launch import launched
+from tensorstow.checkpoint.ticket import is_own, is_ticket, new_name, read_ticket
 from tensorstow.fsdp.stow import plan_of
+
+logger = logging.getLogger("tensorstow")
 
 _STATES = "optimizer_states"
 
@@ -30,24 +35,39 @@ class StowStrategy(ModelParallelStrategy):
     def __init__(self) -> None:
         """Leave everything to ``configure_optimizers``."""
         super().__init__(save_distributed_checkpoint=False)
+        self._launch = launched()  # Lightning sets WORLD_SIZE itself, without RANK, when it starts
+        self._snapshots: dict[str, list[str | None]] = {}
+        """Snapshots by checkpoint that this process has saved, an entry for each optimizer."""
 
     def setup_environment(self) -> None:
-        """Join the ranks, which all have batches of their own."""
+        """Join the ranks; each has its own batches.
+
+        Raises:
+            OptionError: The launcher started another number of ranks.
+        """
+        launch, world = self._launch, self.num_nodes * self.num_processes
+        if launch.rank is not None and launch.world not in {1, world}:
+            message = (
+                f"The Trainer was given num_nodes={self.num_nodes} and devices="
+                f"{self.num_processes}, but by {launch.found} there are {launch.world} ranks. Give"
+                " it as many, or start one process."
+            )
+            raise OptionError(message)
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:  # noqa: ANN401  # Lightning's
-        """Have the model placed and its optimizer made; nothing is moved or cast.
+        """Place the model and make its optimizer; nothing else is moved or cast.
 
         Args:
             trainer: Of Lightning.
 
         Raises:
-            OptionError: Mixed precision, or weights that ``stow`` was not given.
+            OptionError: Mixed precision, or weights that ``stow`` did not place.
         """
         module: Any = self.lightning_module
-        self.accelerator.setup(trainer)  # type: ignore[union-attr]  # it is there by now
+        self.accelerator.setup(trainer)  # type: ignore[union-attr]  # set by now
         _refuse_precision(self.precision_plugin.precision)
         self.precision_plugin = _ClipsInside()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -65,16 +85,16 @@ class StowStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the module; of several ranks each has its shards.
+        """Return the state dict of the module; with several ranks, this rank's shards.
 
         Returns:
             Tensors by name.
         """
-        found: dict[str, Any] = self.lightning_module.state_dict()  # type: ignore[union-attr]
-        return found
+        state: dict[str, Any] = self.lightning_module.state_dict()  # type: ignore[union-attr]
+        return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return an optimizer's state dict; for a ticket of several ranks each names its snapshot.
+        """Return an optimizer's state dict; with several ranks, each takes the ticket's snapshot.
 
         Args:
             optimizer: Of the module.
@@ -87,8 +107,8 @@ class StowStrategy(ModelParallelStrategy):
         if self.world_size > 1 and policy is not None and policy.placement.durable:
             step = self.lightning_module.global_step  # type: ignore[union-attr]
             real.snapshot(self.broadcast(new_name(step)))
-        found: dict[str, Any] = real.state_dict()
-        return found
+        state: dict[str, Any] = real.state_dict()
+        return state
 
     def save_checkpoint(
         self,
@@ -104,7 +124,7 @@ class StowStrategy(ModelParallelStrategy):
             storage_options: Of Lightning.
 
         Raises:
-            OptionError: It has no ticket.
+            OptionError: The checkpoint has no ticket.
         """
         if not _has_tickets(checkpoint):
             message = (
@@ -118,13 +138,14 @@ class StowStrategy(ModelParallelStrategy):
         state = checkpoint["state_dict"].items()
         checkpoint["state_dict"] = {n: v for n, v in state if not n.startswith(before)}
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        self._snapshots[str(filepath)] = _snapshots_in(checkpoint)
 
     def load_checkpoint(
         self,
         checkpoint_path: Any,  # noqa: ANN401
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> Any:  # noqa: ANN401
-        """Return what is in a checkpoint; nothing is loaded yet.
+        """Return the contents of a checkpoint; nothing is loaded yet.
 
         Args:
             checkpoint_path: The file.
@@ -136,7 +157,7 @@ class StowStrategy(ModelParallelStrategy):
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Load what a checkpoint has of the module; the placed weights of a ticket come with it.
+        """Load a checkpoint into the module; placed weights come with the ticket instead.
 
         Args:
             checkpoint: The checkpoint.
@@ -154,27 +175,43 @@ class StowStrategy(ModelParallelStrategy):
         Strategy.load_optimizer_state_dict(self, checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401
-        """Remove a checkpoint, and the snapshots of its tickets.
+        """Remove a checkpoint, and the snapshots that its tickets alone name.
 
         Args:
             filepath: The file.
         """
-        names: list[str | None] = []
-        if self.is_global_zero:
-            with suppress(FileNotFoundError):  # of a run before, which Lightning takes for done
-                saved = self.checkpoint_io.load_checkpoint(filepath, weights_only=False)
-                states = saved.get(_STATES, ())
-                names = [snapshot_named_by(s) if is_ticket(s) else None for s in states]
+        names = self._snapshots.pop(str(filepath), None)
+        if names is None and self.is_global_zero:
+            names = self._read_snapshots(filepath)
+        other_names = {name for snapshots in self._snapshots.values() for name in snapshots}
+        names = [None if name in other_names else name for name in names or ()]
         for optimizer, name in zip(self.optimizers, self.broadcast(names), strict=False):
             real: Any = getattr(optimizer, "_optimizer", optimizer)
-            kept = {n for summary in real.snapshots() for n in summary.names} if name else set()
-            if name is not None and name in kept and is_own(name):
+            kept_names = (
+                {n for summary in real.snapshots() for n in summary.names} if name else set()
+            )
+            if name is not None and name in kept_names and is_own(name):
                 real.drop(name)
         super().remove_checkpoint(filepath)
 
+    def _read_snapshots(self, filepath: Any) -> list[str | None]:  # noqa: ANN401
+        """Return the snapshots of a checkpoint of an earlier process; none if it is unreadable."""
+        try:
+            return _snapshots_in(self.checkpoint_io.load_checkpoint(filepath, weights_only=True))
+        except FileNotFoundError:  # Lightning treats it as removed
+            return []
+        except Exception as error:  # noqa: BLE001  # torch raises errors of many kinds
+            logger.warning(
+                "%s is removed, and cannot be read without running code that it may name: if its"
+                " optimizers have snapshots, these are kept. optimizer.snapshots() lists them,"
+                " optimizer.drop(name) frees their disk space (%s: %s)",
+                *(filepath, type(error).__name__, str(error).partition("\n")[0]),
+            )
+            return []
+
 
 class _ClipsInside(Precision):
-    """Clips gradients inside the update, wherever they are by then."""
+    """Clips gradients inside the update, on any tier."""
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:  # noqa: ANN401
         optimizer.clip_grad_norm_(clip_val)
@@ -185,6 +222,12 @@ class _ClipsInside(Precision):
             ' gradients are clipped inside the update, by their norm. Use "norm".'
         )
         raise OptionError(message)
+
+
+def _snapshots_in(checkpoint: Mapping[str, Any]) -> list[str | None]:
+    """Return the snapshot that each optimizer's ticket names; None for one without a ticket."""
+    states = checkpoint.get(_STATES, ())
+    return [read_ticket(state).snapshot if is_ticket(state) else None for state in states]
 
 
 def _has_tickets(checkpoint: Mapping[str, Any]) -> bool:
@@ -199,8 +242,10 @@ def _placed(module: Any, name: str = "") -> list[str]:  # noqa: ANN401
     except OptionError:
         return []
     parts = module.named_children()
-    below = [_placed(part, f"{name}.{own}" if name else own) for own, part in parts]
-    return [found for one in below for found in one] or [name]
+    nested = [
+        _placed(part, f"{name}.{child_name}" if name else child_name) for child_name, part in parts
+    ]
+    return [module_name for names in nested for module_name in names] or [name]
 
 
 def _refuse_precision(precision: str) -> None:
@@ -214,7 +259,7 @@ def _refuse_precision(precision: str) -> None:
 
 
 def _refuse_unplaced(module: nn.Module) -> None:
-    """Raise OptionError where a trained weight is in no placed module: ranks would differ in it."""
+    """Raise OptionError for a trained weight in no placed module: ranks would differ in it."""
     placed = _placed(module)
     before = tuple(f"{name}." if name else "" for name in placed)
     rest = [n for n, p in module.named_parameters() if p.requires_grad]

@@ -1,20 +1,28 @@
-"""LLaMA-Factory's second trainer (``USE_V1=1``): ``optim_config: {name: tensorstow, ...}``.
+"""LLaMA-Factory's second trainer (v1): ``optim_config: {name: tensorstow, ...}``.
 
-It is known when this module is imported, which the user's launcher does.
+LLaMA-Factory imports no plugins that are not its own, and ``llamafactory-cli`` starts other
+processes, so this module is the command: ``python -m tensorstow.integrations.llamafactory``.
 """
 
+from argparse import REMAINDER, ArgumentParser
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from llamafactory.v1 import launcher
 from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_timing import timing_of
 from tensorstow.integrations.late_adamw import is_durable
 from tensorstow.optim.adam import AdamW
 
-__all__ = ["adamw"]
+__all__ = ["adamw", "main"]
+
+_COMMANDS = ("sft", "train", "rm")
+_YAML = (".yaml", ".yml")
 
 
 @OptimizerPlugin("tensorstow").register()
@@ -26,7 +34,7 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
         config: Keywords of ``tensorstow.AdamW``, and ``name``. ``dir`` makes checkpoints tickets.
 
     Returns:
-        The optimizer, over what is trained.
+        The optimizer of the trained parameters.
 
     Raises:
         OptionError: No ``lr``, ``overlap="backward"``, or ``dir`` on several processes.
@@ -34,12 +42,12 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
     options = {name: value for name, value in config.items() if name != "name"}
     durable, message = is_durable(options), None
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if "lr" not in options:  # LLaMA-Factory does not tell its learning_rate
+    if "lr" not in options:  # LLaMA-Factory does not pass its learning_rate
         message = "optim_config without lr was given: add it, for learning_rate is not passed on."
-    elif options.get("overlap") == "backward":
+    elif timing_of(options.get("overlap", "none")).begins_early:
         message = (
-            'overlap="backward" was given: LLaMA-Factory asks for the norm of all gradients behind'
-            ' backward, and they have been used by then. Use overlap="none" or "forward".'
+            'overlap="backward" was given: LLaMA-Factory asks for the norm of all gradients after'
+            ' backward, when they are already used. Use overlap="none" or "forward".'
         )
     elif durable and world > 1:
         message = (
@@ -52,3 +60,33 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
         options = {"checkpoints": "ticket", "commit_every": None, **options}
     trained = [p for p in model.parameters() if p.requires_grad]
     return AdamW(trained, **{"module": model, **options})
+
+
+def main() -> None:
+    """Run ``sft``, ``train`` or ``rm`` of LLaMA-Factory with the command line of this process.
+
+    Exits with status 2 and one line for another command, which LLaMA-Factory's function would
+    ignore, and for a file that does not exist.
+    """
+    command = ArgumentParser(
+        prog=f"python -m {__spec__.name}",
+        description="Train by LLaMA-Factory's second trainer with tensorstow's AdamW.",
+        epilog="For other commands use llamafactory-cli.",
+    )
+    command.add_argument("command", help=f"{', '.join(_COMMANDS)}, or a YAML file")
+    command.add_argument("options", nargs=REMAINDER, help="a YAML file, or LLaMA-Factory's options")
+    words = command.parse_args()
+    named = [words.command, *words.options[:1]]
+    if words.command in _COMMANDS:
+        if not words.options:
+            command.error(f"{words.command} needs a YAML file or options: add one")
+        named = named[1:]
+    elif not words.command.endswith(_YAML):
+        command.error(f"{words.command!r} is none of {', '.join(_COMMANDS)}, and no YAML file")
+    if not named[0].startswith("-") and not Path(named[0]).is_file():
+        command.error(f"{named[0]} is not a file: name the YAML file of the training")
+    launcher.main()
+
+
+if __name__ == "__main__":
+    main()

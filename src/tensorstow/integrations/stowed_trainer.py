@@ -1,9 +1,9 @@
 """``Stowed``: a Trainer of transformers whose model ``tensorstow.stow`` places.
 
 [Note: In a Trainer] The model is placed when the Trainer makes its optimizer, or before the first
-evaluation; accelerate is told that it has prepared the model, and then moves, wraps and casts
-nothing. Weights of a checkpoint without a ticket are read into place by ``stow`` itself, and those
-of a ticket come with its snapshot: neither is in memory whole.
+evaluation; the model is marked as prepared by accelerate, which then moves, wraps and casts
+nothing. ``stow`` reads the weights of a checkpoint without a ticket into place; those of a ticket
+come with its snapshot. Neither is whole in memory.
 """
 
 import inspect
@@ -16,40 +16,41 @@ import torch
 import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from tensorstow.base.new_file import new_stream
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
 from tensorstow.fsdp.stow import plan_of, stow
 from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_plan
-from tensorstow.integrations.trainer_snapshots import DropSnapshots, snapshot_of, take_snapshot
+from tensorstow.integrations.trainer_snapshots import DropSnapshots, take_snapshot, ticket_in
 from tensorstow.optim.stowed_adam import StowedAdam
 
 _OF_STOW = frozenset(inspect.signature(stow).parameters)
 
 
 class Stowed(transformers.Trainer):
-    """A Trainer whose model is placed by ``tensorstow.stow``, for itself or before another.
+    """A Trainer whose model ``tensorstow.stow`` places, alone or as the first base class.
 
-    ``class StowedSFT(Stowed, SFTTrainer)`` does it for a trainer that is built on transformers'.
+    ``class StowedSFT(Stowed, SFTTrainer)`` does it for a trainer built on that of transformers.
     """
 
-    def __init__(self, *given: Any, stow: Mapping[str, Any], **named: Any) -> None:  # noqa: ANN401
-        """Make the Trainer; the model stays where it is until training or evaluation begins.
+    def __init__(self, *positional: Any, stow: Mapping[str, Any], **keywords: Any) -> None:  # noqa: ANN401
+        """Create the Trainer; the model is not moved until training or evaluation begins.
 
         Args:
-            *given: Of the Trainer.
+            *positional: Arguments of the Trainer.
             stow: Keywords of ``tensorstow.stow`` (``plan``, ``budget``, ``dir``,
                 ``compute_dtype``), and others for its AdamW (``state_format``, ``policy``). With
                 ``dir`` checkpoints are tickets, and commits are made for them alone.
-            **named: Of the Trainer.
+            **keywords: Keywords of the Trainer.
 
         Raises:
             OptionError: A combination that would fail later, or go wrong in silence.
         """
-        self._where = {k: v for k, v in stow.items() if k in _OF_STOW}
+        self._stow_keywords = {k: v for k, v in stow.items() if k in _OF_STOW}
         self._durable = is_durable(stow)
-        super().__init__(*given, **named)
-        refuse_for_model(self, self._where, durable=self._durable)
+        super().__init__(*positional, **keywords)
+        refuse_for_model(self, self._stow_keywords, durable=self._durable)
         rest = {k: v for k, v in stow.items() if k not in _OF_STOW}
         self._options = options_of(self.args, rest, durable=self._durable)
         if self._durable:
@@ -61,7 +62,7 @@ class Stowed(transformers.Trainer):
         """Place the model and make its optimizer, once.
 
         Args:
-            model: Of the Trainer.
+            model: As in the Trainer; not used.
 
         Returns:
             The optimizer.
@@ -69,27 +70,27 @@ class Stowed(transformers.Trainer):
         if self.optimizer is None:
             placed: Any = self.model
             make = partial(_make, placed, **self._options)
-            _, self.optimizer = stow(placed, make, **self._where)
+            _, self.optimizer = stow(placed, make, **self._stow_keywords)
             placed._is_accelerate_prepared = True  # noqa: SLF001  # accelerate's mark
-            refuse_plan(self.args, plan_of(placed))  # which "auto" has just made
-            if plan_of(placed).overlap == "backward":
+            refuse_plan(self.args, plan_of(placed))  # plan="auto" has just chosen it
+            if plan_of(placed).timing.begins_early:
                 self._optimizer().keep_norms()
         return self.optimizer
 
     def _move_model_to_device(self, model: object, device: object) -> None:
-        """Leave the model where it is, until it is placed."""
+        """Do nothing: ``stow`` moves the model when it is placed."""
 
     def _wrap_model(self, model: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
-        """Place the model where evaluation precedes training; nothing wraps it."""
+        """Place the model if evaluation precedes training; nothing wraps it."""
         self.create_optimizer()
         return model
 
     def _optimizer(self) -> StowedAdam:
-        found: Any = self.optimizer
-        real: StowedAdam = getattr(found, "optimizer", found)  # accelerate's wrapper holds it
+        optimizer: Any = self.optimizer
+        real: StowedAdam = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
         return real
 
-    # --- gradients that may be in host memory, or used by now ---
+    # --- gradients that may be in host memory, or already used ---
 
     def _clip_grad_norm(self, model: object) -> torch.Tensor:  # noqa: ARG002
         return self._optimizer().clip_grad_norm_(self.args.max_grad_norm)
@@ -104,7 +105,7 @@ class Stowed(transformers.Trainer):
 
         Args:
             output_dir: Default: None, the Trainer's.
-            _internal_call: Of the Trainer.
+            _internal_call: As in the Trainer.
         """
         if self.optimizer is None or hasattr(self.model, "peft_config"):
             super().save_model(output_dir, _internal_call)
@@ -113,10 +114,11 @@ class Stowed(transformers.Trainer):
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
         save_safetensors(model, folder)
         if self.args.should_save:
-            kept = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if kept is not None:
-                kept.save_pretrained(folder)
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            with new_stream(folder / TRAINING_ARGS_NAME) as stream:
+                torch.save(self.args, stream)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -126,13 +128,13 @@ class Stowed(transformers.Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
-        """Leave the weights of a ticket to it, and those of files to ``stow``."""
+        """Leave the weights to the ticket, if there is one, else to ``stow``."""
         if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif snapshot_of(Path(resume_from_checkpoint)) is not None:
+        elif (ticket := ticket_in(Path(resume_from_checkpoint))) and ticket.snapshot is not None:
             return
         elif self.optimizer is None:
-            self._where["weights"] = resume_from_checkpoint
+            self._stow_keywords["weights"] = resume_from_checkpoint
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -147,5 +149,5 @@ class Stowed(transformers.Trainer):
 
 
 def _make(model: torch.nn.Module, _: Iterable[object], **options: Any) -> StowedAdam:  # noqa: ANN401
-    """Make the optimizer of a placed model, as ``stow`` asks for it."""
+    """Make the optimizer of a placed model: the factory that ``stow`` calls."""
     return LateAdamW()(model, **options)

@@ -1,4 +1,4 @@
-"""torchtitan: an override by which its optimizers have their states in host memory or on disk."""
+"""torchtitan: an override that puts optimizer states in host memory or on disk."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +19,7 @@ from torchtitan.config import override
 from torchtitan.config.override import derive
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.update_timing import timing_of
 from tensorstow.checkpoint.ticket import is_own, new_name
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -27,8 +28,8 @@ __all__ = ["StowedOptimizers", "stowed"]
 
 _OURS: dict[str, type[StowedAdam]] = {"Adam": Adam, "AdamW": AdamW}
 _BACKWARD = (
-    'overlap="backward" was given: torchtitan asks for the norm of all gradients behind backward,'
-    ' and they have been used by then. Use overlap="none" or "forward".'
+    'overlap="backward" was given: torchtitan asks for the norm of all gradients after backward,'
+    ' when they are already used. Use overlap="none" or "forward".'
 )
 _BF16_STATES = (
     'implementation="fused_opt_states_bf16" was given, which changes torch\'s own optimizers alone:'
@@ -49,37 +50,44 @@ class StowedOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan's options, and where the states are."""
+        """torchtitan's options, and the placement of the states."""
 
         where: dict[str, Any] = field(default_factory=dict)
         """Keywords of ``tensorstow.AdamW``."""
 
         keep_latest_k: int = 10
-        """Checkpoints that torchtitan keeps: snapshots of older ones are dropped; 0: none is."""
+        """Checkpoints that torchtitan keeps: snapshots of older ones are dropped; 0: keep all."""
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         """Make an optimizer for each part of the model, and for each class that groups name.
 
         Args:
             config: The options.
-            model_parts: The parts, where they are trained.
+            model_parts: The parts, on the devices that train them.
 
         Raises:
             OptionError: A combination that would fail later, or go wrong in silence.
         """
-        if config.where.get("overlap") == "backward":
+        self._timing = timing_of(config.where.get("overlap", "none"))
+        if self._timing.begins_early:
             raise OptionError(_BACKWARD)
         if config.implementation == "fused_opt_states_bf16":
             raise OptionError(_BF16_STATES)
-        self._where, self._kept = dict(config.where), config.keep_latest_k
-        directory, count = self._where.get("dir"), len(model_parts)
+        self._adam_keywords, self._keep_latest_k = dict(config.where), config.keep_latest_k
+        directory, count = self._adam_keywords.get("dir"), len(model_parts)
         count *= len({group.optimizer_name for group in config.param_groups})
         if directory is not None and count > 1:
             raise OptionError(_SEVERAL.format(directory=directory, count=count))
-        self._has_tickets = directory is not None and self._where.get("durability") != "none"
-        if self._has_tickets:  # commits are for checkpoints alone, which have the trainer's state
-            self._where = {"checkpoints": "ticket", "commit_every": None, **self._where}
-            self._has_tickets = self._where["checkpoints"] == "ticket"
+        self._has_tickets = (
+            directory is not None and self._adam_keywords.get("durability") != "none"
+        )
+        if self._has_tickets:  # only checkpoints commit: they have the trainer's state
+            self._adam_keywords = {
+                "checkpoints": "ticket",
+                "commit_every": None,
+                **self._adam_keywords,
+            }
+            self._has_tickets = self._adam_keywords["checkpoints"] == "ticket"
         super().__init__(config, model_parts=model_parts)
 
     def _resolve_optimizer_factory(self, name: str) -> Any:  # noqa: ANN401  # torch's or ours
@@ -95,10 +103,10 @@ class StowedOptimizers(OptimizersContainer):
     ) -> StowedAdam:
         first = groups[0]["params"][0]
         part = next(m for m in self.model_parts if any(p is first for p in m.parameters()))
-        return kind(groups, **{"module": part, **self._where, **options})
+        return kind(groups, **{"module": part, **self._adam_keywords, **options})
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
-        """Drop gradients, or zero them where they are: CUDA graphs write to the same ones again.
+        """Drop gradients, or zero them in place: CUDA graphs write to the same memory again.
 
         Args:
             set_to_none: False with CUDA graphs.
@@ -106,28 +114,28 @@ class StowedOptimizers(OptimizersContainer):
         Raises:
             OptionError: CUDA graphs with ``overlap="forward"``.
         """
-        if not set_to_none and self._where.get("overlap") == "forward":
+        if not set_to_none and self._timing.waits_by_module:
             raise OptionError(_GRAPHS)
         super().zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has: a ticket with ``dir=``, else all states by names.
+        """Return the entries of a checkpoint: a ticket with ``dir=``, else all states by name.
 
         Returns:
             A flat dict, for torch.distributed.checkpoint.
         """
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for key, optimizer in self._by_key():
             if key is None:
                 init_optim_state(optimizer)
-                found |= get_flat_optim_state_dict(optimizer)
+                entries |= get_flat_optim_state_dict(optimizer)
             else:
                 self._name_snapshot(optimizer)
-                found[key] = _packed(optimizer.state_dict())
-        return found
+                entries[key] = _packed(optimizer.state_dict())
+        return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a ticket, or load states.
+        """Resume from a ticket, or load states.
 
         Args:
             state_dict: What ``state_dict()`` returned.
@@ -154,11 +162,11 @@ class StowedOptimizers(OptimizersContainer):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(name)
         optimizer.snapshot(name[0])
-        if self._kept:
+        if self._keep_latest_k:
             # The newest checkpoint is not complete yet: one more is kept than torchtitan keeps.
-            own = [n for s in optimizer.snapshots() for n in s.names if is_own(n)]
-            for old in islice(own, max(0, len(own) - self._kept - 1)):
-                optimizer.drop(old)
+            names = [n for s in optimizer.snapshots() for n in s.names if is_own(n)]
+            for oldest in islice(names, max(0, len(names) - self._keep_latest_k - 1)):
+                optimizer.drop(oldest)
 
 
 def _packed(ticket: dict[str, Any]) -> bytes:
@@ -168,8 +176,8 @@ def _packed(ticket: dict[str, Any]) -> bytes:
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:
-    found: dict[str, Any] = torch.load(BytesIO(packed), weights_only=True)
-    return found
+    ticket: dict[str, Any] = torch.load(BytesIO(packed), weights_only=True)
+    return ticket
 
 
 @override(target=OptimizersContainer.Config, description="States in host memory or on disk")
@@ -177,20 +185,20 @@ def stowed(
     config: OptimizersContainer.Config,
     *,
     keep_latest_k: int = 10,
-    **where: Any,  # noqa: ANN401
+    **keywords: Any,  # noqa: ANN401
 ) -> StowedOptimizers.Config:
-    """Put the states of torchtitan's Adam and AdamW elsewhere; its ``--override.imports`` names it.
+    """Place the states of torchtitan's Adam and AdamW; name it in ``--override.imports``.
 
     Args:
         config: torchtitan's options of optimizers.
         keep_latest_k: As ``--checkpoint.keep_latest_k``: snapshots of older ones are dropped.
-        **where: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With ``dir``
-            a checkpoint has a ticket in the place of the states.
+        **keywords: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With
+            ``dir`` a checkpoint has a ticket instead of the states.
 
     Returns:
         The options of ``StowedOptimizers``.
     """
     options: StowedOptimizers.Config = derive(
-        config, StowedOptimizers.Config, where=where, keep_latest_k=keep_latest_k
+        config, StowedOptimizers.Config, where=keywords, keep_latest_k=keep_latest_k
     )
     return options

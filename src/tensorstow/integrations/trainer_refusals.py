@@ -1,4 +1,4 @@
-"""What is refused of a Trainer of transformers: what would fail late, or go wrong in silence."""
+"""Checks of a transformers Trainer: refuse what would fail late or go wrong in silence."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,11 @@ from typing import Any
 import transformers
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
-from tensorstow.fsdp.sharding import current_device
+from tensorstow.base.sizes import format_count
+from tensorstow.base.update_timing import timing_of
+from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.integrations.late_adamw import is_durable
 
 _DEEPSPEED = (
@@ -22,8 +25,8 @@ _FSDP = (
     " memory and disk are for whole ones by then, on every rank. Leave fsdp= out: Stowed shards."
 )
 _BACKWARD = (
-    'overlap="backward" was given: a Trainer asks for the norm of all gradients behind backward,'
-    ' also with max_grad_norm=0, and they have been used by then. Use overlap="none" or "forward";'
+    'overlap="backward" was given: a Trainer asks for the norm of all gradients after backward,'
+    ' also with max_grad_norm=0, when they are already used. Use overlap="none" or "forward";'
     " or Stowed, which has the norm."
 )
 _RANKS = (
@@ -33,11 +36,11 @@ _RANKS = (
 )
 _BATCH_SIZE = (
     "dir={directory!r} was given with auto_find_batch_size=True: the second try would find the run"
-    " of the first one there. Choose per_device_train_batch_size yourself."
+    " of the first one in it. Choose per_device_train_batch_size yourself."
 )
 
 _ALIKE = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""Names of ``optim=`` that mean AdamW."""
+"""Values of ``optim=`` that mean AdamW."""
 
 
 def uses_fsdp(args: transformers.TrainingArguments) -> bool:
@@ -45,19 +48,19 @@ def uses_fsdp(args: transformers.TrainingArguments) -> bool:
     return bool(args.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in {"1", "true"}
 
 
-def refuse_for_optimizer(args: transformers.TrainingArguments, where: Mapping[str, Any]) -> None:
-    """Raise OptionError for arguments with which an optimizer alone (``adamw``) is no use."""
+def refuse_for_optimizer(args: transformers.TrainingArguments, keywords: Mapping[str, Any]) -> None:
+    """Raise OptionError for arguments that do not work with ``adamw``, an optimizer alone."""
     message = None
-    if where.get("overlap") == "backward":
+    if timing_of(keywords.get("overlap", "none")).begins_early:
         message = _BACKWARD
     elif args.deepspeed:
         message = _DEEPSPEED
     elif uses_fsdp(args):
         message = _FSDP
-    elif is_durable(where) and args.world_size > 1:
-        message = _RANKS.format(directory=where["dir"], world=args.world_size)
-    elif is_durable(where) and args.auto_find_batch_size:
-        message = _BATCH_SIZE.format(directory=where["dir"])
+    elif is_durable(keywords) and args.world_size > 1:
+        message = _RANKS.format(directory=keywords["dir"], world=args.world_size)
+    elif is_durable(keywords) and args.auto_find_batch_size:
+        message = _BATCH_SIZE.format(directory=keywords["dir"])
     elif (other := _other_optimizer(args)) is not None:
         message = f"{other} was given, and the optimizer is tensorstow.AdamW: leave it out."
     if message is not None:
@@ -73,9 +76,9 @@ def _other_optimizer(args: Any) -> str | None:  # noqa: ANN401
 
 
 def refuse_to_attach(trainer: transformers.Trainer, *, whole: bool) -> None:
-    """Raise OptionError for a trainer whose optimizer is not to be made by ``attach``.
+    """Raise OptionError for a trainer whose optimizer ``attach`` must not make.
 
-    ``whole``: its model is placed too.
+    ``whole``: its model is placed, too.
     """
     if whole:
         message = "attach() was called for a Stowed trainer: pass the keywords in its stow=."
@@ -95,54 +98,59 @@ def refuse_to_attach(trainer: transformers.Trainer, *, whole: bool) -> None:
 
 
 def refuse_for_model(
-    trainer: transformers.Trainer, where: Mapping[str, Any], *, durable: bool
+    trainer: transformers.Trainer, keywords: Mapping[str, Any], *, durable: bool
 ) -> None:
-    """Raise OptionError for a trainer that a placed model would go wrong in.
+    """Raise OptionError for a trainer in which a placed model would not train correctly.
 
     Args:
-        trainer: The trainer, made, and before its model is placed.
-        where: The keywords of ``stow``.
+        trainer: The trainer, before its model is placed.
+        keywords: The keywords of ``stow``.
         durable: Whether the run commits.
     """
     args: Any = trainer.args
-    reasons = chain(_placed_twice(trainer), _read_elsewhere(args), _saved_in_part(trainer, durable))
-    for is_so, why in reasons:
-        if is_so:
-            message = f"Stowed: {why}."
+    reasons = chain(
+        _placed_twice(trainer),
+        _read_elsewhere(args),
+        _saved_in_part(trainer, durable),
+        _launched_otherwise(args),
+    )
+    for is_refused, reason in reasons:
+        if is_refused:
+            message = f"Stowed: {reason}."
             raise OptionError(message)
-    if isinstance(where.get("plan"), Plan):
-        refuse_plan(args, where["plan"])
+    if isinstance(keywords.get("plan"), Plan):
+        refuse_plan(args, keywords["plan"])
 
 
 def refuse_plan(args: transformers.TrainingArguments, plan: Plan) -> None:
     """Raise OptionError for a plan that contradicts a Trainer's arguments."""
-    given, planned = args.gradient_accumulation_steps, plan.accumulation_steps
-    counted = plan.stage == 1 or plan.overlap == "backward"
+    steps, planned_steps = args.gradient_accumulation_steps, plan.accumulation_steps
+    counts_micro_batches = plan.stage == 1 or plan.timing.begins_early
     message = None
-    if plan.overlap == "backward" and args.max_grad_norm > 0:
+    if plan.timing.begins_early and args.max_grad_norm > 0:
         message = (
             f'Stowed: overlap="backward" is in the plan with max_grad_norm={args.max_grad_norm}:'
             " gradients are used before their norm is known. Set max_grad_norm=0, or use"
-            ' overlap="none" or "forward".'
+            ' overlap="none".'
         )
-    elif counted and given != planned:
+    elif counts_micro_batches and steps != planned_steps:
         message = (
-            f'Stowed: a plan of stage={plan.stage} and overlap="{plan.overlap}" counts'
-            f" micro-batches, up to accumulation_steps={planned}, and the arguments have"
-            f" gradient_accumulation_steps={given}: make them equal."
+            f"Stowed: a plan of stage={plan.stage} and {plan.timing.keyword} counts"
+            f" micro-batches, up to accumulation_steps={planned_steps}, and the arguments have"
+            f" gradient_accumulation_steps={steps}: make them equal."
         )
     if message is not None:
         raise OptionError(message)
 
 
 _Reasons = Iterator[tuple[bool, str]]
-"""Whether it is so, and why that is refused."""
+"""Pairs: whether to refuse, and the reason."""
 
 
 def _placed_twice(trainer: transformers.Trainer) -> _Reasons:
-    """Yield what would place, cast or make what ``stow`` does."""
+    """Yield options by which the Trainer would also place, cast or make what ``stow`` does."""
     args: Any = trainer.args
-    precision, here = trainer.accelerator.mixed_precision, current_device().type
+    precision, device_type = trainer.accelerator.mixed_precision, current_device().type
     optimizer = trainer.optimizer or trainer.optimizer_cls_and_kwargs
     other = _other_optimizer(args)
     yield (
@@ -171,10 +179,10 @@ def _placed_twice(trainer: transformers.Trainer) -> _Reasons:
         f"{args.n_gpu} GPUs were found for one process: start one for each GPU, with torchrun",
     )
     yield (
-        args.device.type != here,
+        args.device.type != device_type,
         (
-            f"the Trainer computes on {args.device.type}, and stow on {here}: leave use_cpu= out,"
-            " or hide the device from this process"
+            f"the Trainer computes on {args.device.type}, and stow on {device_type}: leave"
+            " use_cpu= out, or hide the device from this process"
         ),
     )
     yield (
@@ -195,7 +203,7 @@ def _placed_twice(trainer: transformers.Trainer) -> _Reasons:
 
 
 def _read_elsewhere(args: Any) -> _Reasons:  # noqa: ANN401  # TRL's too
-    """Yield who would read weights of which a rank, or its memory, has a part."""
+    """Yield readers of whole weights, of which a rank or its memory has only a part."""
     yield (
         getattr(args, "use_vllm", False),
         (
@@ -213,7 +221,7 @@ def _read_elsewhere(args: Any) -> _Reasons:  # noqa: ANN401  # TRL's too
 
 
 def _saved_in_part(trainer: transformers.Trainer, durable: bool) -> _Reasons:  # noqa: FBT001
-    """Yield how a checkpoint would lack something, or a second try go on from half a step."""
+    """Yield options by which a checkpoint is incomplete, or a retry begins in mid-step."""
     args: Any = trainer.args
     saves = args.save_strategy != "no" and not args.save_only_model
     yield (
@@ -233,5 +241,16 @@ def _saved_in_part(trainer: transformers.Trainer, durable: bool) -> _Reasons:  #
             f"{args.world_size} processes save checkpoints, and rank 0 alone saves the optimizer's"
             " state dict, in which it has its part of the states. Give dir= in stow=, so that"
             ' checkpoints are tickets; or save_only_model=True, or save_strategy="no"'
+        ),
+    )
+
+
+def _launched_otherwise(args: Any) -> _Reasons:  # noqa: ANN401
+    """Yield the mismatch by which the Trainer would train and save as a single process."""
+    yield (
+        args.world_size != world_size(),
+        (
+            f"the Trainer knows of {format_count(args.world_size, 'rank')}, and stow of"
+            f" {world_size()} ({launched().found or 'its process group'}): start them with torchrun"
         ),
     )

@@ -1,30 +1,40 @@
-"""Snapshots of a Trainer's checkpoints: named on all ranks, and dropped with their checkpoints."""
+"""Snapshots of a Trainer's checkpoints: named on all ranks, and dropped with their checkpoints.
+
+[Note: Dropped snapshots] A snapshot holds the states of its checkpoint, and cannot be brought back.
+``DropSnapshots`` drops it only if this run knows which checkpoint it belongs to, and the Trainer
+has removed that checkpoint for ``save_total_limit``: its folder existed at the end of the step in
+which the Trainer saved another, and is gone after that. A folder that disappears at another time
+was moved, perhaps to be kept. A ticket that cannot be read identifies no snapshot.
+"""
 
 import logging
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 import transformers
 from accelerate.utils import broadcast_object_list
 
-from tensorstow.checkpoint.ticket import is_own, is_ticket, new_name, snapshot_named_by
+from tensorstow.base.errors import DamageError, StowError
+from tensorstow.checkpoint.ticket import TicketFields, is_own, is_ticket, new_name, read_ticket
+from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 
 _OPTIMIZER = "optimizer.pt"
 _LARGEST_TICKET = 1 << 20
-"""In bytes; what is larger has states."""
+"""Size in bytes; a larger file holds states."""
 
 
 class DropSnapshots(transformers.TrainerCallback):
     """Drops the snapshots of checkpoints that ``save_total_limit`` has removed."""
 
     def __init__(self) -> None:
-        """Begin without knowing of any checkpoint."""
-        self._known: set[str] = set()
+        """Begin without any known checkpoint."""
+        self._snapshots: dict[Path, str] = {}
+        """Snapshots by checkpoint; filled on rank 0 only, which removes checkpoints."""
+        self._present: set[Path] = set()
+        """Checkpoints that existed before the Trainer saved another."""
 
     def on_train_begin(
         self,
@@ -33,65 +43,96 @@ class DropSnapshots(transformers.TrainerCallback):
         control: object,  # noqa: ARG002
         **_: object,
     ) -> None:
-        """Note the snapshots that the checkpoints name.
+        """Record the snapshots that the checkpoints name.
 
         Args:
-            args: With the folder of the checkpoints.
-            state: Of the Trainer.
-            control: Of the Trainer.
-            **_: What else a Trainer tells.
+            args: The Trainer's arguments, with the folder of the checkpoints.
+            state: As in the Trainer; not used.
+            control: As in the Trainer; not used.
+            **_: Other values from the Trainer; not used.
         """
-        self._known = _seen_by_first(args)
+        self._snapshots.clear()
+        self._note_checkpoints(args)
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Record the checkpoints that exist: next, the Trainer may save one and remove others.
+
+        Args:
+            *_: Values from the Trainer; not used.
+            **__: Values from the Trainer; not used.
+        """
+        self._present = {folder for folder in self._snapshots if folder.is_dir()}
+
+    on_epoch_end = on_evaluate = on_step_end
 
     def on_save(
         self,
         args: transformers.TrainingArguments,
         state: object,  # noqa: ARG002
         control: object,  # noqa: ARG002
-        **told: Any,  # noqa: ANN401
+        **trainer_values: Any,  # noqa: ANN401
     ) -> None:
-        """Drop the snapshots whose checkpoints are gone since they were seen last.
+        """Drop the snapshots whose checkpoints the Trainer has just removed.
 
         Args:
-            args: With the folder of the checkpoints.
-            state: Of the Trainer.
-            control: Of the Trainer.
-            **told: What else a Trainer tells: the optimizer.
+            args: The Trainer's arguments, with the folder of the checkpoints.
+            state: As in the Trainer; not used.
+            control: As in the Trainer; not used.
+            **trainer_values: Other values from the Trainer, such as the optimizer.
         """
-        optimizer = getattr(told["optimizer"], "optimizer", told["optimizer"])
-        there = _seen_by_first(args)
-        kept = {name for summary in optimizer.snapshots() for name in summary.names}
-        gone = sorted((self._known - there) & kept)
-        for name in broadcast_object_list([gone])[0]:
+        optimizer = getattr(trainer_values["optimizer"], "optimizer", trainer_values["optimizer"])
+        gone = [folder for folder in self._snapshots if not folder.is_dir()]
+        names = {folder: self._snapshots.pop(folder) for folder in sorted(gone)}
+        removed = self._present if args.save_total_limit is not None else set()
+        kept_names = {name for summary in optimizer.snapshots() for name in summary.names}
+        dropped = [n for folder, n in names.items() if folder in removed and n in kept_names]
+        for name in broadcast_object_list([dropped])[0]:
             optimizer.drop(name)
-        self._known = there
+        for folder, name in names.items():
+            if folder not in removed:
+                logger.warning(
+                    "%s is gone, and the Trainer did not remove it: snapshot %s, which has its"
+                    " states, is kept. optimizer.drop(%r) frees the disk space",
+                    *(folder, name, name),
+                )
+        self._note_checkpoints(args)
+
+    def _note_checkpoints(self, args: transformers.TrainingArguments) -> None:
+        """Read the tickets of checkpoints that are not known yet."""
+        if args.process_index != 0:
+            return
+        for path in sorted(Path(str(args.output_dir)).glob(f"checkpoint-*/{_OPTIMIZER}")):
+            if path.parent in self._snapshots:
+                continue
+            try:
+                ticket = ticket_in(path.parent)
+            except StowError as error:
+                logger.warning("%s Its snapshot is kept, also if the checkpoint is removed", error)
+                continue
+            if ticket is not None and ticket.snapshot is not None and is_own(ticket.snapshot):
+                self._snapshots[path.parent] = ticket.snapshot
+        self.on_step_end()
 
 
-def snapshot_of(checkpoint: Path) -> str | None:
-    """Return the snapshot that the ticket in a checkpoint names; None if it has none."""
+def ticket_in(checkpoint: Path) -> TicketFields | None:
+    """Return the ticket of a checkpoint; None if it has none.
+
+    Raises DamageError if the file of the optimizer cannot be read, or is not what was saved.
+    """
     path = checkpoint / _OPTIMIZER
     if not path.is_file() or path.stat().st_size > _LARGEST_TICKET:
         return None
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        # Of a run that was killed while it wrote; whoever loads this checkpoint is told.
-        logger.warning("%s cannot be read, and no snapshot is dropped for it: %s", path, error)
-        return None
-    return snapshot_named_by(saved) if is_ticket(saved) else None
+        saved = load_torch_file(path)
+    except Exception as error:  # torch raises errors of many kinds for a damaged file
+        message = (
+            f"{path} was to be read, and is damaged ({type(error).__name__}: {error}), as by a kill"
+            " while it was written: take another checkpoint."
+        )
+        raise DamageError(message) from error
+    return read_ticket(saved) if is_ticket(saved) else None
 
 
 def take_snapshot(optimizer: StowedAdam, step: int) -> None:
-    """Name the current state on every rank: a ticket, which one rank asks for, then names it."""
+    """Take one named snapshot on every rank; the ticket that one rank saves names it, too."""
     optimizer.snapshot(broadcast_object_list([new_name(step)])[0])
-
-
-def _seen_by_first(args: transformers.TrainingArguments) -> set[str]:
-    """Return the snapshots that checkpoints name; of rank 0, which removes checkpoints, alone."""
-    return _named_below(Path(str(args.output_dir))) if args.process_index == 0 else set()
-
-
-def _named_below(folder: Path) -> set[str]:
-    """Return the snapshots that the tickets of the checkpoints in a folder name."""
-    named = (snapshot_of(path.parent) for path in folder.glob(f"checkpoint-*/{_OPTIMIZER}"))
-    return {name for name in named if name is not None and is_own(name)}

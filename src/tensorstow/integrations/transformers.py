@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and of what is built on it: TRL, peft, axolotl."""
+"""The Trainer of transformers and of libraries built on it: TRL, peft, axolotl."""
 
 from typing import Any, cast
 
@@ -16,15 +16,15 @@ __all__ = ["DropSnapshots", "LateAdamW", "Stowed", "adamw", "attach", "from_deep
 
 def adamw(
     args: transformers.TrainingArguments,
-    **where: Any,  # noqa: ANN401  # AdamW's keywords
+    **keywords: Any,  # noqa: ANN401  # AdamW's keywords
 ) -> tuple[type[LateAdamW], dict[str, Any]]:
     """Return what ``Trainer(optimizer_cls_and_kwargs=)`` takes: AdamW with the Trainer's options.
 
     Args:
         args: Learning rate, betas, eps and weight decay are taken from them.
-        **where: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With ``dir``
-            checkpoints are tickets (``checkpoints="ticket"``), and nothing commits between them
-            (``commit_every=None``).
+        **keywords: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With
+            ``dir`` checkpoints are tickets (``checkpoints="ticket"``), and nothing commits between
+            them (``commit_every=None``).
 
     Returns:
         A factory and its keywords.
@@ -32,14 +32,14 @@ def adamw(
     Raises:
         OptionError: A combination that would fail later, or go wrong in silence.
     """
-    refuse_for_optimizer(args, where)
-    return LateAdamW, options_of(args, where, durable=is_durable(where))
+    refuse_for_optimizer(args, keywords)
+    return LateAdamW, options_of(args, keywords, durable=is_durable(keywords))
 
 
 def from_deepspeed(
     source: Source,
     args: transformers.TrainingArguments,
-    **where: Any,  # noqa: ANN401  # AdamW's keywords
+    **keywords: Any,  # noqa: ANN401  # AdamW's keywords
 ) -> tuple[type[LateAdamW], dict[str, Any]]:
     """Return what ``Trainer(optimizer_cls_and_kwargs=)`` takes, by a DeepSpeed configuration.
 
@@ -49,35 +49,36 @@ def from_deepspeed(
     Args:
         source: A JSON file or a dict. "auto" takes the Trainer's values.
         args: The Trainer's arguments.
-        **where: As for ``adamw``; they come before the file's.
+        **keywords: As for ``adamw``; they take precedence over the file's.
 
     Returns:
         A factory and its keywords.
 
     Raises:
-        OptionError: As for ``adamw``; the file contradicts ``args``, or asks for more than a place
-            for the states: parameters off the device, several ranks, schedulers, other optimizers.
+        OptionError: As for ``adamw``; the file contradicts ``args``, or asks for more than the
+            placement of the states: parameters off the device, several ranks, schedulers, other
+            optimizers.
     """
     placed = placement_in(source, args)
-    if "dir" in where:
+    if "dir" in keywords:
         placed.pop("durability", None)
-    return adamw(args, **{**placed, **where})
+    return adamw(args, **{**placed, **keywords})
 
 
-def attach(trainer: transformers.Trainer, **where: Any) -> None:  # noqa: ANN401  # AdamW's keywords
-    """Let a trainer that is made already train with ``adamw``.
+def attach(trainer: transformers.Trainer, **keywords: Any) -> None:  # noqa: ANN401  # AdamW's keywords
+    """Make an existing trainer train with ``adamw``.
 
     For trainers whose constructor takes no ``optimizer_cls_and_kwargs``: TRL's GRPO and DPO.
     With ``dir`` it adds ``DropSnapshots`` too.
 
     Args:
         trainer: A Trainer that has not begun to train.
-        **where: As for ``adamw``.
+        **keywords: As for ``adamw``.
 
     Raises:
         OptionError: As for ``adamw``, or the trainer has an optimizer already.
     """
     refuse_to_attach(trainer, whole=isinstance(trainer, Stowed))
-    trainer.optimizer_cls_and_kwargs = cast("Any", adamw(trainer.args, **where))
-    if is_durable(where):
+    trainer.optimizer_cls_and_kwargs = cast("Any", adamw(trainer.args, **keywords))
+    if is_durable(keywords):
         trainer.add_callback(DropSnapshots())

@@ -2,4 +2,4 @@
 
 from tensorstow.base.first_calls import make_first_calls
 
-make_first_calls()  # whatever computes beside torch imports this package
+make_first_calls()  # whatever computes next to torch imports this package

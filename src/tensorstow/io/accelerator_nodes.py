@@ -17,7 +17,7 @@ class AcceleratorNodes:
 
 
 def accelerator_nodes(*, initialise: bool = False) -> AcceleratorNodes | None:
-    """Return the nodes of CUDA's or ROCm's devices; None where there is none, or it is not in use.
+    """Return the nodes of CUDA's or ROCm's devices; None if there is none, or it is not in use.
 
     ``initialise``: look also where the process has not used a device yet. A process that forks
     later must not.

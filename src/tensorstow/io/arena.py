@@ -32,7 +32,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, in_children: bool) -> None:
-        """Map ``nbytes`` (rounded up to a page); raise BudgetError where the system has no room."""
+        """Map ``nbytes`` (rounded up to a page); raise BudgetError if the system has no room."""
         self.nbytes = max(PAGE, round_up(nbytes, PAGE))
         # Two extra huge pages let the first byte sit on a huge-page boundary.
         try:

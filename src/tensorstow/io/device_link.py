@@ -1,7 +1,7 @@
 """The link between host memory and an accelerator, through ``torch.accelerator`` alone.
 
 [Note: Side streams] Gradients are copied to the host on one stream of our own and weights to the
-device on another, so that both directions run at once and beside the caller's stream. Updates on
+device on another, so that both directions run at once and next to the caller's stream. Updates on
 the device use a third one, so that the caller's stream does not wait for states. These states are
 copied by streams of a second link (``second_link``): a copy to the host that waits for its update
 must not delay gradients that are ready. Nothing synchronizes the whole device: streams wait for
@@ -12,15 +12,17 @@ see no difference, so machines without an accelerator test the same code.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from tensorstow.io.transfer_log import CopyTimes, LoggedTransfer, TransferLog
 
+Waiting = TypeVar("Waiting")
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(to, from): 1-D, of one length and dtype."""
 DOWN, UP = "link down", "link up"
@@ -54,13 +56,13 @@ class DeviceLink(Protocol):
         """Record an event in the caller's stream, after all its work so far."""
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Start a copy from device to host behind the events ``after``; return its event.
+        """Start a copy from device to host after the events ``after``; return its event.
 
         The sources must live until that event is over.
         """
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Start a copy from host to device behind the events ``after``; return its event.
+        """Start a copy from host to device after the events ``after``; return its event.
 
         The sources must not change until that event is over.
         """
@@ -113,14 +115,14 @@ class StreamLink:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Start a copy from device to host behind the events ``after``; return its event."""
+        """Start a copy from device to host after the events ``after``; return its event."""
         for event in after:
             self._d2h_stream.wait_event(_torch_event(event))
         self._bytes_down += self._copy(DOWN, pairs, self._d2h_stream)
         return self._d2h_stream.record_event()
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Start a copy from host to device behind the events ``after``; return its event."""
+        """Start a copy from host to device after the events ``after``; return its event."""
         for event in after:
             self._h2d_stream.wait_event(_torch_event(event))
         self._bytes_up += self._copy(UP, pairs, self._h2d_stream)
@@ -266,6 +268,42 @@ class _Complete:
 
 COMPLETE: DeviceEvent = _Complete()
 """The event of what is over."""
+
+
+class CopyQueue(Generic[Waiting]):
+    """Copies under way in the order in which they end, each with what waits for it."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._copies: deque[tuple[Waiting, DeviceEvent]] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of copies that were not taken out."""
+        return len(self._copies)
+
+    @property
+    def oldest(self) -> DeviceEvent | None:
+        """Return the event of the oldest copy; None: the queue is empty."""
+        return self._copies[0][1] if self._copies else None
+
+    def add(self, waiting: Waiting, copied: DeviceEvent) -> None:
+        """Add a copy, complete after ``copied``, that ``waiting`` waits for."""
+        self._copies.append((waiting, copied))
+
+    def pop(self) -> Waiting:
+        """Wait for the oldest copy, and return what waits for it."""
+        waiting, copied = self._copies.popleft()
+        copied.synchronize()
+        return waiting
+
+    def pop_complete(self) -> Iterator[Waiting]:
+        """Return what waits for the oldest copies, as long as these are complete."""
+        while self._copies and self._copies[0][1].query():
+            yield self._copies.popleft()[0]
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self._copies.clear()
 
 
 def is_remote(tensor: torch.Tensor) -> bool:

@@ -91,8 +91,8 @@ def open_engine(
     if depth is None:
         local = local_ranks()
         depth = part(DEPTH, local.count, local.rank)
-    given: object = depth  # as users typed it
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+    value: object = depth  # as users typed it
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         message = (
             f"{said_by}={depth!r} was given: it is the number of blocks in flight, at least 1."
         )

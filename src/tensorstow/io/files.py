@@ -21,6 +21,8 @@ from tensorstow.base.errors import (
     advice_for,
     named,
 )
+from tensorstow.base.new_file import open_new
+from tensorstow.base.regular_file import open_regular, regular_stream
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
@@ -28,6 +30,7 @@ logger = logging.getLogger("tensorstow")
 ALIGN = 4096
 """Direct files are written at multiples of this: the largest logical block of today's disks."""
 
+_COMPARED_BYTES = 1 << 17
 _END_OF_FILE = -1  # csrc/io/transfer.h
 
 _warned_buffered: set[int] = set()
@@ -49,7 +52,7 @@ class IoFuture:
     def wait(self, timeout: float | None = None) -> None:
         """Block until the transfer is over.
 
-        Raises TransferError where it failed, and TimeoutError after ``timeout`` seconds (the
+        Raises TransferError if it failed, and TimeoutError after ``timeout`` seconds (the
         transfer then goes on).
         """
         if not self._ticket.wait(timeout):
@@ -96,7 +99,7 @@ class File:
         return self._start("write", tensor, offset)
 
     def reserve(self, nbytes: int) -> None:
-        """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
+        """Reserve space up to byte ``nbytes``; raise DirectoryError if there is too little."""
         reserve(self.fd, self.path.parent, nbytes)
 
     def close(self) -> None:
@@ -149,14 +152,14 @@ def check_movable(tensor: torch.Tensor) -> None:
 
 def transfer_error(path: Path, operation: str, code: int, offset: int, length: int) -> OSError:
     """Return the exception for a transfer that failed with ``code`` in the native core."""
-    found = 0 if code == _END_OF_FILE else code
-    return TransferError(path, operation, offset=offset, length=length, errno=found)
+    errno = 0 if code == _END_OF_FILE else code
+    return TransferError(path, operation, offset=offset, length=length, errno=errno)
 
 
 def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
     """Make a file of ``nbytes`` in ``directory`` that has no name: nothing is left, ever.
 
-    Space is reserved before anything is written. Raises DirectoryError where the directory is
+    Space is reserved before anything is written. Raises DirectoryError if the directory is
     missing, read-only, in RAM or too full.
     """
     facts = check_directory(directory, nbytes)
@@ -176,11 +179,13 @@ def scratch_file(engine: _native.Engine, directory: Path, nbytes: int) -> File:
 def create_file(engine: _native.Engine, path: Path) -> File:
     """Make ``path`` an empty file for writes of any length at any offset, through the page cache.
 
-    A file that was there loses its contents. Raises DirectoryError where it cannot be opened.
+    A file that was there loses its contents. Raises DirectoryError if it cannot be opened.
     """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, 0o666)  # as open() does: the umask decides
+        # As open() does: the umask decides who may read it.
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    except DirectoryError:
+        raise
     except OSError as error:
         advice = "Name a file in a directory that exists and this user may write to."
         message = f"File {path} was requested: {error.strerror}. {advice}"
@@ -194,7 +199,9 @@ def open_file(engine: _native.Engine, path: Path, *, access: int = os.O_RDWR) ->
     ``access``: ``os.O_RDONLY`` for a file that is only read.
     """
     try:
-        fd = os.open(path, access | os.O_CLOEXEC)
+        fd = open_regular(path, access)
+    except DirectoryError:
+        raise
     except OSError as error:
         message = f"File {path} was requested: {error.strerror}. {advice_for(error.errno or 0)}"
         raise DirectoryError(message) from error
@@ -211,8 +218,36 @@ def open_file(engine: _native.Engine, path: Path, *, access: int = os.O_RDWR) ->
 
 def reads_direct(path: Path) -> bool:
     """Return whether the file ``path`` can be read past the page cache."""
-    with named("File", path), path.open("rb", buffering=0) as file:
+    with named("File", path), regular_stream(path) as file:
         return _go_direct(file.fileno(), _reads_a_block)
+
+
+def compare_with_drive(path: Path, start: int) -> None:
+    """Raise OSError unless the drive returns what the page cache has of ``path`` from ``start`` on.
+
+    Nothing is compared where the filesystem refuses direct I/O.
+    """
+    try:
+        direct = open_regular(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            different = _first_difference(path, direct, start // ALIGN * ALIGN)
+        finally:
+            os.close(direct)
+    except OSError as error:
+        if error.errno not in {codes.EINVAL, codes.EOPNOTSUPP}:
+            raise
+    else:
+        if different is not None:
+            raise OSError(codes.EIO, f"other bytes in the block at offset {different}")
+
+
+def _first_difference(path: Path, direct: int, at: int) -> int | None:
+    with regular_stream(path) as cached, mmap.mmap(-1, _COMPARED_BYTES) as block:
+        while wanted := os.pread(cached.fileno(), len(block), at):
+            if os.preadv(direct, [block], at) != len(wanted) or block[: len(wanted)] != wanted:
+                return at
+            at += len(wanted)
+    return None
 
 
 def accepts_direct(directory: Path) -> bool:
@@ -246,30 +281,15 @@ def stripe(files: Sequence[File], index: int) -> File:
 
 def open_unnamed(directory: Path) -> int:
     """Return the descriptor of a new file in ``directory`` that has no name."""
-    try:
-        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in {codes.EOPNOTSUPP, codes.EISDIR, codes.EINVAL, codes.ENOENT}:
-            raise _directory_error(directory, error) from error
-    path = directory / f".tensorstow-{os.getpid()}-{os.urandom(6).hex()}"
-    try:
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _directory_error(directory, error) from error
-    os.unlink(path)
+    with named("A scratch file in", directory):
+        fd, path = open_new(directory)
+        if path is not None:
+            os.unlink(path)
     return fd
 
 
-def _directory_error(directory: Path, error: OSError) -> DirectoryError:
-    message = (
-        f"A scratch file was requested in {directory}: {error.strerror}."
-        f" {advice_for(error.errno or codes.EIO)}"
-    )
-    return DirectoryError(message)
-
-
 def reserve(fd: int, directory: Path, nbytes: int) -> None:
-    """Reserve space up to byte ``nbytes``; raise DirectoryError where there is too little."""
+    """Reserve space up to byte ``nbytes``; raise DirectoryError if there is too little."""
     # Where the filesystem cannot reserve, C libraries would write zeros: `fallocate` in Python is
     # posix_fallocate, so call it only where the kernel implements it.
     if nbytes == 0:
@@ -333,6 +353,6 @@ def _warn_buffered(facts: DirectoryFacts) -> None:
         _warned_buffered.add(device)
         logger.warning(
             "%s on %s (%s) refuses O_DIRECT: reads and writes go through the page cache, which is"
-            " dropped behind them; expect less speed",
+            " dropped after them; expect less speed",
             *(facts.path, facts.device, facts.filesystem),
         )

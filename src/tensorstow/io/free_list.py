@@ -33,7 +33,7 @@ class FreeList:
         self._ends.insert(at, end)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate ``nbytes`` and return their offset; None where no range is large enough."""
+        """Allocate ``nbytes`` and return their offset; None if no range is large enough."""
         for at, start in enumerate(self._starts):
             if self._ends[at] - start >= nbytes:
                 self._starts[at] += nbytes

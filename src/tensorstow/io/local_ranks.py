@@ -9,29 +9,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from tensorstow.base.core_share import LocalRanks
-from tensorstow.base.errors import OptionError
+from tensorstow.base.launch import launched
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> LocalRanks:
     """Return the ranks on this machine.
 
-    From LOCAL_WORLD_SIZE and LOCAL_RANK (torchrun sets them), else from the process group: ranks
-    whose rendezvous is a loopback address are on one machine, and ranks with accelerators are
-    assumed to be one for each device, as torch's device meshes assume.
+    They are read from the environment (torchrun and mpirun set it), else from the process group:
+    ranks whose rendezvous is a loopback address are on one machine, and ranks with accelerators
+    are assumed to be one for each device, as torch's device meshes assume.
     """
-    if "LOCAL_WORLD_SIZE" not in environ:
+    launch = launched(environ)
+    if launch.local_world is None:
         return _of_group()
-    count = _number(environ, "LOCAL_WORLD_SIZE", least=1)
-    if "LOCAL_RANK" not in environ:
+    if launch.local_rank is None:
+        count = launch.local_world
         return LocalRanks(count, 0 if count == 1 else _among(count))
-    rank = _number(environ, "LOCAL_RANK", least=0)
-    if rank >= count:
-        message = (
-            f"LOCAL_RANK={rank} and LOCAL_WORLD_SIZE={count} are in the environment: ranks count"
-            " from 0. Set both as torchrun does, or unset LOCAL_WORLD_SIZE."
-        )
-        raise OptionError(message)
-    return LocalRanks(count, rank)
+    return LocalRanks(launch.local_world, launch.local_rank)
 
 
 def _among(count: int) -> int | None:
@@ -42,17 +36,6 @@ def _among(count: int) -> int | None:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < count:
         return None
     return dist.get_rank() % count
-
-
-def _number(environ: Mapping[str, str], name: str, *, least: int) -> int:
-    text = environ[name]
-    if not text.isdecimal() or int(text) < least:
-        message = (
-            f"{name}={text!r} in the environment is not a number of {least} or more."
-            " Set it so, or unset it."
-        )
-        raise OptionError(message)
-    return int(text)
 
 
 def _of_group() -> LocalRanks:

@@ -52,10 +52,12 @@ def share_here(
     total, local = process_cores(), local or local_ranks()
     if node is not None or len(nodes) < 2:
         return share_cores(nodes, total, local, near=node)
-    found = devices or accelerator_nodes()
-    if found is None:
+    accelerators = devices or accelerator_nodes()
+    if accelerators is None:
         return share_cores(nodes, total, local)
-    known = tuple(number for number in found.nodes[: local.count] if number is not None)
-    if found.current == local.rank and len(known) == local.count:
-        return share_cores(nodes, total, local, devices=known)
-    return share_cores(nodes, total, local, near=found.nodes[found.current])
+    device_nodes = tuple(
+        number for number in accelerators.nodes[: local.count] if number is not None
+    )
+    if accelerators.current == local.rank and len(device_nodes) == local.count:
+        return share_cores(nodes, total, local, devices=device_nodes)
+    return share_cores(nodes, total, local, near=accelerators.nodes[accelerators.current])

@@ -6,19 +6,26 @@ the cache keeps its other contents. Pages of a mapping belong to the file: the s
 under memory pressure, and they do not count as the process's own.
 """
 
+import ctypes
 import errno as codes
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
 import torch
 
-from tensorstow.base.errors import DirectoryError, TransferError, named
+from tensorstow.base.errors import TransferError, named
+from tensorstow.base.new_file import NewFile
+from tensorstow.base.regular_file import regular_stream
+from tensorstow.base.sizes import round_up
+from tensorstow.io.digest_list import RunningDigest
 from tensorstow.io.files import open_unnamed, reserve
 
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 ALIGN = 64
 """Tensors in memory begin at multiples of this, as torch's own do."""
 _WINDOW = 32 << 20
@@ -28,9 +35,12 @@ _WINDOW = 32 << 20
 class PieceFile:
     """A file under construction."""
 
-    def __init__(self, fd: int, path: Path, nbytes: int) -> None:
+    def __init__(
+        self, fd: int, path: Path, nbytes: int, running: RunningDigest | None = None
+    ) -> None:
         """Take over the descriptor ``fd`` and reserve ``nbytes``; raise DirectoryError if full."""
         self.path = path
+        self._running = running
         self.nbytes = nbytes
         self._fd = fd
         self._open = True
@@ -42,11 +52,13 @@ class PieceFile:
             raise
 
     def write(self, values: torch.Tensor, offset: int) -> None:
-        """Write a tensor in host memory at byte ``offset``; raise TransferError where it fails."""
+        """Write a tensor in host memory at byte ``offset``; raise TransferError if it fails."""
         view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
             done += self._write_some(view[done:], offset + done)
+        if self._running is not None:
+            self._running.add(view, offset)
         self._ahead += done
         if self._ahead >= _WINDOW:
             # Starts the writing of what is dirty, without waiting, and drops what is clean.
@@ -67,16 +79,6 @@ class PieceFile:
     def map(self) -> "Mapped":
         """Map the file to memory; writes to the memory go to the file."""
         return Mapped(self._fd, self.nbytes, mmap.ACCESS_WRITE)
-
-    def sync(self) -> None:
-        """Return when the file is durable; raise TransferError if the disk fails."""
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            code = error.errno or codes.EIO
-            raise TransferError(
-                self.path, "fsync", offset=0, length=self.nbytes, errno=code
-            ) from error
 
     def close(self) -> None:
         """Close the descriptor; mappings stay. Idempotent."""
@@ -106,7 +108,7 @@ class Mapped:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Map an existing file; writes to the memory are private to this process."""
-        with named("File", path), path.open("rb") as file:
+        with named("File", path), regular_stream(path) as file:
             return cls(file.fileno(), os.fstat(file.fileno()).st_size, mmap.ACCESS_COPY)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -123,51 +125,34 @@ def scratch_pieces(directory: Path, nbytes: int) -> PieceFile:
     return PieceFile(open_unnamed(directory), directory / "(scratch, unlinked)", nbytes)
 
 
+def drop_pages(mapped: torch.Tensor) -> None:
+    """Let the memory of a tensor over a mapped file go, which reads the file again when it is used.
+
+    Args:
+        mapped: Contiguous, with the bytes that the file has there: what was written to a private
+            mapping is lost.
+    """
+    begin = round_up(mapped.data_ptr(), mmap.PAGESIZE)
+    end = (mapped.data_ptr() + mapped.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:  # an error leaves the memory where it is
+        _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
 @contextmanager
 def replacing(path: Path, nbytes: int) -> Iterator[PieceFile]:
     """Yield a new file that replaces ``path``, durably, when the block ends without error.
 
     On an error ``path`` is unchanged.
     """
-    made = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
-    try:
-        # As open() does: the umask decides who may read it.
-        fd = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise _cannot_make(path, error) from error
-    try:
-        with PieceFile(fd, made, nbytes) as file:
+    with NewFile(path) as new_file:
+        with pieces_of(new_file, nbytes) as file:
             yield file
-            file.sync()
-        rename_over(made, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            made.unlink()
-        raise
-    sync_directory(path.parent)
+        new_file.publish()
 
 
-def rename_over(made: Path, path: Path) -> None:
-    """Give a file the name ``path``, whatever has it; raise DirectoryError where it cannot."""
-    try:
-        os.replace(made, path)
-    except OSError as error:
-        raise _cannot_make(path, error) from error
+def pieces_of(file: NewFile, nbytes: int, running: RunningDigest | None = None) -> PieceFile:
+    """Return a new file to be written in pieces; close it before ``file`` is published.
 
-
-def _cannot_make(path: Path, error: OSError) -> DirectoryError:
-    message = (
-        f"File {path} was requested: {error.strerror}. Name a file in a directory that exists and"
-        " this user may write to."
-    )
-    return DirectoryError(message)
-
-
-def sync_directory(path: Path) -> None:
-    """Return when the names in a directory are durable; raise DirectoryError where they cannot."""
-    with named("A file that outlives a power loss in", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    ``running``: takes the pieces too, which then are written in order.
+    """
+    return PieceFile(os.dup(file.fd), file.path, nbytes, running)

@@ -66,9 +66,9 @@ def prefer_own_node(address: int, nbytes: int) -> None:
 
 
 def _check(node: int) -> None:
-    there = within(read_nodes(), frozenset(os.sched_getaffinity(0)))
-    if node not in {each.number for each in there}:
-        names = ", ".join(str(each.number) for each in there) or "none that the system tells of"
+    nodes = within(read_nodes(), frozenset(os.sched_getaffinity(0)))
+    if node not in {n.number for n in nodes}:
+        names = ", ".join(str(n.number) for n in nodes) or "none that the system tells of"
         message = (
             f"node={node} was given, and the NUMA nodes with cores that this process may run on"
             f" are: {names}. Name one of them, or leave node out (`tensorstow doctor` shows them)."

@@ -34,19 +34,19 @@ class _Memory:
 
 
 class PinnedBlock:
-    """``nbytes`` of host memory, zero-filled, that copies from and to ``device`` can run behind.
+    """``nbytes`` of host memory, zero-filled, for asynchronous copies from and to ``device``.
 
-    Where torch's module of the device has ``cudart()`` (CUDA and ROCm) an arena of just that size
+    If torch's module of the device has ``cudart()`` (CUDA and ROCm) an arena of just that size
     is registered with the driver; on other accelerators torch's pinned allocator gives the memory,
-    and may round it to a power of two. Where neither can, or ``TENSORSTOW_PINNED_LIMIT`` would be
+    and may round it to a power of two. If neither can, or ``TENSORSTOW_PINNED_LIMIT`` would be
     passed, the memory is pageable, ``pinned`` is False and a warning is logged, once: copies then
-    hold their caller up. For the CPU it is an arena as it is.
+    block their caller. For the CPU it is an arena as it is.
     """
 
     def __init__(self, nbytes: int, device: torch.device, synchronize: Callable[[], None]) -> None:
         """Allocate; ``synchronize`` is called before the memory is freed, and waits for copies.
 
-        Raises BudgetError where the system has no room.
+        Raises BudgetError if the system has no room.
         """
         self.nbytes = nbytes
         refused = None
@@ -66,6 +66,10 @@ class PinnedBlock:
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``, a multiple of theirs."""
         return self._bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
+HostMemory = Arena | PinnedBlock
+"""Bytes in host memory, pinned or not."""
 
 
 def pinned_bytes() -> int:
@@ -131,9 +135,9 @@ def _pinned_by(
         refused = register(memory.bytes.data_ptr(), nbytes, device)
         memory.is_registered = refused is None
         return memory, refused
-    made = _from_torch(nbytes)
-    if made is not None:
-        return _Memory(made, device), None
+    pinned = _from_torch(nbytes)
+    if pinned is not None:
+        return _Memory(pinned, device), None
     return _Memory(_pageable(nbytes), device), "torch's allocator of pinned memory gave none"
 
 

@@ -6,6 +6,7 @@ wants all tensors at once to write them. Tests hold this against it.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.regular_file import regular_stream
 
 _NAMES = {
     "F64": torch.float64,
@@ -57,7 +59,7 @@ class Table:
     header: bytes
     """The bytes that the file begins with."""
     nbytes: int
-    """Of the whole file."""
+    """The bytes of the whole file."""
 
 
 def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> Table:
@@ -84,12 +86,19 @@ def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> Table:
 
 
 def read_table(path: Path) -> Table:
-    """Return the table of the file ``path``; raise OptionError where it is none, or too short."""
+    """Return the table of the file ``path``.
+
+    Raises:
+        OptionError: It does not exist, is no safetensors file, or is cut short.
+        DirectoryError: It is a pipe, a device or a directory.
+    """
     try:
-        with path.open("rb") as file:
+        with regular_stream(path) as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 0 < length <= _LONGEST else b""
-        nbytes = path.stat().st_size
+            nbytes = os.fstat(file.fileno()).st_size
+    except DirectoryError:
+        raise
     except OSError as error:
         message = f"File {path} was to be read: {error.strerror}. Name a file that exists."
         raise OptionError(message) from error
@@ -108,9 +117,9 @@ def read_table(path: Path) -> Table:
     return Table(entries, metadata, length.to_bytes(8, "little") + text, nbytes)
 
 
-def _object(value: object, what: str) -> dict[str, Any]:
+def _object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        message = f"{what} is no JSON object ({type(value).__name__} was found)"
+        message = f"{name} is no JSON object ({type(value).__name__} was found)"
         raise ValueError(message)  # noqa: TRY004  # of the file, not of a caller's
     return value
 

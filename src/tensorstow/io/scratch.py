@@ -37,7 +37,7 @@ class ScratchFiles:
     ) -> None:
         """Create a file in each of ``directories`` and reserve its bytes in ``sizes``.
 
-        Raises DirectoryError where a directory is missing, read-only, in RAM or too full.
+        Raises DirectoryError if a directory is missing, read-only, in RAM or too full.
         """
         self.engine = engine
         self.files: list[File] = []
@@ -67,7 +67,7 @@ class ScratchFiles:
     def allocate(self, nbytes: int) -> ScratchExtent:
         """Return an extent of ``nbytes`` (above 0) in the next file, at a multiple of ALIGN.
 
-        Raises DirectoryError where its disk is full.
+        Raises DirectoryError if its disk is full.
         """
         file, padded = self._next, round_up(nbytes, ALIGN)
         while (offset := self._free[file].allocate(padded)) is None:

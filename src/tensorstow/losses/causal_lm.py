@@ -21,26 +21,28 @@ _LOSS = "ForCausalLMLoss"
 def chunk_loss(model: nn.Module, *, chunk_bytes: str | int = "256MiB") -> "ChunkedLoss":
     """Let ``model(input_ids, labels=...)`` compute its loss with ``chunked_cross_entropy``.
 
-    For causal language models of transformers. With ``labels`` the output has ``logits=None``, in
-    evaluation too; without them nothing changes. Works by hooks on the model and on its output
-    layer, and by ``model.loss_function``, which transformers lets be set. Before ``stow`` or after.
+    The model is a causal language model of transformers. With ``labels`` the output has
+    ``logits=None``, in evaluation too; without them nothing changes. ``chunk_loss`` adds hooks to
+    the model and its output layer, and sets ``model.loss_function``. Call it before or after
+    ``stow``.
 
     Args:
-        model: The model, or a module round it.
+        model: The model, or a module that wraps it.
         chunk_bytes: Memory for the fp32 logits of a chunk, in bytes or as "256MiB".
 
     Returns:
-        What takes the hooks off again by ``close()``, or at the end of a ``with`` block.
+        An object that removes the hooks by ``close()``, or at the end of a ``with`` block.
 
     Raises:
-        OptionError: It is no such model, or its output layer is no ``nn.Linear``; in forward: it
-            changes logits between its output layer and its loss (Gemma caps them), or is one graph.
+        OptionError: The model is of another kind, or its output layer is no ``nn.Linear``; in
+            forward: the model changes logits between its output layer and its loss (Gemma caps
+            them), or is compiled as one graph.
     """
     return ChunkedLoss(model, parse_size(chunk_bytes, "chunk_bytes"))
 
 
 class ChunkedLoss:
-    """Hooks on a model and its output layer; ``chunk_loss`` has the arguments."""
+    """Hooks on a model and its output layer; ``chunk_loss`` documents the arguments."""
 
     def __init__(self, model: nn.Module, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
@@ -58,7 +60,7 @@ class ChunkedLoss:
         self._hidden: torch.Tensor | None = None
 
     def close(self) -> None:
-        """Give the model its own loss again. Idempotent."""
+        """Restore the model's own loss. Idempotent."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -82,14 +84,14 @@ class ChunkedLoss:
         if torch.compiler.is_compiling():
             message = (
                 "chunk_loss is for a model that runs eagerly: a graph has no place for it. Compile"
-                " the model's blocks instead (model.model.layers, say)."
+                " the model's blocks instead (for example model.model.layers)."
             )
             raise OptionError(message)
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        self._has_labels = given.get("labels") is not None
+        arguments = self._signature.bind_partial(*args, **kwargs).arguments
+        self._has_labels = arguments.get("labels") is not None
 
     def _skip_product(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[torch.Tensor] | None:
-        """Keep what the output layer is given, and give it none of the rows."""
+        """Keep the output layer's input, and pass it an input without rows."""
         self._hidden = args[0] if self._has_labels else None
         return None if self._hidden is None else (self._hidden[:0],)
 
@@ -98,10 +100,10 @@ class ChunkedLoss:
         return None if hidden is None else HiddenStates.of(hidden, len(self._head.weight))
 
     def _drop_logits(self, _: nn.Module, __: object, output: Any) -> Any:  # noqa: ANN401
-        self._has_labels, self._hidden = False, None  # also where forward has failed
+        self._has_labels, self._hidden = False, None  # also if forward raised an error
         if isinstance(output, Mapping):
-            kept = {k: None if isinstance(v, HiddenStates) else v for k, v in output.items()}
-            return type(output)(**kept)
+            fields = {k: None if isinstance(v, HiddenStates) else v for k, v in output.items()}
+            return type(output)(**fields)
         if isinstance(output, tuple):
             return tuple(None if isinstance(part, HiddenStates) else part for part in output)
         return output
@@ -114,12 +116,12 @@ class ChunkedLoss:
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        **others: Any,  # noqa: ANN401
+        **keywords: Any,  # noqa: ANN401
     ) -> torch.Tensor:
-        """Compute what transformers' function of this signature does."""
+        """Return the loss of transformers' function with this signature."""
         if not isinstance(logits, HiddenStates):
-            others |= {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-            return self._before(logits, labels, vocab_size, ignore_index=ignore_index, **others)
+            keywords |= {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+            return self._before(logits, labels, vocab_size, ignore_index=ignore_index, **keywords)
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = logits.hidden
@@ -139,15 +141,15 @@ class ChunkedLoss:
 
 def _refuse(operation: str) -> NoReturn:
     message = (
-        f"{operation} was asked of logits that chunk_loss does not compute: this model changes its"
-        " logits before the loss, or has a loss of its own. Use chunked_cross_entropy in a loss of"
-        " yours (logit_softcap= is Gemma's)."
+        f"{operation} was called on logits that chunk_loss does not compute: this model changes its"
+        " logits before the loss, or has a loss of its own. Call chunked_cross_entropy in your own"
+        " loss (logit_softcap= is Gemma's)."
     )
     raise OptionError(message)
 
 
 class HiddenStates(Placeholder):
-    """Stands for logits of some shape, with the hidden states that they would be made of."""
+    """A placeholder for logits, with the hidden states that they would be computed from."""
 
     hidden: torch.Tensor
 
@@ -155,20 +157,20 @@ class HiddenStates(Placeholder):
 
     @classmethod
     def of(cls, hidden: torch.Tensor, classes: int) -> Self:
-        """Stand for the logits of ``hidden``, of which each row would have ``classes``."""
-        made = cls(hidden.detach()[..., :1].expand(*hidden.shape[:-1], classes))
-        made.hidden = hidden
-        return made
+        """Return a placeholder for the logits of ``hidden``, ``classes`` for each row."""
+        logits = cls(hidden.detach()[..., :1].expand(*hidden.shape[:-1], classes))
+        logits.hidden = hidden
+        return logits
 
 
 def _model_and_head(model: nn.Module) -> tuple[Any, nn.Linear]:
-    """Return the model inside of its wrappers that has a loss function, and its output layer."""
+    """Return the first module that has a loss function, inside wrappers, and its output layer."""
     for module in model.modules():
         if not isinstance(getattr(type(module), "loss_function", None), property):
             continue
-        found: Any = module
-        head = found.get_output_embeddings()
-        if getattr(found.loss_function, "__name__", "") != _LOSS or head is None:
+        unwrapped: Any = module
+        head = unwrapped.get_output_embeddings()
+        if getattr(unwrapped.loss_function, "__name__", "") != _LOSS or head is None:
             continue
         if type(head) is not nn.Linear:
             message = (
@@ -176,7 +178,7 @@ def _model_and_head(model: nn.Module) -> tuple[Any, nn.Linear]:
                 " takes the weight of an nn.Linear."
             )
             raise OptionError(message)
-        return found, head
+        return unwrapped, head
     message = (
         f"chunk_loss was given a {type(model).__name__}: it takes a causal language model of"
         f" transformers, whose loss_function is {_LOSS} and was not replaced."

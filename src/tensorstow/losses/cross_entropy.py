@@ -1,17 +1,17 @@
 """``chunked_cross_entropy``: the cross entropy of ``hidden @ weight.T + bias``, in chunks of rows.
 
-[Note: Gradients in forward] With reduction "mean" or "sum" backward is given one number, and the
+[Note: Gradients in forward] With reduction "mean" or "sum" backward gets one number, and the
 gradients are that number times those of the sum of the rows' losses. So forward computes the latter
-from the logits of a chunk while these are there, and backward multiplies: three products, as many
-as without chunks. To compute logits again in backward would take a fourth. The price is the
-gradient of ``weight`` in fp32 from forward to backward, which is the first to use it and writes to
-it: it is no saved tensor, that hooks would move or copy. With "none" each row has a number of its
-own, which forward does not know: backward computes logits again.
+while it has the logits of a chunk, and backward multiplies: three products, as many as without
+chunks. Computing logits again in backward would take a fourth. The price is the gradient of
+``weight`` in fp32 from forward to backward. It is not a saved tensor, which hooks would move or
+copy: backward writes to it. With "none" each row has its own number, which forward does not know,
+so backward computes logits again.
 
 [Note: Sums] Products have fp32 results and gradients are added up in fp32 (float64 for float64),
 chunk after chunk in the order of rows; each gradient is rounded to its dtype once, at the end. On
-CUDA its kernels multiply 16-bit operands into fp32, of which the gradient of logits is one, rounded
-as torch rounds it; elsewhere blocks of operands are converted.
+CUDA kernels multiply 16-bit operands into fp32; the gradient of logits is such an operand, rounded
+as torch rounds it. On other devices blocks of operands are converted to fp32.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -21,13 +21,14 @@ from typing import Any, Literal
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.fields import PositiveFloat, Share, read_value
 from tensorstow.base.sizes import parse_size
 from tensorstow.tensors.dtensor import OffloadedWeight, is_sharded
 
 _BLOCK_BYTES = 32 << 20
-"""Of 16-bit weights that are converted to fp32 at a time."""
+"""Bytes of fp32 that 16-bit weights are converted to at a time."""
 _SCALE_OF_FP16 = 2.0**12
-"""Of gradients of logits in fp16, which are at most 1, so that small ones are kept; exact."""
+"""Factor for gradients of logits in fp16, which are at most 1: small ones do not vanish. Exact."""
 
 Reduction = Literal["mean", "sum", "none"]
 _Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -48,37 +49,40 @@ def chunked_cross_entropy(  # noqa: PLR0913  # torch's keywords, and the layer's
 ) -> torch.Tensor:
     """Return ``cross_entropy(hidden @ weight.T + bias, labels)`` with a bounded memory for logits.
 
-    Logits are computed in chunks of rows (tokens) and are gone when the chunk is done. Where
-    gradients are wanted, forward computes them too, and holds that of ``weight`` in fp32 until
-    backward. Sums are fp32: the result does not depend on the placement, and for equal
-    ``chunk_bytes`` and threads not on the run.
+    Logits are computed in chunks of rows (tokens) and freed after each chunk. If gradients are
+    required, forward computes them too, and holds that of ``weight`` in fp32 until backward. Sums
+    are fp32. The result does not depend on the placement; it is the same in every run with equal
+    ``chunk_bytes`` and threads.
 
     A causal shift is the caller's: ``hidden[:, :-1]`` with ``labels[:, 1:]``.
 
     Args:
-        hidden: What the output layer is given, (tokens, width) or (batch, sequence, width).
+        hidden: The output layer's input, (tokens, width) or (batch, sequence, width).
         weight: The layer's weight, (vocabulary, width), whole in memory: under ``stow`` or FSDP2
             inside the forward of the unit that has it.
         labels: Classes as int64, of the shape of ``hidden`` without its last dimension.
         bias: The layer's bias, (vocabulary,). Default: None.
         chunk_bytes: Memory for the fp32 logits of a chunk, in bytes or as "256MiB". A chunk has at
             least one row.
-        ignore_index: The label of rows that count for nothing.
+        ignore_index: The label of rows that do not count.
         reduction: "mean" over the rows that count, "sum", or "none": one loss per row, at the
             price of computing logits again in backward.
         label_smoothing: The share of the target, 0 to 1, that is spread over all classes.
         logit_softcap: Logits are ``cap * tanh(logits / cap)``, as in Gemma. It takes a second
-            buffer, and chunks are half as long. Default: None, as they are.
+            buffer, and chunks are half as long. Default: None, no cap.
 
     Returns:
         The loss: float64 for float64, fp32 for all other dtypes.
 
     Raises:
-        OptionError: Shapes or options do not fit, a label is no class, ``weight`` is a DTensor or
+        OptionError: Shapes or options are invalid, a label is no class, ``weight`` is a DTensor or
             is not in memory; in backward: ``create_graph=True``.
-        DTypeError: Tensors have different dtypes without autocast, or no floating point ones.
+        DTypeError: Tensors have different dtypes without autocast, or are not floating point.
     """
-    _check_options(reduction, label_smoothing, logit_softcap)
+    reduction = read_value(Reduction, reduction, "reduction")
+    label_smoothing = read_value(Share, label_smoothing, "label_smoothing")
+    logit_softcap = read_value(PositiveFloat | None, logit_softcap, "logit_softcap")
+    ignore_index = read_value(int, ignore_index, "ignore_index")
     _check_tensors(hidden, weight, labels, bias)
     rows = labels.reshape(-1)
     if labels.is_cpu:
@@ -91,7 +95,7 @@ def chunked_cross_entropy(  # noqa: PLR0913  # torch's keywords, and the layer's
         smoothing=label_smoothing,
         softcap=logit_softcap,
     )
-    if not torch.is_grad_enabled():  # a Function is told what requires a gradient all the same
+    if not torch.is_grad_enabled():  # a Function's needs_input_grad ignores no_grad
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -101,10 +105,10 @@ def chunked_cross_entropy(  # noqa: PLR0913  # torch's keywords, and the layer's
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What is asked for, beside the tensors."""
+    """The arguments of a loss other than its tensors."""
 
     dtype: torch.dtype
-    """Of the operands of products."""
+    """The dtype of the operands of products."""
     chunk_bytes: int
     ignore_index: int
     reduction: Reduction
@@ -123,7 +127,7 @@ class _Kind:
 
 
 class _OutputLayer:
-    """The layer's tensors, and the three products with them: whole, or by blocks of classes."""
+    """The layer's tensors and the three products with them, whole or by blocks of classes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kind: _Kind) -> None:
         self._weight, self._kind = weight, kind
@@ -137,18 +141,18 @@ class _OutputLayer:
         self._blocks = [slice(i, i + block) for i in range(0, len(weight), block)]
 
     def operand(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor as an operand: rounded to the dtype of products."""
+        """Return a tensor as an operand, rounded to the dtype of products."""
         rounded = tensor.to(self._kind.dtype)
         return rounded if self._has_kernels else rounded.to(self._kind.sum_dtype)
 
     def gradient_operand(self, d_logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of logits as an operand: in 16 bits ``scale`` times as large."""
+        """Return the gradient of logits as an operand; in 16 bits it is multiplied by ``scale``."""
         if not self._has_kernels:
             return d_logits
         return d_logits.mul_(self.scale).to(self._kind.dtype)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Write the logits of some rows, operands, to ``out``."""
+        """Write the logits of some rows to ``out``; ``hidden`` is an operand."""
         for block in self._blocks:
             weight = self.operand(self._weight[block]).t()
             if self._has_kernels:
@@ -167,7 +171,7 @@ class _OutputLayer:
     def add_weight_gradient(
         self, total: torch.Tensor, d_logits: torch.Tensor, hidden: torch.Tensor
     ) -> None:
-        """Add what some rows contribute to the gradient of the weight."""
+        """Add the contribution of some rows to the gradient of the weight."""
         for block in self._blocks:
             self._add_product(total[block], d_logits[:, block].t(), hidden)
 
@@ -205,7 +209,7 @@ class _Pass:
     ) -> _Gradients:
         """Compute losses and return the wanted gradients of hidden, weight and bias.
 
-        They are those of the sum of the losses, each times its ``row_gradients``; None: times 1.
+        They are gradients of the sum of the losses, each times its ``row_gradients`` (None: 1).
         """
         kind, hidden, classes = self._kind, self._hidden, len(self._weight)
         layer = self._layer
@@ -252,7 +256,7 @@ class _Pass:
         return d_hidden, d_weight, d_bias
 
     def _cap(self, logits: torch.Tensor, slope: torch.Tensor | None) -> None:
-        """Cap the logits, and write the derivative of it to ``slope``."""
+        """Cap the logits, and write the derivative of the cap to ``slope``."""
         if slope is None or self._kind.softcap is None:
             return
         logits.div_(self._kind.softcap).tanh_()
@@ -260,7 +264,7 @@ class _Pass:
         logits.mul_(self._kind.softcap)
 
     def _losses_of(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
-        """Note the losses of some rows; leave exp(logits - max) and return its sum per row."""
+        """Store the losses of some rows; leave exp(logits - max) and return its sum per row."""
         logits -= logits.amax(1, keepdim=True)
         chosen = logits.gather(1, self._labels[rows, None])
         smoothing = self._kind.smoothing
@@ -307,7 +311,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
                 return whole.losses
             ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
             count = whole.counts.sum() if kind.reduction == "mean" else None
-            ctx.found = gradients, count
+            ctx.gradients = gradients, count
             total = whole.losses.sum()
             return total if count is None else total / count
 
@@ -315,7 +319,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # noqa: ANN401
         if torch.is_grad_enabled():
             message = (
-                "create_graph=True was asked of chunked_cross_entropy, which computes first"
+                "create_graph=True was used with chunked_cross_entropy, which computes first"
                 " derivatives only. Use torch.nn.functional.cross_entropy for second ones."
             )
             raise OptionError(message)
@@ -323,21 +327,21 @@ class _CrossEntropyFunction(torch.autograd.Function):
             hidden, weight, bias, labels = ctx.saved_tensors
             with _without_autocast(hidden.device.type):
                 again = _Pass(hidden, (weight, bias), labels, ctx.kind)
-                found = again.run(tuple(ctx.needs_input_grad[:3]), gradient)
+                gradients = again.run(tuple(ctx.needs_input_grad[:3]), gradient)
             dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
-            return *_rounded(found, dtypes), None, None
-        if ctx.found is None:
+            return *_rounded(gradients, dtypes), None, None
+        if ctx.gradients is None:
             message = (
                 "Trying to backward through the graph a second time: the gradients that forward"
                 " computed are gone. Use retain_graph=True for the first backward."
             )
             raise RuntimeError(message)
-        gradients, count = ctx.found
-        # Without rows that count gradients are 0, and only the loss is nan: as torch has it.
+        gradients, count = ctx.gradients
+        # If no row counts, gradients are 0 and only the loss is nan, as in torch.
         scale = gradient if count is None else gradient / count.clamp(min=1)
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
         if not is_kept:
-            ctx.found = None
+            ctx.gradients = None
         scaled = [
             None if g is None else (g * scale if is_kept else g.mul_(scale)) for g in gradients
         ]
@@ -363,34 +367,22 @@ def _rounded(
 def _computing_dtype(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.dtype:
-    """Return the dtype of operands: autocast's, or the one that all have."""
-    found = {t.dtype for t in (hidden, weight, bias) if t is not None}
-    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in found):
-        message = f"chunked_cross_entropy was given {found}: it takes floating point tensors."
+    """Return the dtype of operands: autocast's, or the common dtype of all tensors."""
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    if not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        message = f"chunked_cross_entropy was given {dtypes}: it takes floating point tensors."
         raise DTypeError(message)
     kind = hidden.device.type
     is_available = torch.amp.is_autocast_available(kind)
-    if is_available and torch.is_autocast_enabled(kind) and torch.float64 not in found:
+    if is_available and torch.is_autocast_enabled(kind) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(kind)
-    if len(found) > 1:
+    if len(dtypes) > 1:
         message = (
             f"chunked_cross_entropy was given hidden states of {hidden.dtype} and a layer of"
-            f" {found - {hidden.dtype}}. Cast one of them, or use torch.autocast."
+            f" {dtypes - {hidden.dtype}}. Cast one of them, or use torch.autocast."
         )
         raise DTypeError(message)
     return hidden.dtype
-
-
-def _check_options(reduction: str, smoothing: float, softcap: float | None) -> None:
-    if reduction not in {"mean", "sum", "none"}:
-        message = f"reduction={reduction!r} was given; it is 'mean', 'sum' or 'none'."
-        raise OptionError(message)
-    if not 0.0 <= smoothing <= 1.0:
-        message = f"label_smoothing={smoothing} was given; it is a share, 0 to 1."
-        raise OptionError(message)
-    if softcap is not None and not softcap > 0:
-        message = f"logit_softcap={softcap} was given; it is above 0, or None."
-        raise OptionError(message)
 
 
 def _check_tensors(
@@ -398,6 +390,7 @@ def _check_tensors(
 ) -> None:
     for name, tensor in {"hidden": hidden, "weight": weight, "bias": bias}.items():
         if tensor is not None:
+            read_value(torch.Tensor, tensor, name)
             _check_whole(name, tensor)
     if weight.dim() != 2 or hidden.shape[-1:] != weight.shape[1:]:
         message = (
@@ -421,10 +414,10 @@ def _check_whole(name: str, tensor: torch.Tensor) -> None:
     is_freed = is_freed and not isinstance(tensor, OffloadedWeight)
     is_freed = is_freed and not tensor.untyped_storage().nbytes()
     if is_sharded(tensor) or isinstance(tensor, OffloadedWeight) or is_freed:
-        what = "has no memory now" if is_freed else f"is a {type(tensor).__name__}"
+        problem = "has no memory now" if is_freed else f"is a {type(tensor).__name__}"
         message = (
-            f"{name} {what}: chunked_cross_entropy takes whole tensors. Under stow or FSDP2 call it"
-            " inside the forward of the unit that has the parameter, where it is gathered."
+            f"{name} {problem}: chunked_cross_entropy takes whole tensors. Under stow or FSDP2 call"
+            " it inside the forward of the unit that has the parameter, where it is gathered."
         )
         raise OptionError(message)
 

@@ -1,7 +1,7 @@
 """Bytes of activations, and operations, of one micro-batch: traced with fake tensors.
 
-A deep model of transformers is traced with two layers and with three; what a layer adds is added
-for each.
+A deep model of transformers is traced with two layers and with three. The difference counts for
+each further layer.
 """
 
 import copy
@@ -39,60 +39,60 @@ def trace(
         model: A model of transformers.
         batch: Sequences of a micro-batch.
         sequence: Tokens of a sequence.
-        placed: What its blocks do with their activations.
+        placed: The placement of its blocks' activations.
 
     Raises:
-        OptionError: It cannot be traced: what it does depends on values, say.
+        OptionError: It cannot be traced, for example because it depends on values.
     """
     layers = getattr(model.config, "num_hidden_layers", 0)
     with _refusing(model, "Leave --batch and --seq out: activations then do not count."):
         if layers <= _WHOLE_LAYERS or getattr(model.config, "layer_types", None):
-            found = _trace(model.config, batch, sequence, placed)
+            step = _trace(model.config, batch, sequence, placed)
         else:
             two, three = (
                 _trace(_with_layers(model.config, n), batch, sequence, placed) for n in (2, 3)
             )
-            found = two.extended(three, layers - 2)
-    return found.activations()
+            step = two.extended(three, layers - 2)
+    return step.activations()
 
 
 def trace_function(model: NamedModel, placed: TracedPlacement = KEPT) -> Activations:
-    """Return the same of a model whose function returned the arguments of its forward, too.
+    """Return the same for a model whose function also returned the arguments of its forward.
 
     Args:
         model: A model with ``inputs``. Its function is called once more.
-        placed: What its blocks do with their activations.
+        placed: The placement of its blocks' activations.
 
     Raises:
-        OptionError: It cannot be traced: what it does depends on values, say.
+        OptionError: It cannot be traced, for example because it depends on values.
     """
     advice = "Let the function return the module alone: activations then do not count."
     with _refusing(model, advice), FakeTensorMode():
         module, inputs = call_function(model.name)
         _cast(module.train(), model.dtype)
         first = next(module.parameters())
-        given, named = moved_to(inputs or ((), {}), first.device, first.dtype)
-        found = watch(
-            module, placed, lambda: torch.autograd.backward(loss_of(module(*given, **named)))
+        positional, named = moved_to(inputs or ((), {}), first.device, first.dtype)
+        step = watch(
+            module, placed, lambda: torch.autograd.backward(loss_of(module(*positional, **named)))
         )
-    return found.activations()
+    return step.activations()
 
 
 def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
     """Cast floating point parameters; ``Module.to`` cannot exchange fake ones."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    cast: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for part in module.modules() if dtype is not None else ():
         for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.is_floating_point() and parameter not in made:
-                made[parameter] = nn.Parameter(parameter.to(dtype), parameter.requires_grad)
-            setattr(part, name, made.get(parameter, parameter))
+            if parameter.is_floating_point() and parameter not in cast:
+                cast[parameter] = nn.Parameter(parameter.to(dtype), parameter.requires_grad)
+            setattr(part, name, cast.get(parameter, parameter))
 
 
 @contextmanager
 def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
-    """Turn what a model raises without values into an OptionError."""
+    """Raise OptionError for any error of a model that runs without values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # the error says it, in one line
+    before, log.disabled = log.disabled, True  # the OptionError has the reason in one line
     try:
         yield
     except OptionError:
@@ -105,10 +105,10 @@ def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
 
 
 def between(one: Activations, whole: Activations, batch: int, part: int) -> Activations:
-    """Return what a micro-batch of ``part`` sequences holds at most, and does.
+    """Return the activations and operations of a micro-batch of ``part`` sequences, at most.
 
-    Operations and bytes grow by the same for each sequence; the peak is the largest of several
-    moments that do, so the line between two of its values lies on it or above.
+    Operations and bytes grow linearly with the number of sequences. The peak is the maximum of
+    several linear functions, so the line between two of its values is an upper bound.
 
     Args:
         one: Traced with one sequence.
@@ -121,7 +121,7 @@ def between(one: Activations, whole: Activations, batch: int, part: int) -> Acti
         low, high = getattr(one, name), getattr(whole, name)
         return int(low + -(-(high - low) * (part - 1) // (batch - 1)))
 
-    return Activations(*(at(each.name) for each in fields(Activations)))
+    return Activations(*(at(field.name) for field in fields(Activations)))
 
 
 def _with_layers(config: Any, layers: int) -> Any:  # noqa: ANN401  # transformers' own

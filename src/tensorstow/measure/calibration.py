@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from tensorstow.base.directories import resolve_path
 from tensorstow.base.profile import LinkRates, Profile, identify_machine
 from tensorstow.io.device_link import open_link
 from tensorstow.io.pinned import PinnedBlock
@@ -34,11 +35,11 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         DirectoryError: A directory is missing, read-only, in RAM or too full.
     """
     cpu = torch.device("cpu")
-    # What may be refused comes first.
+    # Directories can raise errors: they come first.
     disks = {}
     for directory in directories:
         tell(f"{directory}: reading and writing")
-        path = directory.expanduser().resolve()
+        path = resolve_path(directory)
         disks[str(path)] = measure_directory(path)
     tell("host memory")
     read, write, copy = measure_memory()
@@ -80,17 +81,17 @@ def measure_link(device: torch.device, seconds: float = 0.6) -> LinkRates:
     link = open_link(device)
     pinned = [PinnedBlock(_LINK_BYTES, device, link.synchronize) for _ in range(2)]
     blocks = [block.tensor(0, _LINK_BYTES, torch.uint8) for block in pinned]
-    there = [torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    up, down = [(there[0], blocks[0])], [(blocks[1], there[1])]
-    made = [link.record_event()]
-    each = seconds / 3
+    on_device = [torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    up, down = [(on_device[0], blocks[0])], [(blocks[1], on_device[1])]
+    ready = [link.record_event()]
+    turn = seconds / 3
 
     def both() -> None:
-        link.h2d(up, made)
-        link.d2h(down, made)
+        link.h2d(up, ready)
+        link.d2h(down, ready)
 
     return LinkRates(
-        _LINK_BYTES / fastest(waited(lambda: link.h2d(up, made), device), each),
-        _LINK_BYTES / fastest(waited(lambda: link.d2h(down, made), device), each),
-        2 * _LINK_BYTES / fastest(waited(both, device), each),
+        _LINK_BYTES / fastest(waited(lambda: link.h2d(up, ready), device), turn),
+        _LINK_BYTES / fastest(waited(lambda: link.d2h(down, ready), device), turn),
+        2 * _LINK_BYTES / fastest(waited(both, device), turn),
     )

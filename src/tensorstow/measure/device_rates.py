@@ -1,4 +1,4 @@
-"""How fast an accelerator updates parameters whose states are on it."""
+"""Rates of updates on an accelerator, with states on it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,38 +11,40 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.measure.host_rates import fastest, waited
 from tensorstow.states.layout import Family
 from tensorstow.states.update_trial import FAMILIES, PARAMETERS
-from tensorstow.step.update_rule import SegmentUpdate, rule_on
+from tensorstow.step.segment_update import SegmentUpdate
+from tensorstow.step.update_rule import rule_on
 
 
 def measure_device_updates(device: torch.device, seconds: float = 1.0) -> dict[str, float]:
-    """Return parameters per second that an accelerator updates, by "dtype/format": exact ones.
+    """Return parameters per second that an accelerator updates, by "dtype/format".
 
-    Their states are on it; what moves them there is the link's.
+    Only exact formats are measured. The states are on the accelerator: the link's rates count their
+    transfers.
 
     Args:
         device: The accelerator.
         seconds: How long to measure, about.
     """
-    exact = [(dtype, kept_as) for dtype, kept_as in FAMILIES if kept_as.exact]
-    each = seconds / len(exact)
+    exact = [(dtype, state_format) for dtype, state_format in FAMILIES if state_format.exact]
+    turn = seconds / len(exact)
     return {
-        update_key(dtype, kept_as): PARAMETERS
-        / fastest(waited(device_update_trial(device, dtype, kept_as), device), each)
-        for dtype, kept_as in exact
+        update_key(dtype, state_format): PARAMETERS
+        / fastest(waited(device_update_trial(device, dtype, state_format), device), turn)
+        for dtype, state_format in exact
     }
 
 
 def device_update_trial(
-    device: torch.device, dtype: torch.dtype, kept_as: StateFormat
+    device: torch.device, dtype: torch.dtype, state_format: StateFormat
 ) -> Callable[[], None]:
-    """Return what updates ``PARAMETERS`` parameters on an accelerator, as a run does.
+    """Return a function that updates ``PARAMETERS`` parameters on an accelerator, as a run does.
 
     Args:
         device: The accelerator.
-        dtype: Of the parameters and their gradients.
-        kept_as: The format of their states.
+        dtype: The dtype of the parameters and their gradients.
+        state_format: The format of their states.
     """
-    family = Family(dtype, amsgrad=False, format=kept_as)
+    family = Family(dtype, amsgrad=False, format=state_format)
     streams = [
         torch.zeros(-(-PARAMETERS // spec.per), dtype=spec.dtype, device=device)
         for spec in family.specs
@@ -54,10 +56,10 @@ def device_update_trial(
     )
     segment = SegmentUpdate(weight, gradient, 0, 0, scalars, key=0, seed_master=False)
     tables = [
-        torch.empty(rule.table_bytes(1), dtype=torch.uint8, device=where)
-        for where in (torch.device("cpu"), device)
+        torch.empty(rule.table_bytes(1), dtype=torch.uint8, device=side)
+        for side in (torch.device("cpu"), device)
     ]
     pairs, update = rule.prepare([segment], family, tables[0], tables[1])
-    for there, here in pairs:
-        there.copy_(here)
+    for target, source in pairs:
+        target.copy_(source)
     return partial(update, streams)

@@ -1,4 +1,4 @@
-"""How fast a directory's disk reads and writes, through the I/O engine that runs use."""
+"""Rates of a directory's disk, through the I/O engine that runs use."""
 
 import os
 import time
@@ -21,16 +21,16 @@ from tensorstow.io.files import File, IoFuture, scratch_file
 _FILE_BYTES = 2 << 30
 _LEAST_FILE_BYTES = 64 << 20
 _PART_OF_FREE = 4
-"""A scratch file takes no more than this part of what is free."""
+"""A scratch file takes at most one part in so many of the free bytes."""
 _TRANSFER = 4 << 20
 _UNDER_WAY = 16
-"""Transfers that are submitted and not complete: twice the bytes of 32 blocks of a MiB."""
+"""Transfers in flight: twice the bytes of 32 blocks of a MiB."""
 _SETTINGS = tuple((block, depth) for block in (256 << 10, 1 << 20, 4 << 20) for depth in (8, 32))
 _DEFAULT = (BLOCK_BYTES, DEPTH)
 _AS_GOOD = 0.95
-"""The engine's own setting stays unless another one is better by more than this."""
+"""The engine's default setting stays if it has at least this share of the best rate."""
 _WARMING = 0.25
-"""Of a measurement's seconds, at its begin: what a drive's cache takes at once does not count."""
+"""Share of a measurement at its start that does not count: a drive's cache absorbs writes then."""
 
 Pattern = Literal["read", "write", "mixed"]
 
@@ -38,8 +38,8 @@ Pattern = Literal["read", "write", "mixed"]
 def measure_directory(directory: Path, seconds: float = 4.0) -> DirectoryRates:
     """Return the rates of reads and writes of a directory's disk.
 
-    It writes to a file without a name, of at most 2 GiB and a quarter of what is free: nothing is
-    left when the process ends, however it ends.
+    It writes to a file without a name, of at most 2 GiB and a quarter of the free bytes: nothing is
+    left when the process ends, even if it is killed.
 
     Args:
         directory: A directory on a disk.
@@ -53,8 +53,8 @@ def measure_directory(directory: Path, seconds: float = 4.0) -> DirectoryRates:
     room = min(_FILE_BYTES, free // _PART_OF_FREE) // _TRANSFER
     if room * _TRANSFER < _LEAST_FILE_BYTES:
         message = (
-            f"{directory} was to be measured with a quarter of what is free there"
-            f" ({format_bytes(free)}), and that is less than {format_bytes(_LEAST_FILE_BYTES)}."
+            f"{directory} has {format_bytes(free)} free. A measurement takes a quarter of that, and"
+            f" needs {format_bytes(_LEAST_FILE_BYTES)}: free space, or name another directory."
         )
         raise DirectoryError(message)
     turn = seconds / 10
@@ -71,23 +71,23 @@ def measure_directory(directory: Path, seconds: float = 4.0) -> DirectoryRates:
 
 
 class _Scratch:
-    """A scratch file of ``room`` transfers, of which those that were written are read."""
+    """A scratch file of ``room`` transfers; reads stay within the part that was written."""
 
     def __init__(self, file: File, room: int) -> None:
         self._file = file
         self._room = room
         self._written = 0
-        """Transfers from the file's begin on: what was never written would be read from nowhere."""
+        """Transfers written from the start of the file; reads past them would not reach a disk."""
         buffers = Arena(_UNDER_WAY * _TRANSFER, in_children=False)
         self._buffers = buffers.tensor(0, buffers.nbytes, torch.uint8).random_()  # drives compress
 
     def rate(self, pattern: Pattern, setting: tuple[int, int], seconds: float) -> float:
-        """Return bytes per second, with requests of a size and as many under way.
+        """Return bytes per second with a size of requests and a number of them in flight.
 
         Args:
-            pattern: What to do.
-            setting: Bytes of a request, and requests under way.
-            seconds: For how long.
+            pattern: Which transfers to make.
+            setting: Bytes of a request, and requests in flight.
+            seconds: How long to measure.
         """
         block_bytes, depth = setting
         engine = open_engine(depth=depth, block_bytes=block_bytes)
@@ -119,7 +119,7 @@ class _Scratch:
         return (done - counted) * _TRANSFER / elapsed
 
     def _places(self, pattern: Pattern) -> Iterator[tuple[str, int]]:
-        """Yield operations and their places, in transfers, without end."""
+        """Yield operations and their offsets, in transfers, without end."""
         if pattern == "write":
             yield from (("write", n % self._room) for n in count())
         elif pattern == "read":

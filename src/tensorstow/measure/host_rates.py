@@ -1,4 +1,4 @@
-"""How fast host memory, the update kernel and torch's operations are on this machine."""
+"""Rates of host memory, the update kernel and torch's operations on this machine."""
 
 import time
 from collections.abc import Callable
@@ -18,13 +18,13 @@ _LEAST_REPEATS = 3
 _CPU_DTYPES = (torch.float32, torch.bfloat16)
 _PRODUCT = (512, 1024, 4096)
 _PRODUCT_AWAY = (8192, 4096, 8192)
-"""Rows, inner and columns of a product: a block's, of a small and of a large model."""
+"""Rows, inner and columns of a product: those of a block of a small and of a large model."""
 _ELEMENTWISE_BYTES = 4 << 20
 _COLUMNS = 512
 _ROW = 30
-"""Elementwise operations in a row: their tensors are more than a cache has."""
+"""Elementwise operations in a row: their tensors exceed a cache."""
 _FRESH_BYTES = 64 << 20
-"""More than glibc keeps when it is freed."""
+"""More than glibc keeps after a free."""
 _CHECKSUM_BYTES = 4 << 20
 _CHAIN = 100
 
@@ -33,8 +33,8 @@ def fastest(work: Callable[[], object], seconds: float) -> float:
     """Return the seconds of the fastest of several calls.
 
     Args:
-        work: What to call; its first call is not counted.
-        seconds: How long to repeat it, three times at least.
+        work: The function to call; its first call is not counted.
+        seconds: How long to repeat it, at least three times.
     """
     work()
     best, repeats, end = float("inf"), 0, time.perf_counter() + seconds
@@ -47,7 +47,7 @@ def fastest(work: Callable[[], object], seconds: float) -> float:
 
 
 def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
-    """Return bytes per second that all cores read, write and copy; a copy does both.
+    """Return bytes per second that all cores read, write and copy; a copy reads and writes.
 
     Args:
         seconds: How long to measure, about.
@@ -55,16 +55,16 @@ def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
     arena = Arena(_MEMORY_BYTES, in_children=True)
     whole = arena.tensor(0, _MEMORY_BYTES // 4, torch.float32).fill_(1.0)
     low, high = whole.chunk(2)
-    each = seconds / 3
+    turn = seconds / 3
     return (
-        whole.nbytes / fastest(whole.sum, each),
-        whole.nbytes / fastest(lambda: whole.fill_(1.0), each),
-        whole.nbytes / fastest(lambda: high.copy_(low), each),
+        whole.nbytes / fastest(whole.sum, turn),
+        whole.nbytes / fastest(lambda: whole.fill_(1.0), turn),
+        whole.nbytes / fastest(lambda: high.copy_(low), turn),
     )
 
 
 def measure_fresh_memory(seconds: float = 0.2) -> float:
-    """Return bytes per second that all cores write to memory that the system gives anew.
+    """Return bytes per second that all cores write to memory that is new from the system.
 
     Args:
         seconds: How long to measure, about.
@@ -77,7 +77,7 @@ def measure_fresh_memory(seconds: float = 0.2) -> float:
 
 
 def measure_checksums(seconds: float = 0.1) -> float:
-    """Return bytes per second of which all cores compute checksums, in transfers' pieces.
+    """Return bytes per second that all cores checksum, in pieces as large as transfers.
 
     Args:
         seconds: How long to measure, about.
@@ -87,15 +87,15 @@ def measure_checksums(seconds: float = 0.1) -> float:
 
 
 def measure_updates(seconds: float = 1.0) -> dict[str, float]:
-    """Return parameters per second that the update kernel takes, by "dtype/format".
+    """Return parameters per second that the update kernel updates, by "dtype/format".
 
     Args:
         seconds: How long to measure, about.
     """
-    each = seconds / len(FAMILIES)
+    turn = seconds / len(FAMILIES)
     return {
-        update_key(dtype, kept_as): PARAMETERS / fastest(update_trial(dtype, kept_as), each)
-        for dtype, kept_as in FAMILIES
+        update_key(dtype, format_): PARAMETERS / fastest(update_trial(dtype, format_), turn)
+        for dtype, format_ in FAMILIES
     }
 
 
@@ -109,40 +109,41 @@ def measure_compute(device: torch.device, seconds: float = 1.5) -> ComputeRates:
     away = device.type != "cpu"
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if away else _CPU_DTYPES
     rows, inner, columns = _PRODUCT_AWAY if away else _PRODUCT
-    each = seconds / (len(dtypes) + 3)
+    turn = seconds / (len(dtypes) + 3)
     flops = {}
     for dtype in dtypes:
         left = torch.randn(rows, inner, device=device, dtype=dtype)
         right = torch.randn(inner, columns, device=device, dtype=dtype)
-        took = fastest(waited(partial(torch.matmul, left, right), device), each)
+        took = fastest(waited(partial(torch.matmul, left, right), device), turn)
         flops[dtype_key(dtype)] = 2 * rows * inner * columns / took
     return ComputeRates(
         flops,
-        _tensor_bytes_rate(device, each),
-        _call_seconds(device, each),
-        _random_rate(device, each),
+        _tensor_bytes_rate(device, turn),
+        _call_seconds(device, turn),
+        _random_rate(device, turn),
     )
 
 
 def _tensor_bytes_rate(device: torch.device, seconds: float) -> float:
-    """Return bytes per second of what a block does beside products; results stay, as forward's do.
+    """Return bytes per second of the operations of a block other than matrix products.
 
-    A sum, a product by elements, an activation, a softmax, and a copy in another order.
+    They are a sum, an elementwise product, an activation, a softmax, and a copy in another order.
+    Their results stay in memory, as those of forward do.
     """
     shape = (_ELEMENTWISE_BYTES // 4 // _COLUMNS, _COLUMNS)
-    others, into = ([torch.ones(shape, device=device) for _ in range(_ROW)] for _ in range(2))
-    turned = [each.view(_COLUMNS, shape[0]) for each in into]
+    operands, into = ([torch.ones(shape, device=device) for _ in range(_ROW)] for _ in range(2))
+    turned = [result.view(_COLUMNS, shape[0]) for result in into]
 
     def row() -> None:
-        last = others[0]
+        last = operands[0]
         for n in range(0, _ROW, 5):
-            last = torch.add(last, others[n], out=into[n])
-            last = torch.mul(last, others[n + 1], out=into[n + 1])
+            last = torch.add(last, operands[n], out=into[n])
+            last = torch.mul(last, operands[n + 1], out=into[n + 1])
             last = torch.tanh(last, out=into[n + 2])
             last = torch.softmax(last, -1, out=into[n + 3])
             last = turned[n + 4].copy_(last.t()).view(shape)
 
-    moved = (3 + 3 + 2 + 2 + 2) * others[0].nbytes * _ROW // 5
+    moved = (3 + 3 + 2 + 2 + 2) * operands[0].nbytes * _ROW // 5
     return moved / fastest(waited(row, device), seconds)
 
 
@@ -152,10 +153,10 @@ def _random_rate(device: torch.device, seconds: float) -> float:
 
 
 def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Return ``work`` that returns when the device has done it.
+    """Return a function that calls ``work`` and waits for the device.
 
     Args:
-        work: What gives the device work.
+        work: A function that launches work on the device.
         device: The device.
     """
 

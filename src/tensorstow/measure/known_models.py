@@ -10,6 +10,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
     "gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
     "gpt2-large": {**_GPT2, "n_embd": 1280, "n_layer": 36, "n_head": 20},
     "gpt2-xl": {**_GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    "gpt-3": {**_GPT2, "n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048},
     "llama-3.2-1b": {
         **_LLAMA,
         "hidden_size": 2048,

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.text_file import read_text
 from tensorstow.measure.known_models import KNOWN
 
+_MOST_LAYERS = 10_000
+"""A configuration with more layers is a mistake, and would take minutes to build."""
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and keyword arguments of a forward."""
 
@@ -27,9 +30,9 @@ class NamedModel:
     config: Any = None
     """Transformers' configuration; None: a function built the model."""
     inputs: Inputs | None = None
-    """What its function returned beside it; None: nothing."""
+    """Arguments that its function returned with the module; None: it returned none."""
     dtype: torch.dtype | None = None
-    """That its parameters were cast to; None: they are as they were made."""
+    """The dtype that its parameters were cast to; None: they were not cast."""
 
 
 def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
@@ -38,42 +41,42 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
     Args:
         name: A name of KNOWN; a configuration of transformers, as a file or the folder of a
             ``config.json``; or ``module:function``, which is called without arguments, and returns
-            a module, or a module and the arguments of its forward as a tuple or a dict. Modules
-            are looked for in the working directory too.
-        dtype: Of floating point parameters; None: as the configuration or the function has it.
+            a module, or a module and the arguments of its forward as a tuple or a dict. The working
+            directory is searched for modules, too.
+        dtype: The dtype of floating point parameters; None: the configuration's or the function's.
 
     Raises:
-        OptionError: It is no model, or transformers is needed and not installed.
+        OptionError: The name is no model, or transformers is required and not installed.
     """
     path = Path(name)
     if name in KNOWN:
-        found = _from_config(name, dict(KNOWN[name]), dtype)
-    elif path.is_dir() or path.is_file():
-        found = _from_config(name, _read(path), dtype)
+        model = _from_config(name, dict(KNOWN[name]), dtype)
+    elif _exists(path):
+        model = _from_config(name, _read(path), dtype)
     elif ":" in name:
         with torch.device("meta"):
             module, inputs = call_function(name)
-        found = NamedModel(name, module, None, inputs, dtype)
+        model = NamedModel(name, module, None, inputs, dtype)
     else:
         message = (
-            f"MODEL={name!r} was given: it is none of {', '.join(KNOWN)}, no file or folder that"
-            " is there, and no module:function."
+            f"MODEL={name!r} was given: it is none of {', '.join(KNOWN)}, no existing file or"
+            " folder, and no module:function."
         )
         raise OptionError(message)
     if dtype is not None:
-        found.module.to(dtype)
-    if not any(p.numel() for p in found.module.parameters()):
+        model.module.to(dtype)
+    if not any(p.numel() for p in model.module.parameters()):
         message = f"MODEL={name!r} was given, which has no parameters: there is nothing to place."
         raise OptionError(message)
-    return found
+    return model
 
 
 def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
-    """Return a model of transformers: a causal language model where there is one of its kind.
+    """Return a model of transformers: a causal language model if its kind has one.
 
     Args:
         config: A configuration of transformers.
-        device: Where its parameters are made.
+        device: The device to create its parameters on.
 
     Raises:
         OptionError: transformers cannot build it.
@@ -85,12 +88,12 @@ def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
         with torch.device(device):
             model: Any = kind.from_config(config)
     except Exception as error:  # any that a model's own code raises
-        message = f"No model could be made of the configuration: {first_line(error)}"
+        message = f"transformers cannot build a model from the configuration: {first_line(error)}"
         raise OptionError(message) from error
     if kind is AutoModelForCausalLM and getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what it falls back to, with a warning at its first loss
-    made: nn.Module = model
-    return made
+        model.loss_type = "ForCausalLM"  # the fallback, without its warning at the first loss
+    module: nn.Module = model
+    return module
 
 
 def is_causal(config: Any) -> bool:  # noqa: ANN401  # transformers' own
@@ -104,50 +107,61 @@ def is_causal(config: Any) -> bool:  # noqa: ANN401  # transformers' own
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
-def first_line(error: Exception) -> str:
-    """Return what an error says in one line, with its class.
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, with its class.
 
     Args:
-        error: Any.
+        error: The error.
     """
     said = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-def _from_config(name: str, given: dict[str, Any], dtype: torch.dtype | None) -> NamedModel:
+def _from_config(name: str, settings: dict[str, Any], dtype: torch.dtype | None) -> NamedModel:
     try:
         from transformers import AutoConfig  # noqa: PLC0415  # optional
     except ImportError as error:
         message = (
-            f"MODEL={name!r} was given, which transformers builds, and it is not installed:"
+            f"MODEL={name!r} was given, which needs transformers, and it is not installed:"
             " `pip install transformers`, or name a module:function."
         )
         raise OptionError(message) from error
-    kind = given.pop("model_type", None)
+    kind = settings.pop("model_type", None)
     if not isinstance(kind, str):
-        message = f"MODEL={name!r} was given: its configuration says no model_type."
+        message = f"MODEL={name!r} was given: its configuration has no model_type."
         raise OptionError(message)
     try:
-        config = AutoConfig.for_model(kind, **given)
-    except (ValueError, TypeError, KeyError) as error:
-        message = f"MODEL={name!r} was given: transformers does not take it: {first_line(error)}"
+        config = AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # any that a configuration's own code raises
+        message = f"MODEL={name!r} was given: transformers rejects it: {first_line(error)}"
         raise OptionError(message) from error
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        message = f"MODEL={name!r} was given: {layers} layers are more than {_MOST_LAYERS:,}."
+        raise OptionError(message)
     if dtype is not None:
         config.dtype = dtype
     return NamedModel(name, from_config(config), config)
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # not a path: too long, or with a zero byte
+        return False
+
+
 def _read(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        settings = json.loads(read_text(file))
+    except (OSError, ValueError, RecursionError) as error:
         message = f"MODEL={str(path)!r} was given: {file} is no configuration: {error}."
         raise OptionError(message) from error
-    if not isinstance(given, dict):
+    if not isinstance(settings, dict):
         message = f"MODEL={str(path)!r} was given: {file} is no JSON object."
         raise OptionError(message)
-    return given
+    return settings
 
 
 def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs | None]:
@@ -155,58 +169,59 @@ def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs |
 
     Args:
         name: ``module:function``; the module may be in the working directory.
-        option: How errors call what the user has given.
+        option: The option's name in errors.
 
     Returns:
-        The module, and the arguments of its forward; None: it returned none.
+        The module, and the arguments of its forward; None: the function returned none.
 
     Raises:
-        OptionError: It is not there, it raised, or it returned no module.
+        OptionError: The function does not exist, it raised, or it returned no module.
     """
-    where, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # behind all others, whose modules it must not hide
+    module_name, _, function = name.partition(":")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.append(directory)  # last, so that it hides no installed module
     try:
-        build: Callable[[], object] = getattr(importlib.import_module(where), function)
+        build: Callable[[], object] = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError) as error:
         message = f"{option}={name!r} was given: {error}."
         raise OptionError(message) from error
-    except Exception as error:  # any that the user's module raises
-        message = f"{option}={name!r} was given, and importing {where} raised {first_line(error)}"
+    except (Exception, SystemExit) as error:  # any that the user's module raises
+        raised = first_line(error)
+        message = f"{option}={name!r} was given, and importing {module_name} raised {raised}"
         raise OptionError(message) from error
     try:
-        made = build()
-    except Exception as error:  # any that the user's function raises
+        module = build()
+    except (Exception, SystemExit) as error:  # any that the user's function raises
         message = f"{option}={name!r} was given, and it raised {first_line(error)}"
         if torch.get_default_device().type == "meta":
             message += (
-                ". It is called under torch.device('meta'), where tensors have no values: let it"
-                " take no argument and read none (.item(), .numpy())."
+                ". It is called under torch.device('meta'), where tensors have no values: it must"
+                " take no argument and read no value (.item(), .numpy())."
             )
         raise OptionError(message) from error
-    given = None
-    if isinstance(made, tuple) and len(made) == 2:
-        made, given = made
-    if not isinstance(made, nn.Module):
-        message = f"{option}={name!r} was given: it returned {type(made).__name__}, no nn.Module."
+    inputs = None
+    if isinstance(module, tuple) and len(module) == 2:
+        module, inputs = module
+    if not isinstance(module, nn.Module):
+        message = f"{option}={name!r} was given: it returned {type(module).__name__}, no nn.Module."
         raise OptionError(message)
-    return made, None if given is None else _arguments(given)
+    return module, None if inputs is None else _arguments(inputs)
 
 
-def _arguments(given: object) -> Inputs:
-    if isinstance(given, Mapping):
-        return (), given
-    return (given if isinstance(given, tuple) else (given,)), {}
+def _arguments(inputs: object) -> Inputs:
+    if isinstance(inputs, Mapping):
+        return (), inputs
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
 
 
 def moved_to(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Return the arguments of a forward on another device; floating point ones in another dtype.
+    """Return the arguments of a forward on a device, floating point ones in a dtype.
 
     Args:
         inputs: The arguments.
-        device: Where the model's parameters are.
-        dtype: Of the model's parameters.
+        device: The device of the model's parameters.
+        dtype: The dtype of the model's parameters.
     """
 
     def moved(value: object) -> object:
@@ -214,5 +229,5 @@ def moved_to(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs
             return value
         return value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
 
-    given, named = inputs
-    return tuple(moved(each) for each in given), {k: moved(v) for k, v in named.items()}
+    positional, named = inputs
+    return tuple(moved(value) for value in positional), {k: moved(v) for k, v in named.items()}

@@ -1,4 +1,4 @@
-"""Layers that are cut so that their parameters move in parts."""
+"""Layers in tiles, whose parameters move in parts."""
 
 from tensorstow.nn.tiled_linear import TiledLinear
 

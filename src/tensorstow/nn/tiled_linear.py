@@ -1,4 +1,4 @@
-"""``TiledLinear``: one linear layer as tiles, which are modules and units of their own."""
+"""``TiledLinear``: a linear layer in tiles, each of which is a module and a unit."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -14,16 +14,18 @@ from tensorstow.tensors.dtensor import OffloadedWeight, is_sharded, part_of
 class TiledLinear(nn.Module):
     """A linear layer whose weight is cut into tiles, each a linear layer of its own.
 
-    Under ``stow`` each tile is a unit: its parameters are gathered for its own product and let go
+    Under ``stow`` each tile is a unit: its parameters are gathered for its own product and freed
     after it, so the layer needs the memory of two tiles (one is read ahead) and not of the whole
     weight. Arguments, attributes and names of parameters (``linears.ROW.COLUMN.weight``) are those
     of DeepSpeed's class.
 
-    With ``in_splits=1`` every output is bitwise that of an ``nn.Linear`` of its tile's rows, and
-    of the whole weight wherever torch's kernel adds up an output alike for both widths (most shapes
-    of several rows; else it differs by rounding). With more it is the sum of ``in_splits`` products
-    in the dtype of the output, added in the order of the inputs; the bias comes with the last. The
-    gradient of the input is the sum of ``out_splits`` products.
+    With ``in_splits=1`` every output is bitwise that of an ``nn.Linear`` of its tile's rows. With
+    more it is the sum of ``in_splits`` products in the dtype of the output, added in the order of
+    the inputs; the last product includes the bias. The gradient of the input is the sum of
+    ``out_splits`` products. Outputs and gradients may differ by rounding from those of one layer
+    with the whole weight, because torch's libraries choose the order of sums by shape and
+    processor. The number of terms bounds the difference
+    (docs/guides/large-vocabularies-and-layers.md).
 
     Args:
         in_features: The size of the input's last dimension.
@@ -31,14 +33,14 @@ class TiledLinear(nn.Module):
         bias: Whether outputs have a bias.
         in_splits: How many parts the input dimension is cut into, as equal as possible.
         out_splits: How many parts the output dimension is cut into.
-        input_is_already_split: Whether ``forward`` is given a sequence of ``in_splits`` tensors.
+        input_is_already_split: Whether ``forward`` takes a sequence of ``in_splits`` tensors.
         combine_out_splits: Whether ``forward`` returns one tensor; False: a list of ``out_splits``.
         linear_cls: The class of tiles, called as ``linear_cls(in, out, bias=..., **kwargs)``.
         init_linear: A layer whose parameters are copied. Default: None, tiles initialize their own.
         kwargs: Further keywords of ``linear_cls``, such as ``device`` and ``dtype``.
 
     Raises:
-        OptionError: A dimension cannot be cut so, or ``init_linear`` does not fit.
+        OptionError: A dimension has fewer elements than parts, or ``init_linear`` does not match.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917  # upstream's
@@ -79,24 +81,24 @@ class TiledLinear(nn.Module):
         """Return the layer's output.
 
         Args:
-            input_: A tensor (..., in_features), or its parts where ``input_is_already_split``.
+            input_: A tensor (..., in_features), or its parts with ``input_is_already_split``.
 
         Returns:
             A tensor (..., out_features), or its parts without ``combine_out_splits``.
 
         Raises:
-            OptionError: The input has not the parts that it is to have.
+            OptionError: The input is not split as the layer expects.
         """
         parts = self._parts_of(input_)
         shape = parts[0].shape[:-1]
         if len(shape) > 1 and self._is_linear:
-            # Else each tile would return a view, against which FSDP2 warns.
+            # Otherwise each tile would return a view, and FSDP2 warns about views.
             parts = [part.reshape(-1, part.shape[-1]) for part in parts]
         outputs: list[torch.Tensor] = []
         for row in self.linears:
-            first, *others = zip(_listed(row), parts, strict=True)
+            first, *rest = zip(_listed(row), parts, strict=True)
             total = first[0](first[1])
-            for tile, part in others:
+            for tile, part in rest:
                 total = total + tile(part)
             outputs.append(total.view(*shape, total.shape[-1]))
         if not self.combine_out_splits:
@@ -107,8 +109,8 @@ class TiledLinear(nn.Module):
     def copy_params_from(self, other: nn.Linear) -> None:
         """Copy weight and bias from another layer.
 
-        Where this layer is sharded each rank copies its rows of the values it is given: give every
-        rank the same.
+        If this layer is sharded, each rank copies its rows of ``other``: pass the same values on
+        every rank.
 
         Args:
             other: A layer of the same sizes, whole in memory.
@@ -145,21 +147,22 @@ class TiledLinear(nn.Module):
         """
         return [tile for row in self.linears for tile in _listed(row)]
 
-    def _parts_of(self, given: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self.in_splits == 1 and isinstance(given, torch.Tensor):
-            return [given]  # upstream takes it so, split already or not
-        if isinstance(given, torch.Tensor) and not self.input_is_already_split:
-            return torch.split(given, [len(part) for part in _ranges(self.in_parts)], dim=-1)
-        if isinstance(given, torch.Tensor) or not self.input_is_already_split:
+    def _parts_of(self, input_: torch.Tensor | Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if self.in_splits == 1 and isinstance(input_, torch.Tensor):
+            return [input_]  # as upstream, with input_is_already_split or without
+        if isinstance(input_, torch.Tensor) and not self.input_is_already_split:
+            return torch.split(input_, [len(part) for part in _ranges(self.in_parts)], dim=-1)
+        if isinstance(input_, torch.Tensor) or not self.input_is_already_split:
+            wanted = "a sequence of parts" if self.input_is_already_split else "one tensor"
             message = (
                 f"TiledLinear(input_is_already_split={self.input_is_already_split}) was given a"
-                f" {type(given).__name__}: it takes a tensor, or the parts where it is split so."
+                f" {type(input_).__name__}: it takes {wanted}."
             )
             raise OptionError(message)
-        if len(given) != self.in_splits:
-            message = f"TiledLinear has in_splits={self.in_splits}, and got {len(given)} parts."
+        if len(input_) != self.in_splits:
+            message = f"TiledLinear has in_splits={self.in_splits}, and got {len(input_)} parts."
             raise OptionError(message)
-        return given
+        return input_
 
     def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         if weight.shape != (self.out_features, self.in_features):
@@ -169,10 +172,12 @@ class TiledLinear(nn.Module):
             )
             raise OptionError(message)
         if self.use_bias != (bias is not None):
-            message = f"copy_params_from: bias={self.use_bias} here, and not there."
+            layers = ("this", "the other") if self.use_bias else ("the other", "this")
+            message = "copy_params_from: {} layer has a bias, and {} layer has none."
+            message = message.format(*layers)
             raise OptionError(message)
-        given = [weight] if bias is None else [weight, bias]
-        if any(is_sharded(t) or isinstance(t, OffloadedWeight) for t in given):
+        sources = [weight] if bias is None else [weight, bias]
+        if any(is_sharded(t) or isinstance(t, OffloadedWeight) for t in sources):
             message = (
                 "copy_params_from was given a layer that is sharded. Gather it first"
                 " (deepspeed.zero.GatheredParameters, or weight.full_tensor())."
@@ -181,13 +186,13 @@ class TiledLinear(nn.Module):
         if weight.is_meta or any(p.is_meta for p in self.parameters()):
             message = (
                 "copy_params_from needs values and memory to copy them to, and a layer is on the"
-                " meta device. Copy once the model is placed (stow, initialize)."
+                " meta device. Copy after the model is placed (stow, initialize)."
             )
             raise OptionError(message)
 
 
 def tiles_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the tiles of every tiled layer of a model that has more than one."""
+    """Yield the tiles of every layer of a model that has more than one tile."""
     for module in model.modules():
         if isinstance(module, TiledLinear) and len(tiles := module.tiles()) > 1:
             yield from tiles
@@ -211,5 +216,5 @@ def _listed(row: nn.Module) -> list[Any]:
 
 
 def _copy(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    own = parameter.to_local() if is_sharded(parameter) else parameter
-    own.copy_(part_of(values, parameter, "The value"))
+    local = parameter.to_local() if is_sharded(parameter) else parameter
+    local.copy_(part_of(values, parameter, "The value"))

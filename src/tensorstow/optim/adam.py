@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.update_on import AccumulationSteps, Overlap, UpdateOn
+from tensorstow.base.keywords import names_keywords
+from tensorstow.base.update_on import AccumulationSteps, DelayedUpdate, Overlap, UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Checkpoints, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
@@ -14,6 +15,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.policy import PipelinePolicy
 
 
+@names_keywords
 class Adam(StowedAdam):
     """``torch.optim.Adam`` with its states in RAM, on disk, or split between the two.
 
@@ -24,13 +26,13 @@ class Adam(StowedAdam):
         params: Parameters, named parameters, or parameter groups, as for torch's class.
         lr: The learning rate. Default: 1e-3.
         betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
+        eps: Term added to the root of the second moment. Default: 1e-8.
         weight_decay: An L2 penalty. Default: 0.
         amsgrad: Whether the running maximum of the second moment is used.
         maximize: Whether parameters move along the gradient instead of against it.
-        foreach: Accepted if None or False; True is refused.
-        capturable: Accepted if False.
-        differentiable: Accepted if False.
+        foreach: None or False; True raises an error.
+        capturable: False; True raises an error.
+        differentiable: False; True raises an error.
         fused: Accepted, and changes nothing.
         decoupled_weight_decay: True makes it AdamW, as in torch.
         states: As in ``AdamW``.
@@ -49,9 +51,9 @@ class Adam(StowedAdam):
         policy: As in ``AdamW``.
 
     Raises:
-        OptionError: An argument that cannot be used.
-        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
-        DirectoryError: A directory that is missing, read-only, too full or in RAM.
+        OptionError: An argument is invalid.
+        DTypeError: No kernel supports a parameter's dtype, layout or device.
+        DirectoryError: A directory is missing, read-only, too full or in RAM.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours
@@ -74,7 +76,7 @@ class Adam(StowedAdam):
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
-        overlap: Overlap = "none",
+        overlap: Overlap | DelayedUpdate = "none",
         module: torch.nn.Module | None = None,
         accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,
@@ -85,7 +87,7 @@ class Adam(StowedAdam):
         policy: PipelinePolicy | None = None,
     ) -> None:
         """Create the optimizer; the class documents the arguments."""
-        where = options.placement(states, dir, ram_budget, durability)
+        placement = options.placement(states, dir, ram_budget, durability)
         super().__init__(
             params,
             {
@@ -102,7 +104,7 @@ class Adam(StowedAdam):
                 "decoupled_weight_decay": decoupled_weight_decay,
             },
             options.offload_policy(
-                where,
+                placement,
                 policy=policy,
                 overlap=overlap,
                 state_format=state_format,
@@ -115,12 +117,13 @@ class Adam(StowedAdam):
                 commit_every=commit_every,
                 extra=extra,
                 checkpoints=checkpoints,
-                durable=where.durable,
+                durable=placement.durable,
             ),
             grad_dtype=grad_dtype,
         )
 
 
+@names_keywords
 class AdamW(Adam):
     """``torch.optim.AdamW`` with its states in RAM, on disk, or split between the two.
 
@@ -132,19 +135,20 @@ class AdamW(Adam):
         params: Parameters, named parameters, or parameter groups, as for torch's class.
         lr: The learning rate. Default: 1e-3.
         betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
+        eps: Term added to the root of the second moment. Default: 1e-8.
         weight_decay: The decoupled weight decay. Default: 1e-2.
         amsgrad: Whether the running maximum of the second moment is used.
         maximize: Whether parameters move along the gradient instead of against it.
-        foreach: Accepted if None or False; True is refused.
-        capturable: Accepted if False.
-        differentiable: Accepted if False.
+        foreach: None or False; True raises an error.
+        capturable: False; True raises an error.
+        differentiable: False; True raises an error.
         fused: Accepted, and changes nothing.
         states: "host" (or "ram"), "disk", or the fraction of the states' bytes that is on disk, 0
             to 1.
         dir: The directory of a run, or several to stripe over, whose commits outlive the process;
-            with ``durability="none"``, of scratch files. Default: None, scratch files on a real
-            disk that is chosen and logged.
+            with ``durability="none"``, of scratch files. It is created if it is missing; the
+            directory that it is in must exist. Default: None, scratch files on a real disk that is
+            chosen and logged.
         ram_budget: Bytes, or text such as "512MiB", for states on disk: 48 MiB are the ring buffer
             that they pass through, the rest holds states that stay in RAM. Default: None, the ring
             buffer.
@@ -156,7 +160,8 @@ class AdamW(Adam):
             steps. Default: None, as a resumed run did, else "host".
         overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
             updates run during the backward that computes the gradients, without clipping or
-            GradScaler.
+            GradScaler. ``DelayedUpdate()``, which is inexact: updates run during the next forward
+            and backward, which use the earlier weights; see docs/guides/delayed-updates.md.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one
@@ -164,16 +169,18 @@ class AdamW(Adam):
         durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
         commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
         extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,
-            tuples, sets, dicts, tensors and NumPy arrays.
+            tuples, sets, dicts, tensors and NumPy arrays. It is called at the end of each
+            ``step()``, so what the loop does after that is not in a scheduled commit: repeat
+            ``scheduler.step()`` or the update of an average after ``resume()``.
         checkpoints: "full", or "ticket" with ``dir``: ``state_dict()`` then names a snapshot of the
-            run's directory and holds no states, and ``load_state_dict()`` goes on from there.
+            run's directory and holds no states, and ``load_state_dict()`` resumes from it.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
 
     Raises:
-        OptionError: An argument that cannot be used.
-        DTypeError: A parameter of a dtype, layout or device that no kernel takes.
-        DirectoryError: A directory that is missing, read-only, too full or in RAM.
+        OptionError: An argument is invalid.
+        DTypeError: No kernel supports a parameter's dtype, layout or device.
+        DirectoryError: A directory is missing, read-only, too full or in RAM.
     """
 
     def __init__(  # noqa: PLR0913  # torch's own signature, then ours
@@ -195,7 +202,7 @@ class AdamW(Adam):
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
-        overlap: Overlap = "none",
+        overlap: Overlap | DelayedUpdate = "none",
         module: torch.nn.Module | None = None,
         accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,
@@ -236,7 +243,7 @@ class AdamW(Adam):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Stay AdamW whatever is loaded, as torch's does: groups of an Adam have other flags."""
+        """Remain AdamW after loading, as torch's does: groups of an Adam have other flags."""
         super().__setstate__(state)
         for group in self.param_groups:
             group["decoupled_weight_decay"] = True

@@ -1,6 +1,6 @@
 """Checks the keys of parameter groups: a misspelled one would have no effect.
 
-Users keep keys of their own in groups, so a name that is like none of ours is theirs.
+Users keep keys of their own in groups, so a name that is unlike all of ours is accepted.
 """
 
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from tensorstow.base.errors import OptionError
 
 _LIKE = 0.85
-"""From how alike a name is taken for a slip: "weight_decya" is, "lr_scale" and "name" are not."""
+"""Similarity above which an unknown key is a typo: "weight_decya" is one, "lr_scale" is not."""
 _OTHERS = ("params", "param_names", "initial_lr", "bias_correction")
 _OF_ALL = frozenset(
     {
@@ -29,9 +29,9 @@ _OF_ALL = frozenset(
 """Options of a whole optimizer, not of a group."""
 
 
-def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise OptionError for a misspelled key of ``known``, or an option of whole optimizers."""
-    taken = {*known, *_OTHERS}
+def check_keys(group: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raise OptionError for a misspelled one of ``keys``, or an option of whole optimizers."""
+    taken = {*keys, *_OTHERS}
     for key in group:
         if key in taken:
             continue
@@ -44,7 +44,7 @@ def check_keys(group: Mapping[str, Any], known: Collection[str]) -> None:
         near = get_close_matches(key, taken, 1, _LIKE)
         if near:
             message = (
-                f"A parameter group has {key}={group[key]!r}, which nothing reads: was"
-                f" {near[0]!r} meant? A key of your own needs a name that is less like it."
+                f"A parameter group has {key}={group[key]!r}, which nothing reads: did you mean"
+                f" {near[0]!r}? A key of your own needs a name that is less similar."
             )
             raise OptionError(message)

@@ -1,4 +1,4 @@
-"""``load_state_dict`` of Adam: states go to their places past torch, which would cast them."""
+"""``load_state_dict`` of Adam: states bypass torch, which would cast them."""
 
 from typing import Any
 
@@ -15,20 +15,23 @@ from tensorstow.tensors.dtensor import part_of
 
 
 class StateLoad:
-    """One ``load_state_dict`` under way, and the states that torch is not given meanwhile."""
+    """One ``load_state_dict`` under way, and the states that are kept back from torch."""
 
     def __init__(self, runtime: OptimizerRuntime, param_filter: ParamFilter) -> None:
-        """Have kept nothing back yet, of the parameters that ``param_filter`` says are managed."""
+        """Begin with no states kept back; ``param_filter`` decides which parameters have some."""
         self._runtime = runtime
         self._filter = param_filter
         self._kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     def keep_tensors_back(self, _: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict that has step counts alone; the last hook before torch's part.
+        """Return a state dict with step counts only; the last hook before torch's own loading.
 
-        Raises OptionError for states that do not fit their parameters.
+        Raises OptionError for states that do not fit their parameters, or impossible options.
         """
+        options.check_state_dict(full)
         contents = self._runtime.steps.contents
+        for group, loaded in zip(contents.groups, full["param_groups"], strict=False):
+            validation.check_hyper({**group, **loaded})
         saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
         owner = dict(zip((key for key, _ in saved), contents.parameters(), strict=False))
         amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
@@ -43,8 +46,9 @@ class StateLoad:
         return {**full, "state": light, "param_groups": groups}
 
     def put_tensors_in_place(self, optimizer: Optimizer) -> None:
-        """Put the states in place that torch was not given; the first hook behind its part."""
+        """Load the states that were kept back; the first hook after torch's own loading."""
         self._put(optimizer.state)
+        self._runtime.commits.saved = None
         self._runtime.is_half_loaded = False
         self._runtime.call_lock.allows_reads = True  # for users' hooks
 

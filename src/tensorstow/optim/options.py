@@ -1,21 +1,20 @@
 """Reads and checks the keywords of an optimizer's constructor, before any allocation."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.directories import Paths, read_paths
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.fields import number_of, read_value
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import (
-    CHOICES,
     AccumulationSteps,
+    DelayedUpdate,
     Overlap,
     UpdateOn,
-    is_update_on,
     keyword_of,
     reaches_device,
 )
@@ -30,7 +29,7 @@ StatePlacement = Literal["host", "ram", "disk"] | float
 _NUMBERS = (int, float, np.integer, np.floating)
 _FRACTIONS = {"host": 0.0, "ram": 0.0, "disk": 1.0}
 Durability = Literal["commit", "none"] | None
-DirectoryOption = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+DirectoryOption = Paths | None
 
 
 def placement(
@@ -43,52 +42,50 @@ def placement(
 
     Raises OptionError for what makes no sense.
     """
-    if durability not in {None, "commit", "none"}:
-        message = f'durability={durability!r} was given: use "commit" or "none" (scratch).'
-        raise OptionError(message)
+    read_value(Durability, durability, "durability")
     fraction = _fraction(states)
     durable = durability == "commit" or (durability is None and directory is not None)
     if durable and directory is None:
         message = (
-            'durability="commit" was requested without dir=: name the directory from which the'
-            " run is to be resumed."
+            'durability="commit" was requested without dir=: pass the directory from which to'
+            " resume the run."
         )
         raise OptionError(message)
     if fraction == 0.0 and not durable and (directory is not None or ram_budget is not None):
         name = "dir" if directory is not None else "ram_budget"
         message = (
             f"{name}= was given with states={states!r}, which puts nothing on disk. Leave {name}"
-            ' out, or ask for states="disk" or a fraction.'
+            ' out, or use states="disk" or a fraction.'
         )
         raise OptionError(message)
     budget = None if ram_budget is None else parse_size(ram_budget, "ram_budget")
-    return Placement(fraction, directories(directory), budget, durable)
+    return Placement(fraction, read_paths(directory, "dir"), budget, durable)
 
 
 def offload_policy(
-    where: Placement,
+    state_placement: Placement,
     *,
     policy: PipelinePolicy | None,
-    overlap: Overlap,
+    overlap: Overlap | DelayedUpdate,
     state_format: str | None,
     amsgrad: bool,
     update_on: UpdateOn | None,
 ) -> OffloadPolicy:
-    """Return the policy of keywords about the place, format and updates of states.
+    """Return the policy that the keywords about place, format and updates of states make.
 
     Raises:
         OptionError: A value that cannot be used, or values that contradict each other.
     """
-    if overlap not in get_args(Overlap):
-        message = f'overlap={overlap!r} was given: it is "none", "forward" or "backward".'
-        raise OptionError(message)
-    return OffloadPolicy(
-        where,
-        policy or PipelinePolicy(),
+    chosen = OffloadPolicy(
+        state_placement,
+        PipelinePolicy() if policy is None else policy,
         overlap,
         _state_format(state_format, amsgrad=amsgrad),
-        _update_on(update_on, overlap),
+        update_on,
     )
+    if reaches_device(update_on):
+        refuse_beside(chosen.timing, f"{keyword_of(update_on)} was requested")
+    return chosen
 
 
 def run_options(
@@ -103,25 +100,25 @@ def run_options(
     """Return the options of keywords about a durable run.
 
     Raises:
-        OptionError: ``module`` is no module, ``extra`` no function, ``commit_every`` no interval,
-            or ``checkpoints`` asks for tickets of a run that is not ``durable``.
+        OptionError: ``module`` is not a module, ``extra`` not a function, ``commit_every`` not an
+            interval, or ``checkpoints`` is "ticket" and the run is not ``durable``.
     """
-    if checkpoints not in get_args(Checkpoints):
-        message = f'checkpoints={checkpoints!r} was given: it is "full" or "ticket".'
-        raise OptionError(message)
+    read_value(Checkpoints, checkpoints, "checkpoints")
+    read_value(AccumulationSteps, accumulation_steps, "accumulation_steps")
     if checkpoints == "ticket" and not durable:
         message = (
-            'checkpoints="ticket" was given, and the states are scratch: a ticket would name what'
-            " ends with the process. Name the run's directory with dir=."
+            'checkpoints="ticket" was given, and the states are scratch: a ticket would name files'
+            " that end with the process. Pass the run's directory as dir=, and leave durability"
+            " out."
         )
         raise OptionError(message)
     if module is not None and not _is_module(module):
-        message = f"module={module!r} was given: pass the model, a torch.nn.Module."
+        message = f"module={abbreviated(module)} was given: pass the model, a torch.nn.Module."
         raise OptionError(message)
     if extra is not None and not _is_function(extra):
         message = (
-            f"extra={extra!r} was given: pass a function that returns a dict; it is called at each"
-            " commit."
+            f"extra={abbreviated(extra)} was given: pass a function that returns a dict; it is"
+            " called at the end of each step."
         )
         raise OptionError(message)
     return RunOptions(
@@ -133,6 +130,26 @@ def run_options(
     )
 
 
+def check_delayed(offload_policy: OffloadPolicy, run: RunOptions) -> None:
+    """Raise OptionError for options that contradict ``DelayedUpdate``, if it is used."""
+    overlap = offload_policy.overlap
+    if not isinstance(overlap, DelayedUpdate):
+        return
+    if offload_policy.placement.durable and run.commit_every.seconds is not None:
+        message = (
+            f"overlap={overlap} was given with dir= and a commit every"
+            f" {run.commit_every.seconds:g} seconds: a commit applies the delayed update, so a"
+            " clock would decide the results. Use commit_every= with a number of steps, or None."
+        )
+        raise OptionError(message)
+    if offload_policy.policy.nan_until_published:
+        message = (
+            f"overlap={overlap} was given with nan_until_published=True: the next forward and"
+            " backward compute with the old weights, which must not be NaN. Leave it out."
+        )
+        raise OptionError(message)
+
+
 def _is_module(value: object) -> bool:
     return isinstance(value, torch.nn.Module)
 
@@ -141,64 +158,74 @@ def _is_function(value: object) -> bool:
     return callable(value)
 
 
-def _update_on(where: UpdateOn | None, overlap: Overlap) -> UpdateOn | None:
-    """Return the user's ``update_on``, checked."""
-    if where is not None and not is_update_on(where):
-        message = f"update_on={where!r} was given: it is {CHOICES}."
-        raise OptionError(message)
-    if reaches_device(where):
-        refuse_beside(overlap, f"{keyword_of(where)} was requested")
-    return where
-
-
 def _state_format(name: str | None, *, amsgrad: bool) -> StateFormat | None:
-    if name is None:
+    if read_value(str | None, name, "state_format") is None:
         return None
     if name not in set(StateFormat):
-        known = ", ".join(f'"{f.value}"' for f in StateFormat)
-        message = f"state_format={name!r} was given: it is one of {known}."
+        formats = ", ".join(f'"{f.value}"' for f in StateFormat)
+        message = f"state_format={name!r} was given: it must be one of {formats}."
         raise OptionError(message)
     chosen = StateFormat(name)
     if chosen in {StateFormat.BF16, StateFormat.INT8} and amsgrad:
         message = (
-            f"state_format={name!r} was given with amsgrad=True: it has no running maximum. Use"
-            ' "split" or "fp32".'
+            f"state_format={name!r} was given with amsgrad=True: it cannot hold the running"
+            ' maximum. Use "split" or "fp32".'
         )
         raise OptionError(message)
     return chosen
 
 
-def directories(directory: DirectoryOption, keyword: str = "dir") -> tuple[Path, ...]:
-    """Return one path or several as a tuple; empty for None."""
-    if directory is None:
-        return ()
-    given = [directory] if isinstance(directory, str | os.PathLike) else list(directory)
-    if not given:
-        message = f"{keyword}= is an empty list: name at least one directory, or leave it out."
-        raise OptionError(message)
-    if any(os.fspath(d) == "" for d in given):
-        message = f'{keyword}="" was given: name a directory ("." for this one), or leave it out.'
-        raise OptionError(message)
-    return tuple(Path(d).expanduser() for d in given)
-
-
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
+def check_state_dict(state_dict: object) -> None:
+    """Raise OptionError unless ``state_dict`` has the parts of an optimizer's state dict.
+
+    Args:
+        state_dict: The argument of ``load_state_dict()``.
+    """
+    parts = state_dict if isinstance(state_dict, dict) else {}
+    groups: Any = parts.get("param_groups")
+    if not _are_groups(groups) or not _are_states(parts.get("state"), groups):
+        kind = type(state_dict).__name__
+        form = f"one with the keys {sorted(map(str, parts))}" if parts else kind
+        message = (
+            f"load_state_dict() was called with {form}: a state dict has state, a dict of dicts,"
+            " and param_groups, a list of dicts. If it is from a file, the file is damaged, or"
+            " holds something else."
+        )
+        raise OptionError(message)
+
+
 def with_own_flags(
-    saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]
+    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return saved groups with the flags of ``own`` that choose among torch's implementations.
+    """Return saved groups with the flags of ``current`` that choose torch's implementation.
 
     ``foreach``, ``fused``, ``capturable`` and ``differentiable`` select an implementation in the
     saving process and change no result, so a checkpoint does not set them.
     """
     groups = []
     for index, group in enumerate(saved):
-        mine = own[index] if index < len(own) else {}  # torch refuses another number of groups
-        kept = {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
-        groups.append({**kept, **{k: mine[k] for k in _IMPLEMENTATION if k in mine}})
+        # If there are more saved groups than current ones, torch raises an error later.
+        mine = current[index] if index < len(current) else {}
+        hyper = {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
+        groups.append({**hyper, **{k: mine[k] for k in _IMPLEMENTATION if k in mine}})
     return groups
+
+
+def _are_groups(groups: object) -> bool:
+    return isinstance(groups, Sequence) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
+    )
+
+
+def _are_states(states: object, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the entries of the parameters of ``groups`` are dicts."""
+    numbers = {n for group in groups for n in group["params"] if isinstance(n, int)}
+    return isinstance(states, Mapping) and all(
+        isinstance(entry, Mapping) for key, entry in states.items() if key in numbers
+    )
 
 
 def _fraction(states: object) -> float:
@@ -206,8 +233,8 @@ def _fraction(states: object) -> float:
         return _FRACTIONS[states]
     if isinstance(states, str) or not _is_fraction(states):
         message = (
-            f'states={states!r} was given: use "host" (or "ram"), "disk", or the fraction on disk,'
-            " a number between 0 and 1."
+            f'states={abbreviated(states)} was given: use "host" (or "ram"), "disk", or the'
+            " fraction on disk, a number between 0 and 1."
         )
         raise OptionError(message)
     return float(states)
@@ -216,7 +243,7 @@ def _fraction(states: object) -> float:
 def fraction_of(value: object, keyword: str) -> float:
     """Return the fraction of the states that ``keyword`` puts on disk."""
     if not _is_fraction(value):
-        message = f"{keyword}={value!r} was given: it is a number between 0 and 1."
+        message = f"{keyword}={abbreviated(value)} was given: it must be between 0 and 1."
         raise OptionError(message)
     return float(value)
 
@@ -224,4 +251,5 @@ def fraction_of(value: object, keyword: str) -> float:
 def _is_fraction(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, _NUMBERS):
         return False
-    return 0.0 <= float(value) <= 1.0
+    number = number_of(value)
+    return number is not None and 0.0 <= number <= 1.0

@@ -1,17 +1,409 @@
-"""``PlacedOptimizer``: what may update a model that is placed."""
+"""``PlacedOptimizer``: the interface of every optimizer whose states are placed.
 
-from typing import TypeVar
+[Note: One facade] ``StowedAdam`` updates by the native pipeline and can commit; ``StowedOptimizer``
+steps a class of torch's, a piece at a time. Users, ``stow`` and the doors see one interface: this
+class documents and validates its calls, and leaves what differs to methods with an underscore.
+"""
 
-from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
-from tensorstow.optim.stowed_adam import StowedAdam
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar, overload
 
-PlacedOptimizer = StowedAdam | StowedOptimizer
-"""Adam and AdamW, and any class of torch's."""
-PlacedOptimizerT = TypeVar("PlacedOptimizerT", bound=PlacedOptimizer)
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from tensorstow.base.errors import OptionError, StowError, abbreviated
+from tensorstow.optim.recording import EventLog, LastRecording, RecordedPart, Recording, totals
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.offload_policy import OffloadPolicy
+from tensorstow.states.traffic import Traffic
+
+PlacedOptimizerT = TypeVar("PlacedOptimizerT", bound="PlacedOptimizer")
 
 
-def name_of_class(optimizer: PlacedOptimizer) -> str:
-    """Return the class whose states an optimizer has; Adam's and AdamW's are the same."""
-    if isinstance(optimizer, StowedAdam):
-        return "Adam"
-    return optimizer._stepper.optimizer_class.__name__  # noqa: SLF001  # one package
+class PlacedOptimizer(Optimizer):
+    """Base of Adam, AdamW and ``StowedOptimizer``; not created by users."""
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        """Create the groups; nothing is placed yet."""
+        self._real = weakref.ref(self)
+        """The optimizer itself, if ``self`` is a wrapper ([Note: One end] in runtime)."""
+        self._last_recording = LastRecording()
+        self.recorded_parts: list[Callable[[], RecordedPart]] = []
+        """Factories of further parts to record: the weights of a model that ``stow`` placed."""
+        self._after_updates: list[Callable[[], None]] = []
+        self._around_resume: list[Callable[[], None]] = []
+        self._at_close: list[Callable[[], None]] = []
+        super().__init__(params, defaults)
+
+    # --- torch.optim.Optimizer ---
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step. Writes of states continue after it, and so do updates if they overlap.
+
+        Args:
+            closure: Computes the loss again and returns it. It is called once, with gradients
+                enabled.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            DTypeError: A gradient that cannot be used; nothing has changed.
+            TransferError: The disk failed. Every later step raises PoisonedError.
+            CommitError: The step is done, and the commit that was due with it did not happen.
+        """
+        if closure is None:
+            self._take_step(None)
+            return None
+        with torch.enable_grad():
+            loss = closure()
+        self._take_step(lambda: loss)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class, or of torch's class of the same states, without loss.
+
+        Torch casts states to the parameter's dtype while it loads; here they keep their own. Adam
+        and AdamW ignore the options ``foreach``, ``fused``, ``capturable`` and ``differentiable``
+        of saved groups. Their tickets (``checkpoints="ticket"``) go on from a snapshot as
+        ``resume()`` does, weights included, and with the options of the groups that it has.
+
+        Args:
+            state_dict: What ``state_dict()`` returned.
+
+        Raises:
+            OptionError: States that do not fit their parameter, or a ticket of a snapshot that does
+                not exist; nothing has changed.
+        """
+        real = self._itself()
+        if real is not self:
+            real.load_state_dict(state_dict)  # torch would give a wrapper groups of its own
+            if "param_groups" in vars(self):
+                vars(self).update(param_groups=real.param_groups, state=real.state)
+        else:
+            self._load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse pickle and copy: files, threads and buffers cannot be carried."""
+        message = (
+            f"{type(self).__name__} cannot be pickled or copied: its states are on disk and its"
+            " threads in this process. Save state_dict() instead."
+        )
+        raise StowError(message)
+
+    # --- gradients ---
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float = 1.0
+    ) -> torch.Tensor:
+        """Clip the gradients of the next ``step()`` by their global 2-norm, over all ranks.
+
+        The norm is the root of binary64 sums per parameter, added in parameter order. The factor is
+        ``min(1, max_norm / (norm + 1e-6))``. Adam and AdamW apply it inside the update: ``.grad``
+        is not changed, and the norm is the only pass over it. ``StowedOptimizer`` multiplies
+        ``.grad`` by it, as ``torch.nn.utils`` does.
+
+        Args:
+            max_norm: The largest norm, at least 0.
+            error_if_nonfinite: Whether a norm that is not finite is an error.
+            loss_scale: What the loss was multiplied by, as for ``step_scaled``: the norm is that of
+                the gradients divided by it.
+
+        Returns:
+            The norm before clipping: a scalar fp64 tensor.
+
+        Raises:
+            OptionError: A negative ``max_norm``, or ``overlap="backward"``.
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        """
+        value: object = max_norm
+        if not isinstance(value, Real | torch.Tensor) or not max_norm >= 0.0:
+            message = (
+                f"max_norm={abbreviated(max_norm)} was given: it must be a number, and must not"
+                " be negative."
+            )
+            raise OptionError(message)
+
+        def factor_of(norm: torch.Tensor) -> float:
+            if error_if_nonfinite and not torch.isfinite(norm):
+                message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
+                raise RuntimeError(message)
+            return torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
+
+        return self._clip(factor_of, loss_scale)
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """Return the global 2-norm of the gradients of the next ``step()``; nothing is clipped.
+
+        The bits are those of ``clip_grad_norm_``.
+
+        Returns:
+            A scalar fp64 tensor.
+
+        Raises:
+            OptionError: ``overlap="backward"``, and ``keep_norms`` was not called.
+        """
+        return self._grad_norm()
+
+    def keep_norms(self) -> None:
+        """Let ``grad_norm`` return the norm with ``overlap="backward"`` too, from now on.
+
+        The norm of each gradient is then computed when it is final. Without an overlap with
+        backward this changes nothing.
+        """
+
+    def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
+        """Take a step by the gradients of a loss that the caller has scaled.
+
+        They are divided by ``loss_scale``: inside the update by Adam and AdamW, which do not change
+        ``.grad``; in place by ``StowedOptimizer``.
+
+        Args:
+            loss_scale: What the loss was multiplied by.
+            overflowed: Whether a gradient of some rank is not finite; every rank gives the same.
+                Nothing is updated then. Adam and AdamW count the step.
+
+        Raises:
+            OptionError: Updates by the scaled gradients have begun (``overlap="backward"``).
+        """
+        self._step_scaled(loss_scale, overflowed=overflowed)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context for all micro-batches of a step but the last.
+
+        With ``overlap="backward"`` no update begins inside; with another overlap it changes
+        nothing.
+
+        Returns:
+            The context manager.
+        """
+        return self._accumulate()
+
+    # --- updates under way ---
+
+    def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Wait until parameters are updated, for readers outside of the forward of ``module``.
+
+        Without an overlap they are updated when ``step()`` returns, and so does this call.
+
+        Args:
+            parameters: The parameters to wait for. Default: None, all.
+        """
+        self._wait(parameters)
+
+    def updated(self) -> AbstractContextManager[None]:
+        """Wait for all updates, and return a context inside of which all weights are current.
+
+        For readers that are no torch operation: NumPy arrays, extensions, captured graphs. The
+        weights stay current until the next ``step()``.
+
+        Returns:
+            The context manager.
+        """
+        self.wait()
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until updates and writes are done; raises the errors of work after ``step()``."""
+        self._synchronize()
+
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        """Return copies of a parameter's states: of this rank's elements, if it is sharded.
+
+        Args:
+            parameter: A parameter.
+
+        Returns:
+            States by name; none before its first step. None: no group has it, or it is frozen.
+        """
+        return self._states_of(parameter)
+
+    # --- hooks ---
+
+    def register_update_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that each step calls after its updates, or after their start.
+
+        If it raises, weights are left half updated: later steps raise PoisonedError.
+
+        Args:
+            hook: Takes no arguments; its result is ignored.
+        """
+        self._after_updates.append(hook)
+
+    def register_resume_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called before ``resume()`` writes weights, and after it.
+
+        So that copies of weights can be dropped, also those that another thread makes meanwhile.
+        ``StowedOptimizer`` has no ``resume()`` and never calls it.
+
+        Args:
+            hook: Takes no arguments; its result is ignored.
+        """
+        self._around_resume.append(hook)
+
+    def register_close_hook(self, hook: Callable[[], None]) -> None:
+        """Register a function that is called when the optimizer has been closed.
+
+        It is not called where the optimizer is dropped without ``close()``: the model may be in the
+        middle of a forward then.
+
+        Args:
+            hook: Takes no arguments; its result is ignored. It may be called more than once.
+        """
+        self._at_close.append(hook)
+
+    # --- figures ---
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Where states are kept, in which format, and when updates run."""
+        raise NotImplementedError
+
+    @property
+    def stowed_class(self) -> str:
+        """The name of torch's class whose states these are; Adam's and AdamW's are the same."""
+        raise NotImplementedError
+
+    @property
+    def placement_of_states(self) -> str:
+        """Where states are kept: "host", "disk", or "shared" between the two."""
+        fraction = self.offload_policy.placement.disk_fraction
+        return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
+
+    def memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place.
+
+        Returns:
+            Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
+        """
+        return self._memory()
+
+    def traffic(self) -> Traffic:
+        """Return the bytes of states moved since the optimizer was created.
+
+        Returns:
+            Bytes read, written and not read again, and the device's share of the updates.
+        """
+        return self._traffic()
+
+    def recording(self, module: torch.nn.Module | None = None) -> Recording:
+        """Return a context that records what the run does inside, for ``report()``.
+
+        It logs forward, backward and steps, and the memory of the process 20 times a second. Adam
+        and AdamW add reads, updates, writes, copies over links and waits. Logs are bounded: what
+        comes when one is full is counted, and not kept.
+
+        Args:
+            module: The model, whose forward is recorded. Default: None, ``module`` of the
+                constructor; without any, steps alone.
+
+        Returns:
+            The context manager.
+        """
+        real = self._itself()
+        module, log = self._recorded(module)
+        recording = Recording(real, real, module=module, log=log, parts=real._parts())  # noqa: SLF001  # its own
+        return self._last_recording.set(recording)
+
+    def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
+        """Write a report of the run: of the last ``recording()``, or totals without one.
+
+        ``report.html`` is a page that needs no other file, ``trace.json`` a trace for
+        ui.perfetto.dev, ``report.json`` has the figures.
+
+        Args:
+            directory: It is made if it does not exist; files of an earlier report are replaced.
+
+        Returns:
+            The paths of the files: "page", "trace" and "figures".
+
+        Raises:
+            OptionError: The recording has not ended yet.
+            StowError: The files cannot be written.
+        """
+        real = self._itself()
+        return self._last_recording.write(
+            Path(directory),
+            lambda: totals(real, real, real._parts()),  # noqa: SLF001
+        )
+
+    def close(self) -> None:
+        """Drop states, buffers and files now rather than with the object. Idempotent.
+
+        It waits for updates and a commit. If the run has ``dir=``, steps that are not committed yet
+        are committed, on every rank, as by ``commit()``. With ``commit_every=None`` their number is
+        logged instead, unless they are saved. While an exception is handled, the commit is of the
+        end of the last step, as without ``close()``. A failure is raised after all is closed.
+        """
+        self._close()
+
+    # --- what differs ---
+
+    def _itself(self) -> "PlacedOptimizer":
+        real = self._real()
+        return self if real is None else real
+
+    def _parts(self) -> list[RecordedPart]:
+        return [make() for make in self.recorded_parts]
+
+    def _recorded(
+        self, module: torch.nn.Module | None
+    ) -> tuple[torch.nn.Module | None, EventLog | None]:
+        """Return the module that a recording follows, and the log of single transfers, if any."""
+        return module, None
+
+    def _drop_states(self) -> None:
+        """Forget the states, and report to those who wait for the end."""
+        self.state.clear()
+        for hook in self._at_close:
+            hook()
+
+    def _accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _wait(self, parameters: Iterable[torch.Tensor] | None) -> None:
+        """Return at once: without an overlap nothing is under way after ``step()``."""
+
+    def _take_step(self, loss: Callable[[], float] | None) -> None:
+        """Update the parameters; ``loss`` returns what the closure has returned."""
+        raise NotImplementedError
+
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
+        raise NotImplementedError
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _clip(self, factor_of: Callable[[torch.Tensor], float], loss_scale: float) -> torch.Tensor:
+        """Multiply the gradients by the factor of their norm, and return the norm."""
+        raise NotImplementedError
+
+    def _grad_norm(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _memory(self) -> StateMemory:
+        raise NotImplementedError
+
+    def _traffic(self) -> Traffic:
+        raise NotImplementedError
+
+    def _synchronize(self) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError

@@ -50,7 +50,7 @@ class RecordedPart(Protocol):
         """Return the bytes that it has on disk."""
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return a plan's predictions beside the measured bytes."""
+        """Return a plan's predictions with the measured bytes."""
 
     def predicted(self) -> PredictedStep | None:
         """Return what a plan predicts of a step; None: nothing."""
@@ -215,16 +215,16 @@ class Recording:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        where: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
-        """End the recording; after an exception, too, the record is kept."""
+        """End the recording; the record is kept after an exception, too."""
         sampler = self._sampler
         if sampler is None or self.result.record is not None:
             return
         end = time.monotonic()
         self._look(end)
         try:
-            sampler.__exit__(kind, error, where)
+            sampler.__exit__(kind, error, traceback)
         finally:
             self._unregister()
         self.result.record = self._make(sampler, end)
@@ -248,19 +248,19 @@ class Recording:
         if self._log is not None:
             self._log.end_trace()
 
-    def _before_forward(self, module: nn.Module, given: object) -> None:
-        del module, given
+    def _before_forward(self, module: nn.Module, inputs: object) -> None:
+        del module, inputs
         self._end("backward")
         self._begin("forward")
 
-    def _after_forward(self, module: nn.Module, given: object, result: object) -> None:
-        del module, given, result
+    def _after_forward(self, module: nn.Module, inputs: object, result: object) -> None:
+        del module, inputs, result
         self._end("forward")
         if torch.is_grad_enabled():
             self._begin("backward")
 
     def _before_step(self, *_: object) -> None:
-        self._open.pop("forward", None)  # of one that raised
+        self._open.pop("forward", None)  # a forward that raised
         self._end("backward")
         self._begin(STEP)
 
@@ -329,8 +329,8 @@ class Recording:
 class LastRecording:
     """The last recording of an optimizer, and its report.
 
-    Wrappers of the optimizer share it. It keeps results and no ``Recording``, which has the
-    optimizer: that ends when its last user drops it, and in no reference cycle.
+    Wrappers of the optimizer share it. It keeps results only: a ``Recording`` holds the optimizer,
+    and a reference cycle would keep that alive.
     """
 
     def __init__(self) -> None:
@@ -345,14 +345,14 @@ class LastRecording:
     def write(self, directory: Path, otherwise: Callable[[], RunRecord]) -> dict[str, Path]:
         """Write the report to ``directory``, and return the paths of its files by name.
 
-        Without a recording, of what ``otherwise`` returns. Raises OptionError while the block of
-        the recording is open.
+        Without a recording, it reports what ``otherwise`` returns. Raises OptionError while the
+        recording is open.
         """
         if self._result is None:
             return write_report(otherwise(), directory)
         if self._result.record is None:
             message = (
-                "report() was called while a recording is going on: call it behind the end of"
+                "report() was called during a recording: call it after the block of"
                 " `with optimizer.recording():`."
             )
             raise OptionError(message)
@@ -364,8 +364,8 @@ def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) ->
 
     Args:
         optimizer: The optimizer.
-        run: Where its figures come from.
-        parts: What else moves bytes.
+        run: The source of its figures.
+        parts: Other sources of moved bytes.
     """
     memory = run.memory()
     moved = moved_bytes(run, parts)
@@ -379,7 +379,7 @@ def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) ->
         memory=memory,
         traffic=run.traffic(),
         disk_bytes=memory.file_bytes + sum(part.disk_bytes() for part in parts),
-        compared=tuple(each for part in parts for each in part.compared(memory)),
+        compared=tuple(figure for part in parts for figure in part.compared(memory)),
         predicted=next((step for part in parts if (step := part.predicted())), None),
     )
 

@@ -6,8 +6,10 @@ It holds an ``OptimizerRuntime``, as do wrappers, and the last reference to the 
 background work, in reference cycles too. The garbage collector calls weakref callbacks before any
 ``__del__``, so a store with such a callback would be closed before its last update is over: an
 optimizer's store stays open until the runtime closes it (``StateStore.keep``).
-Uncommitted steps of a durable run are committed first, or their number is logged. Runtimes that are
-alive at the interpreter's exit are finished there, before files close: see ``_finish_all``.
+Uncommitted steps of a durable run are committed first, or their number is logged; it is a warning
+only if they are lost. Runtimes that are
+alive at the interpreter's exit are finished there, before files close: see ``_finish_all``. After
+that Python takes modules apart, and no run could commit: a durable one is no longer begun.
 """
 
 import atexit
@@ -17,9 +19,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from multiprocessing.process import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.update_on import DelayedUpdate
 from tensorstow.checkpoint.commits import Commits, in_commit_thread
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
@@ -29,6 +34,7 @@ from tensorstow.optim.step_runner import ParamFilter, StepRunner, hook_of
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
 from tensorstow.step.call_lock import CallLock
+from tensorstow.step.delayed_overlap import DelayedOverlap
 from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
@@ -37,6 +43,7 @@ from tensorstow.step.schedule import Schedule, Synchronous
 logger = logging.getLogger("tensorstow")
 
 _LEFT = "%d %s since the last commit of %s %s not committed: %s. resume() goes on before %s."
+_BY_HAND = "commit_every=None leaves commits to commit()"
 
 
 class OptimizerRuntime:
@@ -55,6 +62,13 @@ class OptimizerRuntime:
         """Create the store, schedule and threads of ``offload_policy``; the runtime owns them."""
         self._owner = os.getpid()
         self._finished = True  # until there is something to finish
+        if _exit_is_over.is_set() and offload_policy.placement.durable:
+            message = (
+                "An optimizer with dir= was requested after the functions that run at the"
+                " interpreter's exit: nothing could commit its last steps. Make it in the script"
+                " itself, or in an exit function that is registered after tensorstow is imported."
+            )
+            raise StowError(message)
         runtime = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
         hook = hook_of(lambda: None if (alive := runtime()) is None else alive.steps)
         with ranks.reporting_errors("the making of the optimizer"):
@@ -83,6 +97,8 @@ class OptimizerRuntime:
         self._finished = False
         self.params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
+        if parent_process() is not None:  # a forked one of multiprocessing ends without atexit
+            Finalize(None, _finish_all, exitpriority=0)
 
     def _make_schedule(self, offload_policy: OffloadPolicy, run: RunOptions) -> Schedule:
         nan_until_published = offload_policy.policy.nan_until_published
@@ -93,10 +109,17 @@ class OptimizerRuntime:
             return params is None or not params.update_router.step_path.needs(params.all()[number])
 
         gradients = ConsumedGradients(run.accumulation_steps, is_used)
-        if offload_policy.overlap != "none" and run.module is not None:
+        if isinstance(offload_policy.overlap, DelayedUpdate) and run.module is not None:
+            return DelayedOverlap(self.params, run.module, offload_policy.overlap)
+        if offload_policy.timing.is_overlapped and run.module is not None:
             self.waits = ForwardWaits(run.module, self._make_wait())
-        if offload_policy.overlap == "backward":
-            return BackwardOverlap(self.params, gradients, nan_until_published=nan_until_published)
+        if offload_policy.timing.begins_early:
+            return BackwardOverlap(
+                self.params,
+                gradients,
+                nan_until_published=nan_until_published,
+                has_module=self.waits is not None,
+            )
         if self.waits is None:
             return Synchronous(self.params)
         return ForwardOverlap(self.params, self.waits, nan_until_published=nan_until_published)
@@ -112,31 +135,27 @@ class OptimizerRuntime:
 
         return wait
 
-    def finish(self, *, together: bool = True) -> None:
+    def finish(self, *, asked: bool = True) -> None:
         """Wait for updates and a commit under way, commit the rest, and close everything.
 
-        Without ``together`` nothing is committed with other ranks, as they may not finish now.
+        Unless it was ``asked`` for, the commit is of the last step's end ([Note: One moment] in
+        checkpoint.small_values), and none is made with other ranks, which may not finish now.
         Raises an error of background work when everything is closed. Idempotent.
         """
         if self._finished:
             return
         self._finished = True
         try:
-            why: str | None = "what was under way failed"
+            why = "what was under way failed"
             try:
                 self.schedule.finish()
                 self.commits.join(self.params)
-                why = self._why_not(together=together)
-                if why is None:
-                    why = "the commit of them failed"
-                    self._commit_rest()
+                refusal = self._why_not(asked=asked)
+                why = refusal or "the commit of them failed"
+                if refusal is None:
+                    self._commit_rest(asked=asked)
             finally:
-                if left := self._uncommitted():
-                    steps, are, them = (
-                        ("step", "is", "it") if left == 1 else ("steps", "are", "them")
-                    )
-                    where = self.params.store.storage.directories[0]
-                    logger.warning(_LEFT, left, steps, where, are, why, them)
+                self._log_uncommitted(why)
         finally:
             self.commits.close()
             self.ranks.close()
@@ -144,48 +163,67 @@ class OptimizerRuntime:
                 self.waits.close()
             self.params.close()
 
+    def note_saved(self) -> None:
+        """Note that the caller has this step's states; what ``extra`` returns is a commit's."""
+        if not self.call_lock.allows_reads:
+            self.commits.saved = self.commits.step
+
     def _uncommitted(self) -> int:
-        """Return how many steps of a durable run no commit has."""
+        """Return how many steps of a durable run are in no commit."""
         if not self.params.offload_policy.placement.durable:
             return 0
         return self.commits.step - (self.commits.committed or 0)
 
-    def refuse_lack_of_extra(self, what: str, extra: Extra | None) -> None:
-        """Raise OptionError if ``what`` would commit without the extra of earlier commits."""
+    def _log_uncommitted(self, why: str) -> None:
+        """Warn if steps are lost: no commit has them, and the caller has not saved their states."""
+        left = self._uncommitted()
+        if not left or self.commits.saved == self.commits.step:
+            return
+        steps, are, them = ("step", "is", "it") if left == 1 else ("steps", "are", "them")
+        directory = self.params.store.storage.directories[0]
+        # Whoever saves tickets goes on from one of them: steps after the last were to be kept by
+        # none, as with torch's checkpoints.
+        level = logging.INFO if self.tickets and why is _BY_HAND else logging.WARNING
+        logger.log(level, _LEFT, left, steps, directory, are, why, them)
+
+    def refuse_lack_of_extra(self, call: str, extra: Extra | None) -> None:
+        """Raise OptionError if ``call`` would commit without the extra of earlier commits."""
         if extra is not None:
             check_extra(extra)
         elif self._lacks_extra():
             message = (
-                f"{what} was called without extra=, but the last commit has an extra that was"
+                f"{call} was called without extra=, but the last commit has an extra that was"
                 " passed to commit(), which the new commit would lack. Pass extra=; {} means none."
             )
             raise OptionError(message)
 
     def _lacks_extra(self) -> bool:
-        """Return whether commits got ``extra`` by hand, and nothing gives it to another one."""
+        """Return whether commits got ``extra`` by hand, so that the next one would lack it."""
         return self.commits.extra_now is None and bool(self.commits.was_given_extra or self.extra)
 
-    def _why_not(self, *, together: bool) -> str | None:
-        """Return why the end does not commit; None where it may."""
+    def _why_not(self, *, asked: bool) -> str | None:
+        """Return why the end does not commit; None if it does."""
         commits = self.commits
-        if commits.every.by_hand and not commits.requested:
-            return "commit_every=None leaves commits to commit()"
-        if not (self.ranks.alone or together):
-            return "a commit needs all ranks, and this one ended without close()"
+        if commits.every.by_hand and not (asked and commits.requested):
+            return _BY_HAND
+        if not (self.ranks.alone or asked):
+            return "a commit needs all ranks, and this one ended by an error or without close()"
         if self._lacks_extra():
             return "they would lack the extra that commits got by hand"
         if self.schedule.is_open:
             return "a backward has begun to update by the next step"
         if self.params.store.pipeline.handle.is_poisoned:
             return "the optimizer failed"
-        return None
+        groups = self.steps.contents.groups
+        is_of_now = asked or not self._uncommitted()
+        return None if is_of_now else commits.step_end.why_not(self.params, groups)
 
-    def _commit_rest(self) -> None:
+    def _commit_rest(self, *, asked: bool) -> None:
         if self._uncommitted():
+            groups, states = self.steps.contents.groups, self.steps.contents.states
+            small = None if asked else self.commits.step_end.kept
             self.commits.capture(self.params)
-            self.commits.start(
-                self.params, self.steps.contents.groups, self.steps.contents.states, None
-            )
+            self.commits.start(self.params, groups, states, small)
             self.commits.join(self.params)
 
     def finish_and_log(self) -> None:
@@ -195,40 +233,55 @@ class OptimizerRuntime:
         commit, so another thread finishes then.
         """
         if self._owner != os.getpid():  # a forked child has nothing to wait for
+            self._finished = True
             self.params.abandon()
             return
         if in_commit_thread():
             threading.Thread(target=self.finish_and_log, name="tensorstow-end").start()
             return
         try:
-            self.finish(together=False)
+            self.finish(asked=False)
         except Exception:
-            logger.exception("An optimizer was dropped, and what ran behind its last step failed")
+            logger.exception("An optimizer was dropped, and the work after its last step failed")
 
     def __del__(self) -> None:
         """End background work: the model may outlive the optimizer, and needs its new weights.
 
-        Not a weakref.finalize: that would keep the model alive, which may hold the optimizer.
+        Not a weakref.finalize: that would keep the model alive, which may hold the optimizer. While
+        modules are taken apart, at the very end, their names are None: all was finished before.
         """
-        self.finish_and_log()
+        if not self._finished and _LIVING is not None:
+            self.finish_and_log()
 
 
 _NUMBERS = itertools.count()
 _LIVING: "weakref.WeakValueDictionary[int, OptimizerRuntime]" = weakref.WeakValueDictionary()
-"""In the order in which they were made, which is the same on every rank."""
+"""Living runtimes in the order of their creation, which is the same on every rank."""
+_exit_is_over = threading.Event()
+"""Set when ``_finish_all`` begins."""
 
 
 def _finish_all() -> None:
     """Finish all runtimes that are alive at the interpreter's exit.
 
     Threads that are not daemons are over by then. Exit functions run last in, first out: those of
-    users run before, and may still use their optimizers.
+    users run before, and may still use their optimizers. An interrupt ends the work for one
+    optimizer; the steps of the others are committed nevertheless.
     """
+    _exit_is_over.set()
+    raised: BaseException | None = None
     for _, runtime in sorted(_LIVING.items()):
-        runtime.finish_and_log()
+        try:
+            runtime.finish_and_log()
+        except BaseException as error:  # noqa: BLE001  # raised below: the others end first
+            raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 # The first finalizer that is made registers the exit function of all finalizers, which would close
 # our files: this one makes sure that it is registered before ours and so runs after it.
 weakref.finalize(_finish_all, int)
 atexit.register(_finish_all)
+if not threading.main_thread().is_alive():  # imported by an exit function: ours is never called
+    _exit_is_over.set()

@@ -13,11 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.commits import Commits
-from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.ranks import Ranks, refuse_unjoined
 from tensorstow.checkpoint.run import Extra
+from tensorstow.optim import one_optimizer
 from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
@@ -25,6 +27,7 @@ from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse, require
 from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
+from tensorstow.step.replaced import ModuleParameters
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_row, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
@@ -82,16 +85,16 @@ class ClipFactor:
             return self._factor
         if any(still):
             message = (
-                f"{still.count(False)} of {len(still)} gradients were dropped or exchanged between"
+                f"{still.count(False)} of {len(still)} gradients were dropped or replaced between"
                 " clip_grad_norm_ and step(): the others would be clipped by a norm that counts"
-                " them. Clip behind the last change of a gradient."
+                " them. Clip after the last change to a gradient."
             )
             raise OptionError(message)
         return 1.0
 
 
 class ScaledLoss:
-    """The loss scale of the step that is being taken, where the caller has scaled the loss."""
+    """The loss scale of the current step, if the caller has scaled the loss."""
 
     def __init__(self) -> None:
         """Begin with gradients of a loss that is not scaled."""
@@ -166,7 +169,8 @@ class StepRunner:
         self.clip = ClipFactor()
         self.scaled = ScaledLoss()
         self.contents = OptimizerContents()
-        self.behind_updates: list[Callable[[], None]] = []
+        self._module_parameters = ModuleParameters(commits.module)
+        self.after_updates: list[Callable[[], None]] = []
         """Called in every step that updates, before it commits."""
         self._open_commits = False
         """Whether the step that is open commits."""
@@ -176,8 +180,10 @@ class StepRunner:
     def attach(self, parameters: Iterable[torch.Tensor]) -> None:
         """Create states for those of ``parameters`` that have none and belong to the optimizer."""
         self.wait_idle()
+        parameters = [p for p in parameters if self._param_filter.manages(p)]
+        self._module_parameters.add(parameters)
         amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
-        self._params.attach((p for p in parameters if self._param_filter.manages(p)), amsgrad)
+        self._params.attach(parameters, amsgrad)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -197,6 +203,11 @@ class StepRunner:
                 self.wait_idle()
         self._commits.abandon()
 
+    def is_alive(self) -> bool:
+        """Return whether another step may be taken: nothing is closed, or has failed."""
+        handle = self._params.store.pipeline.handle
+        return handle.native is not None and not handle.is_poisoned
+
     def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
         if call not in LEGAL[self._schedule.phase]:
@@ -208,9 +219,12 @@ class StepRunner:
         commits, params = self._commits, self._params
         self.wait_idle()
         commits.refuse_strange(params)
+        self._module_parameters.check()
         commits.requested = False
         commits.capture(params)
-        commits.start(params, self.contents.groups, self.contents.states, extra)
+        with self._ranks.reporting_errors(f"the commit of step {commits.step}"):
+            small = commits.small_values(self.contents.groups, extra)
+        commits.start(params, self.contents.groups, self.contents.states, small)
         commits.join(params)
         return commits.step
 
@@ -228,7 +242,7 @@ class StepRunner:
             found_inf: Whether a GradScaler found a gradient that is not finite; None without one.
             grad_scale: What it has multiplied the loss by.
         """
-        self._params.store.pipeline.check_alive()  # also where there is no gradient to step by
+        self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
         factor = self.clip.of_now() / (divisor * self.scaled.factor)
         overflowed = self.scaled.overflowed
@@ -236,20 +250,26 @@ class StepRunner:
         self._schedule.check_scaling(factor / scale, may_skip=may_skip)
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
+        if not self._schedule.begins_early:
+            self.wait_idle()
         if overflowed:
             unscale(self.contents.parameters(), scale)
-            self._count_step()
+            with SignalsDeferred():
+                self._count_step()
+                self._end_step(commits=False)
         elif self._schedule.begins_early:
             self._end_open_step()
         else:
-            self.wait_idle()
             self._take_step(factor, scale)
+        if self._commits.prompt:
+            self._commits.join(self._params)
         if self._commits.requested and self._ranks.alone:
             self.commit()
 
     def _take_step(self, factor: float, scale: float) -> None:
         params, schedule = self._params, self._schedule
         updates = self._collect()
+        self._module_parameters.check_step(len(updates))
         if scale != 1.0:
             updates = unscaled(updates, scale)
         commits = self._begin_step()
@@ -258,28 +278,33 @@ class StepRunner:
             self._commits.capture(params)
         plan = self._make_plan(updates, factor, commits=commits) if updates else None
         pipeline = params.store.pipeline
-        with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
-            if plan is not None:
-                schedule.step(plan, self.contents.states)
-            self._param_filter.update_others(
-                self.contents.groups, self.contents.states, factor / scale
-            )
-            for hook in self.behind_updates:
-                hook()
-            self._count_step()
-        self._commit_step(commits=commits)
+        with SignalsDeferred():  # an interrupt finds no step without what its commit holds
+            with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
+                if plan is not None:
+                    schedule.step(plan, self.contents.states)
+                self._param_filter.update_others(
+                    self.contents.groups, self.contents.states, factor / scale
+                )
+                for hook in self.after_updates:
+                    hook()
+                self._count_step()
+            self._end_step(commits=commits)
 
     def _collect(self) -> list[ParamUpdate]:
         """Return the checked updates of this step; nothing is changed."""
         params = self._params
-        found, new_params = collect(self.contents.groups, params, self._param_filter.manages)
-        # Parameters unfrozen, or exchanged for others, after the optimizer was made.
+        gradients, new_params = collect(self.contents.groups, params, self._param_filter.manages)
+        # Parameters unfrozen, or replaced by others, after the optimizer was made.
         if new_params:
             self.attach(new_params)
-        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in found]
+        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in gradients]
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
+        refuse_unjoined("step() was called")
+        optimizer = self.contents.optimizer()
+        if isinstance(optimizer, Optimizer):
+            one_optimizer.begin(optimizer)
         if not self._params.offload_policy.placement.durable:
             return False
         self._commits.refuse_strange(self._params)
@@ -298,14 +323,11 @@ class StepRunner:
         self._commits.step += 1
         self.clip.clear()
 
-    def _commit_step(self, *, commits: bool) -> None:
-        """Make the step that was just taken durable, where it ``commits``."""
-        if commits:
-            self._commits.start(self._params, self.contents.groups, self.contents.states, None)
-        if self._commits.prompt:
-            self._commits.join(self._params)
+    def _end_step(self, *, commits: bool) -> None:
+        groups, states = self.contents.groups, self.contents.states
+        self._commits.end_step(self._params, groups, states, commits=commits)
 
-    # --- beside backward ---
+    # --- during backward ---
 
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
@@ -313,6 +335,8 @@ class StepRunner:
         if self._schedule.begins_early:
             self._accept_gradient(parameter)
         else:
+            if self._schedule.beside_backward is not None:
+                self._schedule.beside_backward()
             self._params.store.pipeline.prefetch()
 
     @exclusive_call("backward")
@@ -325,7 +349,7 @@ class StepRunner:
             return
         try:
             if param is not None and schedule.is_final(param.number):
-                self._check_gradient(param)
+                _check_gradient(param, self.contents.groups)
                 if not schedule.is_open:
                     self._open_step()
                 schedule.on_gradient(param)
@@ -374,6 +398,8 @@ class StepRunner:
         late, new_params = collect(
             self.contents.groups, params, self._param_filter.manages, backward_overlap=True
         )
+        gradients = sum(gradient_of(p) is not None for p in self.contents.parameters())
+        self._module_parameters.check_step(gradients)
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
                 refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
@@ -388,21 +414,24 @@ class StepRunner:
             raise OptionError(message)
         commits = self._open_commits
         whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
-        with self._commits.reporting_errors(commits=commits), whole:
-            updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in late]
-            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
-            for hook in self.behind_updates:
-                hook()
-            self._count_step()
-        self._commit_step(commits=commits)
+        with SignalsDeferred():
+            with self._commits.reporting_errors(commits=commits), whole:
+                updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
+                schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
+                for hook in self.after_updates:
+                    hook()
+                self._count_step()
+            self._end_step(commits=commits)
 
-    def _check_gradient(self, param: ManagedParam) -> None:
-        if can_update(param.parameter, gradient_and_event(param.owner)[0]):
-            return
-        for group in self.contents.groups:
-            for index, parameter in enumerate(group["params"]):
-                if parameter is param.owner:
-                    check_due(self.contents.groups, group, index, param)
+
+def _check_gradient(param: ManagedParam, groups: Groups) -> None:
+    """Raise the error for a gradient that no update can take."""
+    if can_update(param.parameter, gradient_and_event(param.owner)[0]):
+        return
+    for group in groups:
+        for index, parameter in enumerate(group["params"]):
+            if parameter is param.owner:
+                check_due(groups, group, index, param)
 
 
 def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor], None]:
@@ -428,7 +457,7 @@ def collect(
     ``backward_overlap``: gradients may have been consumed already. Raises before anything is
     changed.
     """
-    found = []
+    gradients = []
     new_params = []
     for group in groups:
         validation.check_hyper(group)
@@ -450,8 +479,8 @@ def collect(
             check_due(groups, group, index, param)
             if param is None:
                 new_params.append(parameter)
-            found.append((group, parameter, gradient_in_order(shard, gradient)))
-    return found, new_params
+            gradients.append((group, parameter, gradient_in_order(shard, gradient)))
+    return gradients, new_params
 
 
 def check_due(
@@ -506,7 +535,7 @@ def make_plan(
 
 def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
     param = update.param
-    # What is not read where it is comes by the feed of its tier.
+    # Gradients that are not read in place come by the feed of their tier.
     gradient = update.gradient if param.tier is Tier.HOST else None
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
     key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)

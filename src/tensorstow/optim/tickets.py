@@ -1,5 +1,6 @@
 """Makes tickets of an optimizer, and goes on from them ([Note: Tickets] in checkpoint.ticket)."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,14 +8,22 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint import ticket
 from tensorstow.checkpoint.commits import storage_of
 from tensorstow.checkpoint.content import refuse_other_groups
+from tensorstow.checkpoint.resume import refuse_other_rule
 from tensorstow.optim import options
+from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.runtime import OptimizerRuntime
+from tensorstow.step import validation
+from tensorstow.step.step_plan import Groups
+
+logger = logging.getLogger("tensorstow")
 
 
-def make_ticket(runtime: OptimizerRuntime, snapshot: Callable[[str], None]) -> dict[str, Any]:
-    """Return a ticket of the current state; ``snapshot`` makes the one that it names.
+def make_ticket(
+    runtime: OptimizerRuntime, snapshot: Callable[[str], None], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a ticket of the current state with ``groups``; ``snapshot`` makes its snapshot.
 
-    Raises OptionError within a call of the optimizer, and to one of several ranks that have none.
+    Raises OptionError within a call of the optimizer, and on several ranks without a snapshot.
     """
     commits, store = runtime.commits, storage_of(runtime.params).store
     if runtime.call_lock.allows_reads:
@@ -24,7 +33,7 @@ def make_ticket(runtime: OptimizerRuntime, snapshot: Callable[[str], None]) -> d
         )
         raise OptionError(message)
     if _is_fresh(runtime):
-        return ticket.ticket_of(0, None)
+        return ticket.ticket_of(0, None, groups)
     alone, names = runtime.ranks.alone, ticket.names_of_now(store, commits)
     if alone:  # a snapshot of the user's may be dropped at any time
         names = tuple(filter(ticket.is_own, names))
@@ -37,7 +46,7 @@ def make_ticket(runtime: OptimizerRuntime, snapshot: Callable[[str], None]) -> d
             raise OptionError(message)
         names = (ticket.new_name(commits.step),)
         snapshot(names[0])
-    return ticket.ticket_of(commits.step, names[-1])
+    return ticket.ticket_of(commits.step, names[-1], groups)
 
 
 def load_ticket(
@@ -45,12 +54,13 @@ def load_ticket(
 ) -> None:
     """Go on from the snapshot that a ticket names, by ``resume``, and with the ticket's options.
 
-    Raises OptionError for a ticket of other groups, or of a snapshot that is not there.
+    Raises, before anything is changed, DamageError for a ticket that differs from what was saved,
+    and OptionError for other groups, impossible options, or a snapshot that does not exist.
     """
-    name, commits = ticket.snapshot_named_by(state_dict), runtime.commits
     store = storage_of(runtime.params, "load_state_dict() of a ticket").store
-    groups = runtime.steps.contents.groups
-    refuse_other_groups("The ticket", len(state_dict["param_groups"]), len(groups))
+    saved, commits = ticket.read_ticket(state_dict), runtime.commits
+    name, groups = saved.snapshot, runtime.steps.contents.groups
+    _check_groups(saved, groups)
     if name is None:
         if not _is_fresh(runtime):
             message = (
@@ -62,10 +72,33 @@ def load_ticket(
         if runtime.ranks.alone:
             ticket.refuse_unknown(store, name)
         resume(name)
-    # A schedule may have changed them behind the commit.
-    saved = options.with_own_flags(state_dict["param_groups"], groups)
-    for group, loaded in zip(groups, saved, strict=True):
-        group.update({k: v for k, v in loaded.items() if k != "params"})
+        _log_difference(saved, groups)
+    loaded = options.with_own_flags(saved.groups, groups)
+    for group, new in zip(groups, loaded, strict=True):
+        group.update(new)
+
+
+def _check_groups(saved: ticket.TicketFields, groups: Groups) -> None:
+    refuse_other_groups("The ticket", len(saved.groups), len(groups))
+    for loaded, group in zip(saved.groups, groups, strict=True):
+        validation.check_hyper({**group, **loaded})
+        if not saved.has_digest:
+            check_keys(loaded, group.keys())
+    merged = [{**group, **loaded} for loaded, group in zip(saved.groups, groups, strict=True)]
+    refuse_other_rule("The ticket", merged, groups)
+
+
+def _log_difference(saved: ticket.TicketFields, groups: Groups) -> None:
+    """Log that the options of a ticket are not those of its snapshot, which ``groups`` have."""
+    if keys := ticket.differing_keys(options.with_own_flags(saved.groups, groups), groups):
+        logger.log(
+            # With a digest it is sure that these are of the ticket's moment.
+            logging.INFO if saved.has_digest else logging.WARNING,
+            "The ticket of snapshot %s has other options than the snapshot (%s), as after the step"
+            " of a schedule: the ticket's are used",
+            saved.snapshot,
+            ", ".join(keys),
+        )
 
 
 def _is_fresh(runtime: OptimizerRuntime) -> bool:

@@ -1,16 +1,16 @@
 """Limits that a run enforces and the planner counts with, in bytes and units."""
 
 MIN_UNITS_IN_MEMORY = 3
-"""Units on disk that are in memory at once, at least: one is computed with, others are updated."""
+"""Least number of units on disk in memory at once: one is used, the others are updated."""
 UNITS_UNSHARDED = 2
-"""Units whose parameters are whole at once: one is computed with, FSDP2 unshards the next."""
+"""Number of units unsharded at once: one is used, and FSDP2 unshards the next."""
 SHARD_ALIGN = 128
-"""Shards of a unit begin at multiples of so many bytes."""
+"""Alignment, in bytes, of the shards of a unit."""
 MAX_IN_FLIGHT_BYTES = 256 << 20
-"""Bytes of gradients that the device keeps for copies that are not complete."""
+"""Most bytes of gradients that the device holds for unfinished copies."""
 PIECE_BYTES = 4 << 20
 PIECE_BUFFERS = 8
-"""Pieces of gradients of later micro-batches that are copied to host memory at once."""
+"""Buffers for gradients of later micro-batches that are copied to host memory in pieces."""
 _LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead
 
 

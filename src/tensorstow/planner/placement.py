@@ -1,7 +1,7 @@
 """The bytes that a plan holds on each tier.
 
 Arithmetic over sizes, by the functions that the run itself uses: the layout of states, the memory
-of units on disk, the bounds of what is under way.
+of units on disk, the bounds of transfers in flight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,11 +11,12 @@ from functools import lru_cache
 import torch
 
 from tensorstow.activations.offload import DEFAULT_RAM_BUDGET
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import reaches_device
+from tensorstow.base.update_on import reaches_device, reaches_host
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.files import ALIGN
 from tensorstow.planner.bounds import (
@@ -49,21 +50,21 @@ from tensorstow.step.backward_overlap import WINDOW_BYTES
 
 @dataclass(frozen=True, slots=True)
 class HeldActivations:
-    """Bytes of the activations of one micro-batch, under what a plan does with them."""
+    """Bytes of the activations of one micro-batch, with a plan's placement of activations."""
 
     peak: int = 0
-    """At most, where forward and backward compute."""
+    """Peak bytes on the tier that forward and backward compute in."""
     beside_gradients: int = 0
-    """Of those at the same time as all gradients, at most."""
+    """Peak bytes while all gradients are held."""
     saved: int = 0
-    """That blocks move to host memory or disk in forward; the others are without them."""
+    """Bytes that blocks move to host memory or disk in forward; ``peak`` leaves them out."""
     largest_saved: int = 0
-    """The largest storage of these."""
+    """Bytes of the largest storage that blocks move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What decides about a run's memory beside its model and its plan."""
+    """What determines a run's memory in addition to its model and its plan."""
 
     device_is_host: bool
     """Whether the CPU computes."""
@@ -71,11 +72,11 @@ class Conditions:
     """Whether it commits: then weights and states are on disk twice, the last commit's and the
     next one's."""
     state_format: StateFormat | None = None
-    """None: the least bytes that lose nothing, where states move."""
+    """None: the smallest exact format if states move."""
     activations: HeldActivations = HeldActivations()
-    """Of no bytes where nobody has traced a batch."""
+    """Zero bytes if no batch was traced."""
     states: Tier | None = None
-    """Where the user says that states go; None: the plan says it."""
+    """The tier that the user requires for states; None: the plan's."""
 
     @property
     def compute_tier(self) -> Tier:
@@ -88,14 +89,14 @@ class Item:
     """Bytes that one rank holds for one purpose."""
 
     tier: Tier
-    what: str
+    purpose: str
     nbytes: int
 
 
 def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan | dict[Tier, int]:
-    """Return ``plan`` where a budget holds it, or the bytes that are short by tier.
+    """Return ``plan`` if it fits a budget, else the missing bytes by tier.
 
-    Units on disk are given of HOST what is left of it: whole units, and no more than they ask for.
+    Units on disk get the rest of HOST for their buffers: whole units, at most the default size.
 
     Args:
         plan: The plan.
@@ -137,7 +138,7 @@ def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, 
 
 
 def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
-    """Return what a plan holds on each tier of one rank, by purpose; nothing of no bytes.
+    """Return what a plan holds on each tier of one rank, by purpose; items of 0 bytes are left out.
 
     Args:
         plan: The plan.
@@ -145,12 +146,12 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
         conditions: What else decides.
     """
     gradients = list(_gradients(plan, sizes, conditions))
-    there = sum(item.nbytes for item in gradients if item.tier == conditions.compute_tier)
+    on_compute_tier = sum(i.nbytes for i in gradients if i.tier == conditions.compute_tier)
     items = [
         *_parameters(plan, sizes, conditions),
         *gradients,
         *_states(plan, sizes, conditions),
-        *_activations(plan, sizes, conditions, there),
+        *_activations(plan, sizes, conditions, on_compute_tier),
     ]
     return [item for item in items if item.nbytes > 0]
 
@@ -158,36 +159,37 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
 def _activations(
     plan: Plan, sizes: Sizes, conditions: Conditions, gradients: int
 ) -> Iterable[Item]:
-    """Return activations where they are computed, and those that wait elsewhere.
+    """Return activations on the tier that computes, and those saved on another tier.
 
-    ``gradients``: the bytes that are counted for them there.
+    ``gradients``: the bytes of gradients on the tier that computes.
     """
     held = conditions.activations
-    there = _activations_beside(gradients, plan, sizes, conditions)
-    yield Item(conditions.compute_tier, "activations", there)
-    if plan.activations == "host":
+    nbytes = _activations_beside(gradients, plan, sizes, conditions)
+    yield Item(conditions.compute_tier, "activations", nbytes)
+    if plan.activations is ActivationPlacement.HOST:
         yield Item(Tier.HOST, "saved activations", held.saved)
-    if plan.activations == "disk":
+    if plan.activations is ActivationPlacement.DISK:
         most = activation_budget(plan) + held.largest_saved
         yield Item(Tier.HOST, "saved activations", min(held.saved, most))
         yield Item(Tier.DISK, "saved activations", moved_activations(plan, held).written)
 
 
 def _activations_beside(gradients: int, plan: Plan, sizes: Sizes, conditions: Conditions) -> int:
-    """Return the bytes of activations to count beside those counted for gradients.
+    """Return the bytes of activations to add to those counted for gradients.
 
-    Activations have their peak when backward begins. Gradients of micro-batches before are there
-    then; of a single one few are, so both together are less than their sum.
+    Activations peak when backward begins. The gradients of earlier micro-batches exist then. With
+    a single micro-batch few gradients do, so the common peak is less than the sum of both peaks.
     """
     held, several = conditions.activations, plan.accumulation_steps > 1
     if conditions.device_is_host and not several:
         return max(held.beside_gradients, held.peak - gradients)
     if several or plan.micro_batches > 1:
         return held.peak
-    # At any time at most ``gradients`` are there, others have left; and activations and gradients
-    # together are at most ``beside_gradients`` and all gradients. A rank keeps its share of them.
-    others = held.peak * (sizes.ranks - 1)
-    together = (held.beside_gradients + others) // sizes.ranks + _waiting(sizes.units, wide=False)
+    # At any time the device holds at most ``gradients``: the others have left. Activations and
+    # gradients together are at most ``beside_gradients`` plus all gradients; a rank keeps its
+    # share of the gradients.
+    weighted_sum = held.beside_gradients + held.peak * (sizes.ranks - 1)
+    together = weighted_sum // sizes.ranks + _waiting(sizes.units, wide=False)
     return min(held.peak, max(held.peak, together) - gradients)
 
 
@@ -196,39 +198,39 @@ class MovedActivations:
     """Bytes of activations that one micro-batch moves."""
 
     written: int = 0
-    """To disk, in forward."""
+    """Bytes written to disk in forward."""
     read: int = 0
-    """From disk, in backward."""
+    """Bytes read from disk in backward."""
     over_link: int = 0
-    """From an accelerator in forward, and to it in backward."""
+    """Bytes copied from an accelerator in forward, and back to it in backward."""
 
 
 def activation_budget(plan: Plan) -> int:
     """Return the host memory, in bytes, that activations on disk may take."""
-    given = plan.activation_ram_budget
-    return DEFAULT_RAM_BUDGET if given is None else int(given)
+    budget = plan.activation_ram_budget
+    return DEFAULT_RAM_BUDGET if budget is None else int(budget)
 
 
 def moved_activations(plan: Plan, held: HeldActivations) -> MovedActivations:
     """Return what blocks move, by the rule of ``activations.pool``.
 
-    Half of the budget may be filled with what is not on disk, all of it with what is in memory.
+    Activations that are not yet on disk may fill half of the budget; all in memory may fill it.
 
     Args:
-        plan: The plan; its ``activations`` count.
-        held: Of one micro-batch.
+        plan: The plan; only its ``activations`` matter.
+        held: The activations of one micro-batch.
     """
-    if plan.activations not in {"host", "disk"}:
-        return MovedActivations()
-    if plan.activations == "host":
+    if plan.activations is ActivationPlacement.HOST:
         return MovedActivations(over_link=held.saved)
+    if plan.activations is not ActivationPlacement.DISK:
+        return MovedActivations()
     budget = activation_budget(plan)
     written, read = max(held.saved - budget // 2, 0), max(held.saved - budget, 0)
     return MovedActivations(written, read, held.saved)
 
 
 def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
-    """Return what the optimizer's states hold where, by the formula of the store of states."""
+    """Return the memory of the optimizer's states on each tier, by the state store's formula."""
     budget = None if plan.ram_budget is None else int(plan.ram_budget)
     lines = _lines(plan, sizes, conditions)
     return _predict(lines, plan.states == Tier.DISK, conditions.commits, budget)
@@ -242,11 +244,11 @@ def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
     families = _families(sizes, plan, conditions)
     lines: dict[tuple[torch.dtype, str | None], list[int]] = {}
     for unit in sizes.units:
-        # Units whose weights come and go by themselves share no chunk.
+        # A unit on disk is read and written alone, so its chunks hold no other unit's states.
         line = unit.name if plan.tier_of(unit.name) == Tier.DISK else None
         for dtype, elements in unit.by_dtype.items():
             lines.setdefault((dtype, line), []).extend(elements)
-    return tuple((families[dtype], tuple(each)) for (dtype, _), each in lines.items())
+    return tuple((families[dtype], tuple(counts)) for (dtype, _), counts in lines.items())
 
 
 def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dtype, Family]:
@@ -256,8 +258,8 @@ def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dt
 
 def _family(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> Family:
     moving = plan.states == Tier.DISK or conditions.commits
-    kept_as = format_of(dtype, conditions.state_format, moving=moving)
-    return Family(dtype, amsgrad=False, format=kept_as)
+    state_format = format_of(dtype, conditions.state_format, moving=moving)
+    return Family(dtype, amsgrad=False, format=state_format)
 
 
 @lru_cache(maxsize=64)
@@ -275,18 +277,18 @@ def _predict(
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
     """Return the units whose parameters a plan puts on ``tier``."""
-    units, others = plan.units, plan.parameters  # as plan.tier_of, which takes longer
-    return [unit for unit in sizes.units if units.get(unit.name, others) is tier]
+    units, default = plan.units, plan.parameters  # as plan.tier_of, which takes longer
+    return [unit for unit in sizes.units if units.get(unit.name, default) is tier]
 
 
 def is_whole(plan: Plan, sizes: Sizes, conditions: Conditions) -> bool:
-    """Return whether one rank computes with its parameters where they are: nothing is sharded."""
-    here = {Tier.DEVICE, conditions.compute_tier}
-    return sizes.ranks == 1 and {plan.tier_of(unit.name) for unit in sizes.units} <= here
+    """Return whether one rank computes with its parameters in place: nothing is sharded."""
+    in_place = {Tier.DEVICE, conditions.compute_tier}
+    return sizes.ranks == 1 and {plan.tier_of(unit.name) for unit in sizes.units} <= in_place
 
 
 def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return parameters where they live, and what they pass through to be computed with."""
+    """Return parameters on the tiers they live on, and the buffers they are computed from."""
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = by_tier[Tier.DISK]
@@ -303,8 +305,8 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     if conditions.device_is_host:
         return
     written = on_device
-    if plan.update_on == "device" and not conditions.commits:
-        # Nobody reads those of fp32, and no page of them is touched.
+    if not reaches_host(plan.update_on) and not conditions.commits:
+        # No update writes fp32 weights to host memory then: their pages are never touched.
         idle = [u.trained for u in by_tier[Tier.DEVICE]]
         written -= sum(4 * n for unit in idle for dtype, n in unit if dtype == torch.float32)
     yield Item(Tier.HOST, "weights that updates write", written)
@@ -319,7 +321,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
 
 
 def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
-    """Return the host memory that units on disk have while they are used.
+    """Return the host memory, in bytes, for units on disk while they are used.
 
     Args:
         plan: The plan.
@@ -332,47 +334,47 @@ def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
 
 
 def _unsharded(plan: Plan, sizes: Sizes) -> int:
-    """Return the bytes of parameters that are whole at once."""
+    """Return the bytes of parameters that are unsharded at once."""
     if plan.stage < 3:
         return sizes.whole_bytes
-    kept = sum(unit.whole_bytes for unit in sizes.units if unit.name in plan.unsharded)
+    lasting = sum(unit.whole_bytes for unit in sizes.units if unit.name in plan.unsharded)
     passing = UNITS_UNSHARDED * max((unit.whole_bytes for unit in sizes.units), default=0)
     passing += sizes.ranks * bytes_around(sizes.units)
-    return min(kept + passing, sizes.whole_bytes) if kept else passing
+    return min(lasting + passing, sizes.whole_bytes) if lasting else passing
 
 
 def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return gradients of this rank's share, where they wait for their update.
+    """Return gradients of this rank's share, on the tier where they wait for their update.
 
-    The sum of several micro-batches is fp32, of those in vertical order too.
+    The sum over several micro-batches is fp32, in vertical order too.
     """
     several, wide = plan.accumulation_steps > 1, plan.micro_batches > 1
-    beside = plan.overlap == "backward"
+    in_backward = plan.timing.begins_early
     away = not conditions.device_is_host
     units: Sequence[UnitSizes] = sizes.units
-    there = units_on(Tier.DEVICE, plan, sizes) if away else []
-    if there and (beside or reaches_device(plan.update_on)):
-        # Backward does not wait for updates there: all may be, where they are slower.
-        yield Item(Tier.DEVICE, "gradients", _waiting(there, wide=several or wide))
+    on_device = units_on(Tier.DEVICE, plan, sizes) if away else []
+    if on_device and (in_backward or reaches_device(plan.update_on)):
+        # Backward does not wait for these updates: if they are slower, all gradients may wait.
+        yield Item(Tier.DEVICE, "gradients", _waiting(on_device, wide=several or wide))
         units = [unit for unit in units if plan.tier_of(unit.name) != Tier.DEVICE]
         if not any(unit.trained for unit in units):
             return
-    own, sums = _waiting(units, wide=wide), _waiting(units, wide=True)
-    waiting = sums if several else own
-    if beside and not several and not there:
-        # Backward waits for updates. (Of several micro-batches updates begin in the last.)
+    once, sums = _waiting(units, wide=wide), _waiting(units, wide=True)
+    waiting = sums if several else once
+    if in_backward and not several and not on_device:
+        # Backward waits for updates. (With several micro-batches, updates begin in the last.)
         most = max((_waiting([unit], wide=wide) for unit in units), default=0)
         waiting = min(waiting, WINDOW_BYTES + most)
     yield Item(Tier.HOST, "gradients", waiting)
     if not away:
         return
-    if several and sums > own:
-        # A gradient of the first micro-batch is copied to pinned memory that stays.
-        yield Item(Tier.HOST, "gradients of the first micro-batch", own)
+    if several and sums > once:
+        # Gradients of the first micro-batch are copied to pinned memory that is never freed.
+        yield Item(Tier.HOST, "gradients of the first micro-batch", once)
     if several:
         yield Item(Tier.HOST, "buffers for gradients", PIECE_BUFFERS * PIECE_BYTES)
-    # Beside backward no more of them leave than may wait for their updates.
-    leaving = own if several else min(own, waiting)
+    # During backward no more gradients leave than may wait for their updates.
+    leaving = once if several else min(once, waiting)
     yield Item(Tier.DEVICE, "gradients on their way", min(leaving, MAX_IN_FLIGHT_BYTES))
 
 
@@ -397,25 +399,25 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
 
 
 def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
-    """Return what gradients and states of parameters on an accelerator pass through.
+    """Return the buffers for gradients and states of parameters on an accelerator.
 
-    Which chunks the device updates does not count: either side may have any.
+    They hold any chunk: which chunks the device updates makes no difference.
     """
     if conditions.device_is_host or not units_on(Tier.DEVICE, plan, sizes):
         return
     counts: dict[torch.dtype, list[int]] = {}
-    ours: dict[torch.dtype, list[bool]] = {}
+    on_device: dict[torch.dtype, list[bool]] = {}
     for unit in sizes.units:
         tier = plan.tier_of(unit.name)
         if tier == Tier.DISK:
             continue
         for dtype, elements in unit.by_dtype.items():
             counts.setdefault(dtype, []).extend(elements)
-            ours.setdefault(dtype, []).extend([tier == Tier.DEVICE] * len(elements))
+            on_device.setdefault(dtype, []).extend([tier == Tier.DEVICE] * len(elements))
     families = _families(sizes, plan, conditions)
-    lines = tuple((families[d], tuple(own), tuple(ours[d])) for d, own in counts.items())
+    lines = tuple((families[d], tuple(n), tuple(on_device[d])) for d, n in counts.items())
     staged, slots = _buffers_of(lines)
-    if plan.update_on != "device":
+    if reaches_host(plan.update_on):
         yield Item(Tier.HOST, "buffers for gradients of chunks", staged)
     if reaches_device(plan.update_on):
         yield Item(Tier.DEVICE, "buffers for states", slots)
@@ -425,15 +427,15 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
 def _buffers_of(
     lines: tuple[tuple[Family, tuple[int, ...], tuple[bool, ...]], ...],
 ) -> tuple[int, int]:
-    """Return the bytes of gradients of chunks in host memory, and of states on the device.
+    """Return the buffer bytes for gradients of chunks on the host, and for states on the device.
 
-    ``lines``: of each family the elements of its parameters, and which are on the device.
+    ``lines``: each family, the elements of its parameters, and which of them are on the device.
     """
     counts: dict[tuple[Family, int], int] = {}
-    for line, elements, ours in lines:
-        for family, each, count in chunks_of([(line, elements)], PipelinePolicy().chunk_elements):
-            if any(ours[run.parameter] for run in each.runs):
-                kind = (family, each.elements)
+    for line, elements, on_device in lines:
+        for family, chunk, count in chunks_of([(line, elements)], PipelinePolicy().chunk_elements):
+            if any(on_device[run.parameter] for run in chunk.runs):
+                kind = (family, chunk.elements)
                 counts[kind] = counts.get(kind, 0) + count
     chunks: list[tuple[Family, int]] = []
     for kind, count in counts.items():
@@ -443,7 +445,7 @@ def _buffers_of(
 
 
 def _most_slots(elements: int) -> int:
-    """Return how many slots chunks of so many elements ever pass through: more make no more."""
+    """Return the most slots that chunks of ``elements`` ever use; more chunks need no more."""
     staged = DEFAULT_STAGING_BYTES // (torch.float32.itemsize * elements)
     return max(LEAST_SLOTS, MOST_DEVICE_SLOTS, staged)
 

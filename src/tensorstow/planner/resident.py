@@ -1,4 +1,4 @@
-"""Which units of a model that is only read stay in memory: the others are read in each pass."""
+"""Choice of the units of a read-only model that stay in memory; each pass reads the others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ class UnitBytes:
     """The bytes of one unit."""
 
     resident: int
-    """In memory for good."""
+    """Bytes in memory if the unit stays."""
     passing: int
-    """In a buffer, while it is used."""
+    """Bytes in a buffer while the unit is used, if it does not stay."""
     around: int = 0
-    """In buffers of units that it is inside of."""
+    """Bytes in buffers of the units that contain it."""
 
 
 def passing_bytes(units: Sequence[UnitBytes], prefetch: int) -> int:
     """Return the host memory for buffers of units that are read in each pass.
 
     Args:
-        units: Those that are read, in the order of their use; the first one follows the last.
+        units: The units that are read, in order of use; the first follows the last.
         prefetch: How many units are read ahead of the one that is used.
     """
     count, ahead = len(units), min(prefetch, len(units) - 1)
@@ -38,10 +38,10 @@ def choose_resident(
 ) -> tuple[set[str], int]:
     """Choose the units that stay in memory, and how many others are read ahead.
 
-    Each byte that stays is a byte less to read in each pass, wherever it is: so the largest units
-    are first, as long as they fit, because the buffers must hold the largest that does not stay. Of
-    units of one size those that stay are spread over the pass: while they are used, the next is
-    read.
+    Each byte that stays saves reading a byte in each pass, whichever unit it is in. The largest
+    units that fit come first, because the buffers must hold the largest unit that does not stay.
+    Among units of one size, those that stay are spread over the pass: while one of them is used,
+    the next unit is read.
 
     Args:
         units: All units, by name, in the order of their use.
@@ -61,9 +61,9 @@ def choose_resident(
     if ahead is None:
         least = _bytes(units, set(), 0)
         message = (
-            f"{format_bytes(limit)} of memory were given for weights that are read as they are"
-            f" used, and the largest unit has {format_bytes(least)}: give at least that, or name"
-            " smaller units by units=."
+            f"The memory for weights that are read as they are used is {format_bytes(limit)}, and"
+            f" the largest unit has {format_bytes(least)}: allow at least that, or name smaller"
+            " units by units=."
         )
         raise BudgetError(message)
     chosen: set[str] = set()

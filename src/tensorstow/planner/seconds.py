@@ -1,11 +1,11 @@
 """How long a step takes: what a plan computes and moves, over the rates of a machine.
 
-[Note: Phases] A step is forward, backward and update, one after the other; ``overlap`` puts the
-update beside one of them, but for the first parameter's: forward needs it at once, and backward has
-its gradient last. In each phase every resource has its work, all resources work at once,
-and the one with most of it says how long the phase takes. Updates run on the cores, and so do
-forward and backward where the CPU computes: their times add up there. Where updates run on the
-accelerator, its computing and its updates add up, and states go over the link both ways.
+[Note: Phases] A step is forward, backward and update, one after the other. ``overlap`` runs the
+update during one of them, except that of the first parameter: forward needs it at once, and
+backward produces its gradient last. In each phase all resources work at once, and the one with the
+most work determines how long the phase takes. Updates run on the cores, and so do forward and
+backward if the CPU computes: their times add up. If updates run on the accelerator, the times of
+its computing and its updates add up, and states go over the link both ways.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import DirectoryRates, Profile, dtype_key, update_key
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import UpdateOn, reaches_device
+from tensorstow.base.update_on import UpdateOn, reaches_device, reaches_host
 from tensorstow.planner.placement import (
     Conditions,
     MovedActivations,
@@ -30,38 +31,38 @@ from tensorstow.planner.sizes import Sizes
 from tensorstow.states.offload_policy import format_of
 
 _FORWARD = 1 / 3
-"""Of the time that forward and backward take together."""
+"""Forward's share of the time of forward and backward."""
 _FORWARD_BEFORE_TWO = 1 / 4
-"""The same where backward computes blocks again."""
+"""The same if backward computes blocks again."""
 _FLOPS_PER_TOKEN = 6
-"""Of forward and backward for each parameter, attention left out."""
+"""Operations of forward and backward for each parameter and token, without attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What forward and backward of one micro-batch do on one rank."""
+    """The work of forward and backward of one micro-batch on one rank."""
 
     tokens: int
     flops: int
-    """Of matrix products and attention."""
+    """Floating-point operations of matrix products and attention."""
     tensor_bytes: int = 0
-    """Read and written by all other operations."""
+    """Bytes that all other operations read and write."""
     calls: int = 0
-    """Operations."""
+    """Number of operations."""
     random_elements: int = 0
     """Random numbers drawn, for dropout."""
     large_bytes: int = 0
-    """Of all large tensors that operations make; ``base.allocator`` says what is large."""
+    """Bytes of all large tensors that operations make; ``base.allocator`` defines large."""
     is_estimate: bool = False
-    """Whether nothing was traced, so that only ratios of the seconds count."""
+    """Whether nothing was traced, so that only ratios of the seconds are meaningful."""
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
-        """Return six operations for each parameter and token, for what was not traced.
+        """Return six operations for each parameter and token, for a model that was not traced.
 
         Args:
-            parameters: Of the whole model.
-            tokens: Of the micro-batch.
+            parameters: The number of elements of the whole model.
+            tokens: The number of tokens of the micro-batch.
         """
         return cls(tokens, _FLOPS_PER_TOKEN * parameters * tokens, is_estimate=True)
 
@@ -74,7 +75,7 @@ class MachineRates:
     device: str
     """The type of device that computes, "cpu" or an accelerator's."""
     disk: DirectoryRates | None
-    """Of the directory that states and parameters on disk are in."""
+    """Rates of the directory of states and parameters on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +85,22 @@ class StepWork:
     updates: Mapping[str, int]
     """Parameters by "dtype/format"."""
     states: int
-    """Bytes of all states, wherever they are."""
+    """Bytes of all states, on any tier."""
     state_read: int
     state_written: int
     parameters_read: int
-    """From disk, in forward and backward."""
+    """Bytes read from disk in forward and backward."""
     parameters_written: int
     up: int
-    """From host memory to the accelerator, in forward and backward."""
+    """Bytes copied from host memory to the accelerator in forward and backward."""
     updated_up: int
-    """New weights of parameters that are on the accelerator, where the host updates all of them."""
+    """Bytes of new weights of parameters on the accelerator, if the host updates all of them."""
     down: int
-    """Gradients, where the host updates all of them."""
+    """Bytes of gradients, if the host updates all parameters."""
     weights_down: int
-    """16-bit weights, where the accelerator updates all of them."""
+    """Bytes of 16-bit weights, if the accelerator updates all of them."""
     activations: MovedActivations
-    """Of all micro-batches."""
+    """Bytes of activations over all micro-batches."""
 
     @property
     def read(self) -> int:
@@ -127,7 +128,7 @@ class StepPhase:
 
     @property
     def binding(self) -> str:
-        """Return the resource that says so."""
+        """Return the resource that determines how long the phase takes."""
         return max(self.loads, key=lambda name: self.loads[name])
 
 
@@ -149,11 +150,11 @@ class StepTime:
     @property
     def busy(self) -> dict[str, float]:
         """Return how long each resource works in a step."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for phase in self.phases:
             for name, seconds in phase.loads.items():
-                found[name] = found.get(name, 0.0) + seconds
-        return found
+                totals[name] = totals.get(name, 0.0) + seconds
+        return totals
 
     @property
     def binding(self) -> str:
@@ -165,7 +166,7 @@ class StepTime:
 
 
 def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
-    """Return what a plan makes one rank move and update in one step.
+    """Return the bytes that one rank moves, and its updates, in one step of a plan.
 
     Args:
         plan: The plan.
@@ -176,8 +177,8 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
     on_disk = [unit.share_bytes for unit in units]
     below = sum(on_disk) + sum(unit.share_bytes for unit in units_on(Tier.HOST, plan, sizes))
     passes = 2 * plan.accumulation_steps
-    # A pass begins with the units that the one before it, in the other direction, ended with.
-    kept = min(in_memory_bytes(plan, units), sum(on_disk)) if on_disk else 0
+    # Passes alternate direction: each begins with the units that the one before it ended with.
+    still_in_memory = min(in_memory_bytes(plan, units), sum(on_disk)) if on_disk else 0
     updates: dict[str, int] = {}
     moving = plan.states == Tier.DISK or conditions.commits
     for dtype, elements in sizes.trained:
@@ -187,12 +188,12 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
     memory = states_of(plan, sizes, conditions)
     if plan.states == Tier.DISK:
         written = memory.disk_bytes
-        # Chunks alternate direction from step to step: what the ring still holds is not read.
+        # Steps alternate direction over the chunks: those still in the ring are not read.
         read = max(0, written - memory.ring_bytes)
     away = not conditions.device_is_host
     sums = 4 * sum(elements for _, elements in sizes.trained)
     down = plan.accumulation_steps * (sums if plan.micro_batches > 1 else sizes.gradient_bytes)
-    if reaches_device(plan.update_on):  # they are summed on the device
+    if reaches_device(plan.update_on):  # gradients are summed on the device
         down = sums if plan.accumulation_steps > 1 else sizes.gradient_bytes
     updated_up = sum(u.gradient_bytes for u in units_on(Tier.DEVICE, plan, sizes))
     halves = sum(d.itemsize * n for d, n in sizes.trained if d != torch.float32)
@@ -201,7 +202,7 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         memory.logical_bytes,
         read,
         written,
-        passes * (sum(on_disk) - kept),
+        passes * (sum(on_disk) - still_in_memory),
         sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes)),
         passes * below if away else 0,
         updated_up if away else 0,
@@ -212,18 +213,18 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
 
 
 def _activations(plan: Plan, conditions: Conditions) -> MovedActivations:
-    """Return what all micro-batches of a step move."""
-    each, times = moved_activations(plan, conditions.activations), plan.accumulation_steps
-    over_link = 0 if conditions.device_is_host else each.over_link
-    return MovedActivations(times * each.written, times * each.read, times * over_link)
+    """Return the bytes of activations that all micro-batches of a step move."""
+    moved, times = moved_activations(plan, conditions.activations), plan.accumulation_steps
+    over_link = 0 if conditions.device_is_host else moved.over_link
+    return MovedActivations(times * moved.written, times * moved.read, times * over_link)
 
 
 def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates) -> float:
     """Return how long forward and backward of one micro-batch take.
 
     Args:
-        batch: What they do.
-        dtype: That they compute in.
+        batch: Their work.
+        dtype: The dtype that they compute in.
         machine: The rates.
 
     Raises:
@@ -234,7 +235,7 @@ def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates
     if rates is None or flops is None:
         message = (
             f"The profile has no rate of computing in {dtype_key(dtype)} on {machine.device}: run"
-            " `tensorstow calibrate` on such a machine, and name its profile."
+            " `tensorstow calibrate` on a machine that has one, and name its profile."
         )
         raise OptionError(message)
     elementwise = batch.tensor_bytes / rates.tensor_bytes + batch.calls * rates.call_seconds
@@ -250,7 +251,7 @@ def time_of(
         plan: The plan.
         sizes: The model, as one rank's share.
         conditions: What else decides.
-        batch: What one micro-batch does on one rank.
+        batch: The work of one micro-batch on one rank.
         machine: The rates.
 
     Raises:
@@ -262,38 +263,38 @@ def time_of(
     on = "cores" if conditions.device_is_host else "accelerator"
     profile = machine.profile
     if conditions.device_is_host and units_on(Tier.DISK, plan, sizes):
-        # Freed memory goes back to the system there (base.allocator), and comes new each time.
+        # Units on disk: freed memory returns to the system (base.allocator), so each is new.
         compute += batch.large_bytes / profile.memory_fresh
     compute *= plan.accumulation_steps
     reads, writes, states = _disk_seconds(work, machine)
     up = _over_link("up", work.up, machine)
     update = _update_loads(plan, work, machine)
-    first = _FORWARD_BEFORE_TWO if plan.activations == "recompute" else _FORWARD
+    first = _FORWARD_BEFORE_TWO if plan.activations is ActivationPlacement.RECOMPUTE else _FORWARD
     forward = {on: first * compute, "disk": reads / 2, "link up": up / 2}
     backward = {on: (1 - first) * compute, "disk": reads / 2, "link up": up / 2}
     if not reaches_device(plan.update_on):  # else gradients are summed on the device
         backward["link down"] = _over_link("down", work.down, machine)
-    # What is read and written is compared with its checksum.
+    # All bytes that are read or written go through a checksum.
     states_and_weights = work.state_read + work.state_written + work.parameters_written
     on_cores = {"cores": states_and_weights / profile.checksums}
     step = _sum([update.loads, on_cores, {"disk": states + writes}])
-    # So are parameters, whose memory comes new each time.
-    for each in (forward, backward):
+    # So do parameters, and their memory is new each time.
+    for loads in (forward, backward):
         seconds = work.parameters_read * (1 / profile.checksums + 1 / profile.memory_fresh)
-        each["cores"] = each.get("cores", 0.0) + seconds / 2
+        loads["cores"] = loads.get("cores", 0.0) + seconds / 2
     saved, brought = _activation_loads(work.activations, machine)
     forward, backward = _sum([forward, saved]), _sum([backward, brought])
     first_update, rest = _parts(step, _first_share(sizes))
     parts: list[tuple[str, Sequence[Mapping[str, float]]]]
-    if plan.overlap == "backward":
+    if plan.timing.begins_early:
         parts = [("forward", [forward]), ("backward and update", [backward, rest])]
         parts += [("update of the first parameter", [first_update])]
-    elif plan.overlap == "forward":
+    elif plan.timing.waits_by_module:
         parts = [("update of the first parameter", [first_update])]
         parts += [("update and forward", [rest, forward]), ("backward", [backward])]
     else:
         parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
-    phases = tuple(StepPhase(name, _sum(each)) for name, each in parts)
+    phases = tuple(StepPhase(name, _sum(loads_of)) for name, loads_of in parts)
     return StepTime(phases, compute, update.kernels)
 
 
@@ -304,7 +305,7 @@ def _activation_loads(
     disk, checksums = machine.disk, machine.profile.checksums
     saved: dict[str, float] = {"link down": _over_link("down", moved.over_link, machine)}
     brought: dict[str, float] = {"link up": _over_link("up", moved.over_link, machine)}
-    if disk is not None:  # else there is none of it
+    if disk is not None:  # else no activations are on disk
         saved |= {"disk": moved.written / disk.write, "cores": moved.written / checksums}
         brought |= {"disk": moved.read / disk.read, "cores": moved.read / checksums}
     return saved, brought
@@ -313,8 +314,8 @@ def _activation_loads(
 def _first_share(sizes: Sizes) -> float:
     """Return the share of all elements that the first trained parameter has.
 
-    It is the root's first, an embedding in most models: forward needs it first, and backward has
-    its gradient last.
+    It is the root's first, an embedding in most models: forward needs it first, and backward
+    produces its gradient last.
     """
     trained = [unit for unit in sizes.units if unit.trained]
     if not trained:
@@ -336,11 +337,11 @@ def _parts(
 def device_share(plan: Plan, sizes: Sizes, conditions: Conditions, machine: MachineRates) -> float:
     """Return the share of the states that the accelerator updates.
 
-    What runs find out in their first steps is predicted: with "hybrid" both sides end together,
-    with "auto" the faster one has all.
+    This predicts what a run measures in its first steps: with "hybrid" both sides end together,
+    with "auto" the faster side updates all.
 
     Args:
-        plan: The plan; its ``update_on`` counts.
+        plan: The plan, with its ``update_on``.
         sizes: The model, as one rank's share.
         conditions: What else decides.
         machine: The rates.
@@ -348,18 +349,18 @@ def device_share(plan: Plan, sizes: Sizes, conditions: Conditions, machine: Mach
     Raises:
         OptionError: The profile lacks a rate.
     """
-    return _share_there(plan.update_on, work_of(plan, sizes, conditions), machine)
+    return _device_share(plan.update_on, work_of(plan, sizes, conditions), machine)
 
 
 def break_even_tokens(step: StepTime, tokens: int) -> int | None:
-    """Return the tokens per step from which on computing takes longer than any transfer.
+    """Return the least tokens per step with which computing takes longer than any transfer.
 
     Args:
         step: The time of one step.
-        tokens: Of that step, of one rank.
+        tokens: The tokens of that step on one rank.
 
     Returns:
-        The tokens; None where nothing is moved.
+        The tokens; None if nothing is moved.
     """
     moved = max((s for name, s in step.busy.items() if name in _TRANSFERS), default=0.0)
     if not moved or not step.compute:
@@ -385,7 +386,7 @@ def _disk_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, 
     disk = machine.disk
     if disk is None:
         message = (
-            "The profile has no directory that was measured, and the plan has bytes on disk: run"
+            "The plan has bytes on disk, and the profile has no directory with measured rates: run"
             " `tensorstow calibrate DIR`."
         )
         raise OptionError(message)
@@ -400,7 +401,10 @@ def _over_link(way: str, nbytes: int, machine: MachineRates) -> float:
         return 0.0
     link = machine.profile.link
     if link is None:
-        message = "The profile has no link to an accelerator: run `tensorstow calibrate` there."
+        message = (
+            "The profile has no link to an accelerator: run `tensorstow calibrate` on a machine"
+            " that has one, and name its profile."
+        )
         raise OptionError(message)
     return nbytes / (link.up if way == "up" else link.down)
 
@@ -410,31 +414,31 @@ class _Update:
     """The update of a step."""
 
     kernels: float
-    """Seconds of whatever side takes longer."""
+    """Seconds of the slower side."""
     loads: Mapping[str, float]
 
 
 def _update_loads(plan: Plan, work: StepWork, machine: MachineRates) -> _Update:
-    """Return how long each resource works in the update, the disk left out."""
-    there = _share_there(plan.update_on, work, machine)
-    here = 1 - there
-    host = _host_loads(work, machine) if here else {}
-    device = _device_loads(work, machine) if there else {}
+    """Return how long each resource works in the update, without the disk."""
+    on_device = _device_share(plan.update_on, work, machine)
+    on_host = 1 - on_device
+    host = _host_loads(work, machine) if on_host else {}
+    device = _device_loads(work, machine) if on_device else {}
     if not reaches_device(plan.update_on):
-        host.pop("link down", None)  # gradients came down beside backward
+        host.pop("link down", None)  # gradients came down during backward
     loads = _sum(
         [
-            {name: here * seconds for name, seconds in host.items()},
-            {name: there * seconds for name, seconds in device.items()},
+            {name: on_host * seconds for name, seconds in host.items()},
+            {name: on_device * seconds for name, seconds in device.items()},
         ]
     )
     return _Update(max(loads.get("cores", 0.0), loads.get("accelerator", 0.0)), loads)
 
 
-def _share_there(update_on: UpdateOn | None, work: StepWork, machine: MachineRates) -> float:
+def _device_share(update_on: UpdateOn | None, work: StepWork, machine: MachineRates) -> float:
     if isinstance(update_on, float):
         return update_on
-    if update_on == "device":
+    if not reaches_host(update_on):
         return 1.0
     if not reaches_device(update_on) or not work.updates:
         return 0.0
@@ -447,7 +451,7 @@ def _share_there(update_on: UpdateOn | None, work: StepWork, machine: MachineRat
 
 
 def _host_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
-    """Return the seconds of each resource where the host updates all parameters."""
+    """Return the seconds of each resource if the host updates all parameters."""
     return {
         "cores": sum(n / _rate(key, machine) for key, n in work.updates.items()),
         "link up": _over_link("up", work.updated_up, machine),
@@ -456,13 +460,13 @@ def _host_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
 
 
 def _device_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
-    """Return the same where the accelerator does."""
+    """Return the seconds of each resource if the accelerator updates all parameters."""
     rates = machine.profile.device_update
     lacking = [key for key in work.updates if key not in rates]
     if lacking:
         message = (
             f"The profile has no rate of updates of {', '.join(lacking)} on an accelerator: run"
-            " `tensorstow calibrate` on such a machine, and name its profile."
+            " `tensorstow calibrate` on a machine that has one, and name its profile."
         )
         raise OptionError(message)
     return {
@@ -473,10 +477,10 @@ def _device_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
 
 
 def _sum(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds by resource, those without work left out."""
-    found: dict[str, float] = {}
-    for each in loads:
-        for name, seconds in each.items():
+    """Return the total seconds by resource, without resources that have no work."""
+    totals: dict[str, float] = {}
+    for load in loads:
+        for name, seconds in load.items():
             if seconds:
-                found[name] = found.get(name, 0.0) + seconds
-    return found
+                totals[name] = totals.get(name, 0.0) + seconds
+    return totals

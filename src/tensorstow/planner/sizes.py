@@ -29,12 +29,12 @@ class UnitSizes:
 
     name: str
     whole_bytes: int
-    """Of all ranks together: what is unsharded at once."""
+    """Bytes over all ranks, which are unsharded at once."""
     share_bytes: int
-    """Of one rank, with the padding that makes all shards alike."""
+    """Bytes of one rank's shards, with the padding that makes all shards equal."""
     trained: tuple[tuple[torch.dtype, int], ...]
-    """Of each trained parameter: its dtype, and this rank's elements."""
-    # What follows is of ``trained``, and is asked for again for each plan that is tried.
+    """Dtype and this rank's elements of each trained parameter."""
+    # The fields below follow from ``trained``. The search reads them for each plan that it tries.
     by_dtype: Mapping[torch.dtype, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """This rank's elements of each trained parameter, by dtype."""
     trained_elements: int = field(init=False, repr=False, compare=False)
@@ -47,8 +47,8 @@ class UnitSizes:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for dtype, elements in self.trained:
             by_dtype.setdefault(dtype, []).append(elements)
-        sums = {dtype: sum(each) for dtype, each in by_dtype.items()}
-        object.__setattr__(self, "by_dtype", {d: tuple(each) for d, each in by_dtype.items()})
+        sums = {dtype: sum(counts) for dtype, counts in by_dtype.items()}
+        object.__setattr__(self, "by_dtype", {d: tuple(n) for d, n in by_dtype.items()})
         object.__setattr__(self, "trained_elements", sum(sums.values()))
         nbytes = sum(dtype.itemsize * n for dtype, n in sums.items())
         object.__setattr__(self, "gradient_bytes", nbytes)
@@ -67,7 +67,7 @@ class UnitSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The units of a model, and over how many ranks they are sharded."""
+    """The units of a model, and the number of ranks that shard them."""
 
     units: tuple[UnitSizes, ...]
     ranks: int = 1
@@ -78,7 +78,7 @@ class Sizes:
 
         Args:
             units: All units, with trained and frozen parameters.
-            ranks: Over how many ranks it is sharded.
+            ranks: The number of ranks that shard it.
         """
         return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks)
 
@@ -100,7 +100,7 @@ class Sizes:
     @property
     def trained(self) -> list[tuple[torch.dtype, int]]:
         """Return dtype and elements of each trained parameter of this rank, in order."""
-        return [each for unit in self.units for each in unit.trained]
+        return [parameter for unit in self.units for parameter in unit.trained]
 
 
 def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
@@ -108,7 +108,7 @@ def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
 
     Args:
         parameter: The whole parameter; it may be on the meta device.
-        ranks: Over how many ranks its first dimension is cut.
+        ranks: The number of ranks that share its first dimension.
     """
     shape = parameter.shape or (1,)
     elements = rows_per_rank(shape[0], ranks) * math.prod(shape[1:])
@@ -116,9 +116,9 @@ def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
 
 
 def bytes_around(units: Sequence[UnitSizes]) -> int:
-    """Return this rank's bytes of the largest unit that others, tiles, are inside of.
+    """Return this rank's bytes of the largest unit that contains other units, as tiles.
 
-    It is in memory while they are used. The root, round all, is counted as one of the units.
+    It is in memory while they are used. The root, which contains all, counts as one of the units.
 
     Args:
         units: Units of a model.

@@ -1,7 +1,7 @@
 """Events in Chrome's trace format, which Perfetto reads too.
 
-Spans of a lane that never overlap are complete events. Transfers overlap one another, so they are
-asynchronous ones. Bytes held are counters.
+Spans of a lane that never overlap are complete events. Transfers overlap each other, so they are
+asynchronous events. Bytes held are counters.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class TracedProcess:
     pid: int
     name: str
     lanes: Sequence[str]
-    """Every lane that there may be, in the order in which they are shown."""
+    """All possible lanes, in the order of display."""
     serial: frozenset[str]
     """Lanes whose spans never overlap."""
 
@@ -34,7 +34,7 @@ def events_of(
 
     Args:
         process: Its name and lanes.
-        spans: What its lanes did.
+        spans: The activities of its lanes.
         held: Bytes over time, by name.
     """
     spans = list(spans)

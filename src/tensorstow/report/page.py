@@ -1,4 +1,4 @@
-"""Self-contained pages: a style, a body, and an event log to move in and to zoom."""
+"""Self-contained pages: a style, a body, and an event log that moves and zooms."""
 
 import json
 from collections.abc import Sequence
@@ -30,16 +30,16 @@ def document(title: str, body: str, log: dict[str, Any] | None = None) -> str:
     """Return a page that needs no other file.
 
     Args:
-        title: Of the page, as plain text.
-        body: HTML. It has ``LOG_VIEW`` in it if there is a log.
-        log: What ``log_of`` returned.
+        title: The title of the page, as plain text.
+        body: HTML. It contains ``LOG_VIEW`` if the page has a log.
+        log: The result of ``log_of``.
     """
     style = (_HERE / "page.css").read_text(encoding="utf-8")
-    drawn = ""
+    log_html = ""
     if log is not None:
         values = json.dumps(log, separators=(",", ":")).replace("</", "<\\/")
         script = (_HERE / "log_view.js").read_text(encoding="utf-8")
-        drawn = (
+        log_html = (
             f'<script id="log" type="application/json">{values}</script>\n'
             f"<script>\n{script}</script>\n"
         )
@@ -47,7 +47,7 @@ def document(title: str, body: str, log: dict[str, Any] | None = None) -> str:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n{body}\n{drawn}</body>\n</html>\n"
+        f"<body>\n{body}\n{log_html}</body>\n</html>\n"
     )
 
 
@@ -58,8 +58,8 @@ def log_of(
 
     Args:
         rows: The runs.
-        whole: What is shown first, in seconds.
-        views: Buttons: their names, and from when to when they show.
+        whole: The interval to show first, in seconds.
+        views: The buttons: name, start and stop of the interval that each shows.
     """
     lanes = [
         {
@@ -72,10 +72,10 @@ def log_of(
         }
         for row in rows
     ]
-    drawn = {span.name for row in rows for _, spans in row.lanes for span in spans}
+    span_names = {span.name for row in rows for _, spans in row.lanes for span in spans}
     return {
         "rows": lanes,
-        "colors": {name: color for name, color in SPAN_COLORS.items() if name in drawn},
+        "colors": {name: color for name, color in SPAN_COLORS.items() if name in span_names},
         "inks": SPAN_INKS,
         "whole": whole,
         "views": views,

@@ -19,7 +19,7 @@ SPAN_COLORS = {
     "a commit being made durable": "#d9895b",
 }
 SPAN_INKS = {"forward": "#1c2632", "backward": "#ffffff", "opt.step": "#ffffff"}
-"""Of the text inside a bar; other bars are too short for text."""
+"""Colors of the text inside a bar; other bars are too short for text."""
 INK = "#1d2733"
 FAINT = "#8a919c"
 GRID = "#e6e9ee"

@@ -21,7 +21,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int | None:
-    """Return its peak in bytes; None if the kernel does not record it.
+    """Return the peak resident memory in bytes; None if the kernel does not record it.
 
     Not getrusage(): its figure starts from that of the process that did the exec.
     """
@@ -30,22 +30,22 @@ def peak_bytes() -> int | None:
 
 
 def return_freed_memory() -> None:
-    """Return freed memory to the system, so that the rest is in use."""
+    """Return freed memory to the system, so that resident memory is memory in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
 
 
 class PeriodicSampler:
-    """Takes samples in a thread while the block runs: 20 times a second, and at its two ends."""
+    """Takes samples in a thread while the block runs: at its start and end, and every 50 ms."""
 
     def __init__(self, name: str) -> None:
-        """Call the thread ``name``."""
+        """Create the thread, named ``name``; the block starts it."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def take(self) -> None:
-        """Take a sample now; subclasses say of what."""
+        """Take a sample now; subclasses define it."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -58,7 +58,7 @@ class PeriodicSampler:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        where: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         """Stop, with a last sample."""
         self._stop.set()

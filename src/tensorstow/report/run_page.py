@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorstow.base.errors import StowError
+from tensorstow.base.new_file import new_stream
 from tensorstow.base.sizes import format_bytes
 from tensorstow.report.chrome_trace import TracedProcess, events_of
 from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
@@ -39,7 +40,7 @@ def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
 
     Args:
         record: The run.
-        directory: Is made if it is not there.
+        directory: The folder; it is created if it does not exist.
 
     Raises:
         StowError: The files cannot be written.
@@ -52,11 +53,12 @@ def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path, text in files.values():
-            path.write_text(text, encoding="utf-8")
+            with new_stream(path) as stream:
+                stream.write(text.encode())
     except OSError as error:
         message = (
-            f"report({str(directory)!r}) was called: its files cannot be written there"
-            f" ({error.strerror}). Name another directory."
+            f"report({str(directory)!r}) was called: its files cannot be written to it"
+            f" ({error.strerror or error}). Name another directory."
         )
         raise StowError(message) from error
     return {name: path for name, (path, _) in files.items()}
@@ -78,14 +80,14 @@ def figures_of(record: RunRecord) -> dict[str, Any]:
         "steps": record.steps,
         "median_step_seconds": median_step(record),
         "stalls": dict(stalls(record)),
-        "lanes": [{**asdict(each), "rate": each.rate} for each in lane_figures(record)],
+        "lanes": [{**asdict(lane), "rate": lane.rate} for lane in lane_figures(record)],
         "moved": dict(record.moved),
         "written": record.written,
         "peak_bytes": {name: _peak(samples) for name, samples in record.held.items()},
         "disk_bytes": record.disk_bytes,
         "memory": asdict(record.memory),
         "traffic": asdict(record.traffic),
-        "plan": [asdict(each) for each in record.compared],
+        "plan": [asdict(compared) for compared in record.compared],
         "predicted_step": None if record.predicted is None else asdict(record.predicted),
         "dropped": record.dropped,
     }
@@ -111,7 +113,7 @@ def page_of(record: RunRecord) -> str:
 
 
 _LOG_HELP = (
-    "Drag to move; + and \N{MINUS SIGN} or Ctrl + wheel to zoom. trace.json beside this page holds"
+    "Drag to move; + and \N{MINUS SIGN} or Ctrl + wheel to zoom. trace.json next to this page has"
     " the same for ui.perfetto.dev and chrome://tracing. Backward is the time from the end of a"
     " forward to the optimizer's step or the next forward."
 )
@@ -120,21 +122,21 @@ _LOG_HELP = (
 def _summary(record: RunRecord) -> Iterable[str]:
     if not record.seconds:
         yield _faint(
-            "Nothing was recorded: figures are totals since the optimizer was made. Run a few steps"
-            " inside `with optimizer.recording():` for times, memory and the event log."
+            "Nothing was recorded: figures are totals since the optimizer was created. Run a few"
+            " steps inside `with optimizer.recording():` for times, memory and the event log."
         )
         return
     blocked = sum(seconds for _, seconds in stalls(record))
     step = median_step(record)
-    said = [f"{_count(record.steps, 'step')} in {_seconds(record.seconds)}"]
+    facts = [f"{_count(record.steps, 'step')} in {_seconds(record.seconds)}"]
     if step is not None:
-        said.append(f"{_seconds(step)} per step (median)")
+        facts.append(f"{_seconds(step)} per step (median)")
     if record.steps:
-        said.append(
+        facts.append(
             f"{_seconds(blocked / record.steps)} of a step waiting"
             f" ({blocked / record.seconds:.0%} of the time)"
         )
-    yield f'<p class="cost">{escape("; ".join(said))}.</p>'
+    yield f'<p class="cost">{escape("; ".join(facts))}.</p>'
 
 
 def _memory(record: RunRecord) -> Iterable[str]:
@@ -155,19 +157,19 @@ def _curve(title: str, samples: Sequence[Sample], end: float) -> str:
     points = [(1000 * s.time / end, 100 - 100 * s.nbytes / peak) for s in samples]
     line = [f"{x:.1f},{y:.2f}" for x, y in _steps(points)]
     area = " ".join([f"{points[0][0]:.1f},100", *line, f"{points[-1][0]:.1f},100"])
-    said = f"peak {format_bytes(peak)}, from {format_bytes(first)} to {format_bytes(last)}"
-    drawn = (
+    range_text = f"peak {format_bytes(peak)}, from {format_bytes(first)} to {format_bytes(last)}"
+    drawing = (
         '<svg viewBox="0 0 1000 104" preserveAspectRatio="none" role="img"'
-        f' aria-label="{escape(title)}: {escape(said)}">'
+        f' aria-label="{escape(title)}: {escape(range_text)}">'
         f'<polygon points="{area}"/><polyline points="{" ".join(line)}"/></svg>'
         f'<div class="axis"><span>0 s</span><span>{_seconds(end)}</span></div>'
     )
-    return _captioned(title, said, drawn)
+    return _captioned(title, range_text, drawing)
 
 
-def _captioned(title: str, said: str, drawn: str) -> str:
-    caption = f"<b>{escape(title)}</b> <span>{escape(said)}</span>"
-    return f'<figure class="curve"><figcaption>{caption}</figcaption>{drawn}</figure>'
+def _captioned(title: str, text: str, drawing: str) -> str:
+    caption = f"<b>{escape(title)}</b> <span>{escape(text)}</span>"
+    return f'<figure class="curve"><figcaption>{caption}</figcaption>{drawing}</figure>'
 
 
 def _steps(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float]]:
@@ -179,8 +181,8 @@ def _steps(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float
 
 
 def _stalls(record: RunRecord) -> Iterable[str]:
-    found = stalls(record)
-    if not found:
+    causes = stalls(record)
+    if not causes:
         yield "<p>It never waited.</p>"
         return
     steps = max(record.steps, 1)
@@ -188,37 +190,37 @@ def _stalls(record: RunRecord) -> Iterable[str]:
         ("cause", "per step", "of the time"),
         [
             (cause, _seconds(seconds / steps), f"{seconds / record.seconds:.1%}")
-            for cause, seconds in found
+            for cause, seconds in causes
         ],
     )
     yield _faint(
-        "A moment of waiting counts for the first of these that was under way: an update, a read, a"
-        " write, a copy. Reads count where no update hides them: that is what a faster disk saves."
+        "Waiting counts for the first of these in progress: an update, a read, a write, a copy."
+        " Reads count only if no update hides them: that is the time that a faster disk saves."
     )
 
 
 def _lanes(record: RunRecord) -> Iterable[str]:
-    found = lane_figures(record)
-    if not found:
+    figures = lane_figures(record)
+    if not figures:
         yield "<p>Nothing moved.</p>"
         return
     yield from _table(
-        ("lane", "busy per step", "bytes per step", "while busy", "beside the model"),
-        [_lane_row(each) for each in found],
+        ("lane", "busy per step", "bytes per step", "while busy", "hidden by the model"),
+        [_lane_row(lane) for lane in figures],
     )
     yield _faint(
-        "Beside the model: the share of its time that lies beneath forward and backward, where the"
-        " loop does not wait for it."
+        "Hidden by the model: the share of a lane's time during forward and backward, when the loop"
+        " does not wait for it."
     )
 
 
-def _lane_row(each: LaneFigures) -> tuple[str, ...]:
+def _lane_row(figures: LaneFigures) -> tuple[str, ...]:
     return (
-        each.lane,
-        _seconds(each.seconds),
-        format_bytes(each.nbytes) if each.nbytes else "",
-        f"{each.rate / 1e9:.2f} GB/s" if each.nbytes else "",
-        f"{each.beside:.0%}",
+        figures.lane,
+        _seconds(figures.seconds),
+        format_bytes(figures.nbytes) if figures.nbytes else "",
+        f"{figures.rate / 1e9:.2f} GB/s" if figures.nbytes else "",
+        f"{figures.beside:.0%}",
     )
 
 
@@ -234,34 +236,38 @@ def _bytes(record: RunRecord) -> Iterable[str]:
     per_step = record.written / record.steps if record.steps else 0.0
     step = median_step(record)
     if per_step:
-        said = f"Each step writes {per_step / 1e9:.3g} GB to disk"
-        lasting = _TERABYTE / per_step
-        said += f": a terabyte of a drive's endurance (TBW) lasts {lasting:,.0f} steps"
+        wear = f"Each step writes {per_step / 1e9:.3g} GB to disk"
+        steps_per_terabyte = _TERABYTE / per_step
+        wear += f": a terabyte of a drive's endurance (TBW) lasts {steps_per_terabyte:,.0f} steps"
         if step is not None:
-            said += f", or {lasting * step / 3600:,.1f} hours at this pace"
-            said += f" ({per_step * _DAY / step / _TERABYTE:.3g} TB written per day)"
-        yield f"<p>{escape(said)}.</p>"
+            wear += f", or {steps_per_terabyte * step / 3600:,.1f} hours at this pace"
+            wear += f" ({per_step * _DAY / step / _TERABYTE:.3g} TB written per day)"
+        yield f"<p>{escape(wear)}.</p>"
 
 
 def _plan(record: RunRecord) -> Iterable[str]:
     rows = []
     if record.predicted is not None:
         rows.append(_step_row(record.predicted, median_step(record)))
-    for each in record.compared:
-        measured, off = "not counted apart", ""
-        if each.measured is not None:
-            measured = format_bytes(each.measured)
-            off = f"{each.measured / each.predicted - 1:+.1%}" if each.predicted else ""
-        rows.append((f"{each.tier} {each.what}", format_bytes(each.predicted), measured, off))
+    for item in record.compared:
+        measured, difference = "not measured separately", ""
+        if item.measured is not None:
+            measured = format_bytes(item.measured)
+            difference = f"{item.measured / item.predicted - 1:+.1%}" if item.predicted else ""
+        rows.append(
+            (f"{item.tier} {item.what}", format_bytes(item.predicted), measured, difference)
+        )
     yield from _table(("what", "predicted", "measured", "difference"), rows)
 
 
-def _step_row(predicted: PredictedStep, took: float | None) -> tuple[str, str, str, str]:
-    what = f"a step, bound by {predicted.binding}"
-    if took is None:
-        return what, f"{predicted.seconds:.3g} s", "not recorded", ""
-    off = f"{took / predicted.seconds - 1:+.1%}"
-    return what, f"{predicted.seconds:.3g} s", f"{took:.3g} s", off
+def _step_row(
+    predicted: PredictedStep, measured_seconds: float | None
+) -> tuple[str, str, str, str]:
+    label = f"a step, bound by {predicted.binding}"
+    if measured_seconds is None:
+        return label, f"{predicted.seconds:.3g} s", "not recorded", ""
+    difference = f"{measured_seconds / predicted.seconds - 1:+.1%}"
+    return label, f"{predicted.seconds:.3g} s", f"{measured_seconds:.3g} s", difference
 
 
 def _log(record: RunRecord) -> dict[str, Any]:
@@ -301,8 +307,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _peak(samples: Sequence[Sample]) -> int:

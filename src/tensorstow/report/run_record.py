@@ -1,4 +1,4 @@
-"""``RunRecord``: what was recorded of a run, and the figures that follow from it."""
+"""``RunRecord``: the record of a run, and the figures that follow from it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ class Compared:
     what: str
     predicted: int
     measured: int | None
-    """None: not counted apart."""
+    """None: not measured separately."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictedStep:
-    """What a plan predicts of a step."""
+    """A plan's prediction of a step."""
 
     seconds: float
     binding: str
@@ -64,29 +64,29 @@ class RunRecord:
     title: str
     spans: Sequence[TimeSpan]
     held: Mapping[str, Sequence[Sample]]
-    """Bytes over time, by name: "process", "device", and others."""
+    """Bytes over time by name, such as "process" and "device"."""
     seconds: float
-    """How long was recorded; 0: nothing was."""
+    """How long the recording lasted; 0: nothing was recorded."""
     moved: Mapping[str, int]
-    """Bytes moved while it was recorded, by name."""
+    """Bytes moved during the recording, by name."""
     written: int
-    """Of those, bytes written to disks."""
+    """The part of ``moved`` that was written to disks."""
     memory: StateMemory
     traffic: Traffic
-    """Since the optimizer was made."""
+    """Traffic since the optimizer was created."""
     disk_bytes: int
     compared: Sequence[Compared] = ()
     predicted: PredictedStep | None = None
-    """None: the plan was given, or its seconds were not predicted."""
+    """None: the user chose the plan, or its seconds were not predicted."""
     dropped: int = 0
-    """Entries of the logs that found them full."""
+    """Number of entries lost because a log was full."""
 
     def lanes(self) -> list[str]:
-        """Return the lanes that have spans, in the order in which a step goes."""
+        """Return the lanes that have spans, in the order of a step."""
         order = (COMPUTE, UPDATE, READ, WRITE, WEIGHTS_READ, WEIGHTS_WRITE, LINK_DOWN, LINK_UP)
         rank = {name: number for number, name in enumerate((*order, WAIT, STALL))}
-        found = {span.lane for span in self.spans}
-        return sorted(found, key=lambda lane: (rank.get(kind_of(lane), len(rank)), lane))
+        used = {span.lane for span in self.spans}
+        return sorted(used, key=lambda lane: (rank.get(kind_of(lane), len(rank)), lane))
 
     def of(self, *kinds: str) -> list[TimeSpan]:
         """Return the spans of lanes of these kinds."""
@@ -100,7 +100,7 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """Return how many steps ended while it was recorded."""
+        """Return the number of steps that ended during the recording."""
         return sum(span.name == STEP for span in self.of(COMPUTE))
 
 
@@ -112,11 +112,11 @@ class LaneFigures:
     seconds: float
     nbytes: int
     beside: float
-    """Of its time: the share beside forward and backward, where it costs nothing."""
+    """Share of the lane's time during forward and backward, when it costs nothing."""
 
     @property
     def rate(self) -> float:
-        """Return bytes per second while it was busy."""
+        """Return bytes per second of busy time."""
         return self.nbytes / self.seconds if self.seconds else 0.0
 
 
@@ -128,19 +128,20 @@ def kind_of(lane: str) -> str:
 def stalls(record: RunRecord) -> list[tuple[str, float]]:
     """Return the seconds that the training loop was blocked, by cause, longest first.
 
-    A moment at which the pipeline was waited for counts for the first of these that was under way:
-    an update, a read, a write, a copy over the link. So reads count where no update hides them.
+    Time that the loop waits for the pipeline counts for the first of these in progress: an update,
+    a read, a write, a copy over the link. So reads count only if no update hides them.
     """
-    found: dict[str, float] = {}
+    seconds_by_cause: dict[str, float] = {}
     left = _times(record.of(WAIT))
     for kind, cause in _CAUSES:
         busy = _times(record.of(kind))
-        found[cause] = length(shared(left, busy))
+        seconds_by_cause[cause] = length(shared(left, busy))
         left = without(left, busy)
-    found["other"] = length(left)
+    seconds_by_cause["other"] = length(left)
     for span in record.of(STALL):
-        found[span.name] = found.get(span.name, 0.0) + span.seconds
-    return sorted(((c, s) for c, s in found.items() if s > 0), key=lambda pair: -pair[1])
+        seconds_by_cause[span.name] = seconds_by_cause.get(span.name, 0.0) + span.seconds
+    causes = [(cause, seconds) for cause, seconds in seconds_by_cause.items() if seconds > 0]
+    return sorted(causes, key=lambda pair: -pair[1])
 
 
 def lane_figures(record: RunRecord) -> list[LaneFigures]:
@@ -168,7 +169,7 @@ def lane_figures(record: RunRecord) -> list[LaneFigures]:
 
 
 def median_step(record: RunRecord) -> float | None:
-    """Return the median time of a step; None where fewer than two ended."""
+    """Return the median time of a step; None if fewer than two ended."""
     return median(record.step_seconds) if record.step_seconds else None
 
 

@@ -12,7 +12,7 @@ _MOST = 2048
 
 
 class Samples:
-    """Samples at regular times: where there are too many, every second one is dropped."""
+    """Samples at regular times; every second one is dropped when the limit is reached."""
 
     def __init__(self, most: int = _MOST) -> None:
         """Keep at most ``most``."""
@@ -22,7 +22,7 @@ class Samples:
         self._count = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a sample, which is kept if its turn has come."""
+        """Add a sample; all but every n-th are dropped, n being the current stride."""
         if self._count % self._stride == 0:
             if len(self.kept) == self._most:
                 self.kept = self.kept[::2]
@@ -41,7 +41,7 @@ class MemorySampler(PeriodicSampler):
     """
 
     def __init__(self, counts: Mapping[str, Callable[[], int]]) -> None:
-        """Sample nothing yet."""
+        """Create empty series; ``take`` adds the samples."""
         super().__init__("memory")
         self.counts: Mapping[str, Callable[[], int]] = {"process": resident_bytes, **counts}
         if torch.accelerator.is_available():
@@ -56,5 +56,5 @@ class MemorySampler(PeriodicSampler):
 
 
 def device_bytes() -> int:
-    """Return the bytes that torch's allocator has given out on the current accelerator."""
+    """Return the bytes that torch has allocated on the current accelerator."""
     return int(torch.accelerator.memory_allocated())

@@ -1,4 +1,4 @@
-"""Writes scalars of a run for other programs: TensorBoard, CSV files, Weights & Biases."""
+"""Writers of a run's scalars: TensorBoard, CSV files, Weights & Biases."""
 
 import csv
 import importlib
@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+from tensorstow.base.directories import expand_path
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.regular_file import open_regular
 
 Scalar = tuple[str, float, int]
 """A name, a value, and the step or the count of samples that it belongs to."""
@@ -28,22 +30,23 @@ class CsvScalars:
     """A file for each scalar, named after it, with a line for each value.
 
     Args:
-        directory: Is made if it is not there; files in it are continued.
+        directory: The folder; it is created if it does not exist; files in it are continued.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Make the directory; the class documents the arguments."""
-        self._directory = _made(directory)
+        """Create the directory; the class documents the arguments."""
+        self._directory = _create(directory)
 
     def write(self, scalars: Iterable[Scalar]) -> None:
-        """Append a line for each scalar; a file that is new begins with a heading.
+        """Append a line for each scalar; a new file begins with a heading.
 
         Args:
             scalars: The scalars.
         """
         for name, value, step in scalars:
             path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-            with path.open("a", encoding="utf-8", newline="") as file:
+            fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            with os.fdopen(fd, "a", encoding="utf-8", newline="") as file:
                 lines = csv.writer(file)
                 if file.tell() == 0:
                     lines.writerow(["step", name.rpartition("/")[2]])
@@ -57,7 +60,7 @@ class TensorBoardScalars:
     """An event file of TensorBoard, by ``torch.utils.tensorboard``.
 
     Args:
-        directory: Is made if it is not there.
+        directory: The folder; it is created if it does not exist.
 
     Raises:
         OptionError: The package ``tensorboard`` is not installed.
@@ -67,7 +70,7 @@ class TensorBoardScalars:
         """Begin the file; the class documents the arguments."""
         require("tensorboard")
         module: Any = importlib.import_module("torch.utils.tensorboard")
-        self._writer = module.SummaryWriter(str(_made(directory)))
+        self._writer = module.SummaryWriter(str(_create(directory)))
 
     def write(self, scalars: Iterable[Scalar]) -> None:
         """Write scalars to the file.
@@ -117,7 +120,7 @@ class WandbScalars:
 
 
 def require(package: str) -> None:
-    """Raise OptionError where a package is not installed.
+    """Raise OptionError if a package is not installed.
 
     Args:
         package: Its name, for import and for pip.
@@ -127,17 +130,17 @@ def require(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         message = (
-            f"Scalars were requested in {package}, and the package is not installed: `pip install"
-            f" {package}`, or switch it off."
+            f"Scalars were requested for {package}, and the package is not installed: `pip install"
+            f" {package}`, or disable it."
         )
         raise OptionError(message)
 
 
-def _made(directory: str | os.PathLike[str]) -> Path:
-    path = Path(directory).expanduser()
+def _create(directory: str | os.PathLike[str]) -> Path:
+    path = expand_path(directory)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"Scalars were to be written to {path}, which cannot be made: {error.strerror}."
+        message = f"The folder for scalars, {path}, cannot be created: {error.strerror}."
         raise StowError(message) from error
     return path

@@ -1,4 +1,4 @@
-"""What was done when: spans of time by lane, and bytes held over time."""
+"""Spans of time by lane, and bytes held over time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class TimeSpan:
     start: float
     stop: float
     step: int = -1
-    """Of the training loop; -1 for what belongs to no step."""
+    """Step of the training loop; -1 for spans outside steps."""
     chunk: int = -1
     nbytes: int = 0
 
     @property
     def seconds(self) -> float:
-        """Return how long it took."""
+        """Return the duration."""
         return self.stop - self.start
 
 
@@ -37,7 +37,7 @@ class Sample:
 
 
 def span_of(event: TraceEvent, lane: str | None = None) -> TimeSpan:
-    """Return an event of the pipeline as a span, in its own lane unless another is given."""
+    """Return an event of the pipeline as a span, by default in the event's lane."""
     return TimeSpan(
         lane or event.lane,
         event.lane,
@@ -49,7 +49,7 @@ def span_of(event: TraceEvent, lane: str | None = None) -> TimeSpan:
 
 
 def stack(spans: Sequence[TimeSpan]) -> list[tuple[TimeSpan, int]]:
-    """Assign each span the lowest level where no earlier span is still running."""
+    """Assign each span the lowest level on which no earlier span is still running."""
     free: list[float] = []
     placed = []
     for span in sorted(spans, key=lambda s: (s.start, s.stop)):
@@ -64,27 +64,27 @@ Interval = tuple[float, float]
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the times that lie in any of the intervals, as disjoint ones in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, stop in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         elif stop > start:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def shared(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
     """Return the times that lie in both of two lists that ``union`` made."""
-    found, i, j = [], 0, 0
+    overlaps, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
         if stop > start:
-            found.append((start, stop))
+            overlaps.append((start, stop))
         if left[i][1] <= right[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return overlaps
 
 
 def without(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:

@@ -9,7 +9,7 @@ class CallerChunks:
     """The chunks of a step that the caller updates (``StepKind``)."""
 
     def __init__(self, handle: NativeHandle, *, naive: bool) -> None:
-        """Use the pipeline of ``handle``; ``naive``: a step ends when its writes have ended."""
+        """Use the pipeline of ``handle``; ``naive``: a step ends after its writes."""
         self._handle = handle
         self._is_naive = naive
 
@@ -35,12 +35,24 @@ class CallerChunks:
         """Return an acquired chunk whose memory holds the new states to the pipeline."""
         self._handle.live().release_chunk(chunk)
 
-    def check(self) -> None:
-        """Raise the pipeline's error if the step failed, without waiting."""
-        self._handle.check(self._handle.live().failure())
+    def changes(self) -> int:
+        """Return how often ``wait_change`` could have ended so far.
+
+        It counts chunks that the step is done with or that can be acquired, and ``signal``.
+        """
+        return self._handle.live().changes()
+
+    def wait_change(self, seen: int) -> None:
+        """Block until ``changes`` is no longer ``seen``."""
+        self._handle.check(self._handle.live().wait_change(seen))
+
+    def signal(self) -> None:
+        """Wake who waits for a change. Any thread may call, also after a failure."""
+        if self._handle.native is not None:
+            self._handle.native.signal()
 
     def end(self) -> None:
-        """Wait until the step is over; raise the pipeline's error if it failed."""
+        """Wait until the step is complete; raise the pipeline's error if it failed."""
         native = self._handle.live()
         self._handle.check(native.wait_published())
         if self._is_naive:

@@ -1,4 +1,4 @@
-"""Chunks on disk, and how one of them is read into the ring and written back, outside of steps."""
+"""Reads and writes of single chunks on disk through the ring, outside steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,13 +25,13 @@ class ChunkStorage(Protocol):
         """Return the engine that serves its files."""
 
     def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
-        """Return a place for each of ``widths`` bytes."""
+        """Return a place on disk for each chunk of ``widths`` bytes."""
 
     def file(self, number: int) -> File:
         """Return the file that the engine calls ``number``."""
 
     def path(self, number: int) -> Path:
-        """Return its path, for messages."""
+        """Return the path of that file, for messages."""
 
     @property
     def directories(self) -> tuple[Path, ...]:
@@ -72,7 +72,7 @@ class ChunkTransfers:
         _move(chunk, ring, self._storage.file(number).read, offset)
 
     def save(self, chunk: Chunk, ring: ChunkRing) -> None:
-        """Write the ring's first slot to where the chunk is to be written next."""
+        """Write the ring's first slot to the place of the chunk's next write."""
         number, offset = self._stored.target_of(chunk)
         _move(chunk, ring, self._storage.file(number).write, offset)
 

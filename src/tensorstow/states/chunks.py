@@ -1,4 +1,4 @@
-"""Chunks: where each one's states are in memory, and views of them by stream."""
+"""Chunks: the memory of each one's states, and views of it by stream."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,10 +33,10 @@ class Allocation(Protocol):
 
 
 Allocate = Callable[[int], Allocation]
-"""Allocates so many bytes; the caller keeps the allocation as long as views of it."""
+"""Allocates a number of bytes; the caller keeps the allocation as long as views of it."""
 PART_ELEMENTS = 1 << 15
-"""Elements that are in fp32 at a time where states are read or set: 128 KiB a state. What is made
-of them on the way stays in the cache, and torch starts no threads for so few."""
+"""Elements that are in fp32 at a time when states are read or set: 128 KiB a state. Temporaries
+stay in the cache, and torch starts no threads for so few elements."""
 
 
 @dataclass(eq=False, slots=True)
@@ -46,11 +46,11 @@ class Chunk:
     plan: ChunkPlan
     family: Family
     resident: tuple[torch.Tensor, ...] = ()
-    """One 1-D view per stream, in the stream's dtype; empty where it moves."""
+    """One 1-D view per stream, in the stream's dtype; empty if the chunk moves."""
     number: int = field(default=-1)
-    """What the pipeline calls it."""
+    """The chunk's number in the pipeline."""
     file_bytes: int = 0
-    """What it takes on disk, alignment included; 0 where it never goes there."""
+    """The chunk's bytes on disk, alignment included; 0 if it is never on disk."""
 
     @property
     def owners(self) -> Iterator[int]:
@@ -62,13 +62,13 @@ class ChunkRing:
     """The buffers that chunks on disk pass through, allocated once."""
 
     def __init__(self, plan: RingPlan, allocate: Allocate | None = None) -> None:
-        """Map the memory, no page of which is touched yet; or ``allocate`` it."""
+        """Map the memory without touching its pages, or ``allocate`` it."""
         self.plan = plan
         # A forked child must not share pages that the kernel may be writing to.
         allocate = allocate or partial(Arena, in_children=False)
         self._arena = allocate(plan.nbytes) if plan.slots else None
         self.memory: torch.UntypedStorage | None = None
-        """What keeps it all."""
+        """The object that keeps the memory alive."""
         self.address = 0
         if self._arena is not None:
             whole = self._arena.tensor(0, plan.nbytes, torch.uint8)
@@ -174,14 +174,14 @@ def gather_weight(chunk: Chunk, weights: Weights) -> torch.Tensor:
 def slices(
     chunk: Chunk, streams: Sequence[torch.Tensor]
 ) -> Iterator[tuple[Chunk, list[torch.Tensor]]]:
-    """Cut a chunk in memory into parts, each a chunk with streams of its own, for small fp32."""
+    """Cut a chunk in memory into parts, each a chunk with its streams, for small fp32 copies."""
     for index, plan in enumerate(cut(chunk.plan.runs, PART_ELEMENTS)):
         begin, end = index * PART_ELEMENTS, index * PART_ELEMENTS + plan.elements
-        kept = [
+        parts = [
             spec.part(stream, begin, end)
             for stream, spec in zip(streams, chunk.family.specs, strict=True)
         ]
-        yield Chunk(plan, chunk.family), kept
+        yield Chunk(plan, chunk.family), parts
 
 
 def unpack(
@@ -198,7 +198,7 @@ def pack(
     states: Mapping[str, torch.Tensor],
     weight: torch.Tensor,
 ) -> None:
-    """Write fp32 ``states`` into ``streams``, beside ``weight``, which a master rounds to."""
+    """Write fp32 ``states`` into ``streams``; ``weight`` is what a master rounds to."""
     family = chunk.family
     encode(states, weight, streams, family.format, amsgrad=family.amsgrad)
 
@@ -209,7 +209,7 @@ def owners(chunks: Iterable[Chunk]) -> set[int]:
 
 
 def share_in_ram(new: Sequence[Chunk], disk_fraction: float) -> Iterator[Chunk]:
-    """Return the first of ``new``, as many whole chunks as are not to be on disk alone."""
+    """Yield the first chunks of ``new`` whose states stay in RAM, whole chunks only."""
     left = sum(run.count for c in new for run in c.plan.runs)
     left -= round(disk_fraction * left)
     for chunk in new:

@@ -1,4 +1,4 @@
-"""The kernel that updates run on here: its instruction set and its threads."""
+"""The kernel of updates on this machine: its instruction set and its threads."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
 _FEW_THREADS = 4
-"""The most threads that update beside a caller that computes. Four, not one: one busy core already
+"""The most threads that update while the caller computes. Four, not one: one busy core already
 stalls the caller's OpenMP team at its barriers, and one thread would do so for longer."""
 _most_threads = 0
-"""The most threads of any policy: the pool is the process's, and each pipeline uses part of it."""
+"""The most threads of any policy: the process has one pool, and each pipeline uses part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class KernelFacts:
 
 def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     """Size the kernels' pool by this rank's share or by ``policy``; return the kernel's facts."""
-    global _most_threads  # noqa: PLW0603  # the process's, as the pool is
+    global _most_threads  # noqa: PLW0603  # one for the process, like the pool
     policy = policy or PipelinePolicy()
     _most_threads = max(_most_threads, policy.threads or 0)
     _native.set_pool_threads(max(bind_threads(policy.node).threads, _most_threads))
@@ -36,6 +36,6 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
 
 
 def team_of(policy: PipelinePolicy) -> tuple[int, int]:
-    """Return how many threads update, and how many do beside a caller that computes."""
+    """Return how many threads update while the caller waits, and while it computes."""
     threads = policy.threads or bind_threads(policy.node).threads
     return threads, min(_FEW_THREADS, threads)

@@ -1,4 +1,4 @@
-"""Where every element of the states goes, chunk by chunk: arithmetic over sizes.
+"""The place of every element of the states, chunk by chunk: arithmetic over sizes.
 
 The parameters of one family (same dtype, same state streams) are laid one after the other in two
 flat spaces, one in RAM and one on disk; a space is cut every ``capacity`` elements. So a chunk
@@ -33,7 +33,7 @@ STATE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 def refuse_dtype(dtype: torch.dtype, name: str) -> NoReturn:
-    """Raise DTypeError for a parameter that no kernel takes."""
+    """Raise DTypeError for a parameter that no kernel can update."""
     message = (
         f"{name} has dtype {dtype}: the kernels take float32, bfloat16 and float16. Cast it, or"
         " leave it to torch.optim."
@@ -50,7 +50,7 @@ class Family:
     format: StateFormat = StateFormat.FP32
 
     def __post_init__(self) -> None:
-        """Refuse dtypes that no kernel takes."""
+        """Raise DTypeError for dtypes that no kernel can update."""
         if self.dtype not in STATE_DTYPES:
             refuse_dtype(self.dtype, "A parameter")
 
@@ -61,7 +61,7 @@ class Family:
 
     @property
     def has_master(self) -> bool:
-        """Return whether there are fp32 masters: the weights are 16-bit."""
+        """Return whether states have fp32 masters, because the weights are 16-bit."""
         return self.dtype != torch.float32
 
     @property
@@ -71,7 +71,7 @@ class Family:
 
     @property
     def native(self) -> tuple[str, str, bool]:
-        """Return the family as the native core spells it."""
+        """Return the family in the native core's notation."""
         return str(self.dtype).removeprefix("torch."), str(self.format), self.amsgrad
 
     def state_bytes(self, elements: int) -> int:
@@ -130,14 +130,14 @@ def split(
     ram: list[ElementRange] = []
     disk: list[ElementRange] = []
     for parameter, size in enumerate(sizes):
-        kept = min(size, ram_elements)
-        ram_elements -= kept
-        if kept < size:
-            kept -= kept % group
-        if kept:
-            ram.append(ElementRange(parameter, 0, kept))
-        if kept < size:
-            disk.append(ElementRange(parameter, kept, size))
+        head = min(size, ram_elements)
+        ram_elements -= head
+        if head < size:
+            head -= head % group
+        if head:
+            ram.append(ElementRange(parameter, 0, head))
+        if head < size:
+            disk.append(ElementRange(parameter, head, size))
     return ram, disk
 
 
@@ -174,11 +174,11 @@ def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPla
         capacity: A multiple of LANE.
 
     Returns:
-        A chunk, and how many there are of its size, one behind the other: more than one only
-        where each has ``capacity`` elements of one parameter and nothing else.
+        A chunk, and the number of consecutive chunks of its size: more than one only if each has
+        ``capacity`` elements of one parameter and nothing else.
 
     Raises:
-        OptionError: ``capacity`` is none.
+        OptionError: ``capacity`` is not a positive multiple of LANE.
     """
     if capacity <= 0 or capacity % LANE:
         message = (
@@ -223,11 +223,11 @@ class Part:
     per: int
     """``width`` bytes for each ``per`` elements."""
     file_at: int
-    """From the chunk's place on disk."""
+    """Offset from the chunk's place on disk."""
     slot_at: int
-    """From the beginning of a slot of the ring."""
+    """Offset from the beginning of a slot of the ring."""
     nbytes: int
-    """Padded to whole disk blocks."""
+    """Bytes, padded to whole disk blocks."""
 
 
 @lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""The bytes of states in RAM, in the ring and on disk, and which chunks stay in RAM."""
+"""The bytes of states in RAM, in the ring and on disk, and the chunks that stay in RAM."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ DEFAULT_STAGING_BYTES = 64 << 20
 _WIDEST = 4  # bytes of a gradient's element: fp32
 _PAGE = 4096
 MOST_DEVICE_SLOTS = 3
-"""Of an accelerator's memory: one chunk goes up, one is updated and one comes down at once."""
+"""Slots of device memory: one chunk goes up, one is updated and one comes down at once."""
 _DEVICE_ALIGN = 128
 AlikeChunks = tuple[Family, ChunkPlan, int]
-"""A chunk, and how many there are of its size, one behind the other."""
+"""A chunk, and the number of consecutive chunks of its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +40,21 @@ class StateMemory:
     disk_bytes: int
     """States that are on disk alone, padding excluded."""
     file_bytes: int
-    """One copy of what is on disk, alignment included."""
+    """One copy of the bytes on disk, alignment included."""
     ring_bytes: int
     """Host memory that states on disk pass through; does not grow with the model."""
     host_weight_bytes: int = 0
-    """Weights of parameters on an accelerator, kept in host memory too: one copy, aligned."""
+    """A copy in host memory of the weights on an accelerator, aligned. With ``DelayedUpdate``,
+    copies of all other weights too."""
     staging_bytes: int = 0
     """Host memory that gradients from an accelerator pass through; does not grow with the model."""
     gradient_bytes: int = 0
-    """Beside backward: the most that gradients held at once, of those that updates still read."""
+    """Peak bytes of gradients that updates still read, during backward or with
+    ``DelayedUpdate``."""
     device_bytes: int = 0
-    """An accelerator's memory that states pass through where they are updated there."""
+    """An accelerator's memory for states that it updates."""
     pinned_bytes: int = 0
-    """Of the host memory: what is pinned for an accelerator; see TENSORSTOW_PINNED_LIMIT."""
+    """The part of host memory that is pinned for an accelerator; see TENSORSTOW_PINNED_LIMIT."""
 
     @property
     def host_bytes(self) -> int:
@@ -80,8 +82,8 @@ class StagingPlan:
 def plan_staging(elements: Sequence[int]) -> StagingPlan:
     """Return the staging memory for chunks of ``elements``: one slot each, up to 64 MiB.
 
-    At least two slots, so that one chunk's gradients are copied while another's are used; a slot
-    holds the largest chunk's gradients in fp32, whatever their dtype.
+    It has at least two slots, so that one chunk's gradients are copied while another's are used. A
+    slot holds the largest chunk's gradients in fp32, whatever their dtype.
     """
     slot = round_up(_WIDEST * max(elements, default=0), _PAGE)
     fitting = max(LEAST_SLOTS, DEFAULT_STAGING_BYTES // max(slot, 1))
@@ -90,7 +92,7 @@ def plan_staging(elements: Sequence[int]) -> StagingPlan:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """How a RAM budget is spent: on a ring, and on the first chunks, which then stay in RAM."""
+    """The division of a RAM budget: a ring, and the number of first chunks that stay in RAM."""
 
     ring: RingPlan
     resident: int
@@ -106,9 +108,9 @@ def plan_host(
 ) -> HostPlan:
     """Share ``budget`` bytes between the ring and states that stay in RAM.
 
-    The ring comes first; what is beyond it buys chunks from the first on: in backward their
-    gradients come last, and the next forward needs their weights first, so their transfers are the
-    ones that nothing hides. The first ``at_home`` chunks are not for sale: they have a place.
+    The ring comes first; the rest of the budget buys chunks from the first on. Backward produces
+    their gradients last, and the next forward needs their weights first, so nothing hides their
+    transfers. The first ``at_home`` chunks are in RAM already and take no budget.
     """
     widths = [slot_bytes(f, p.elements, with_weights=with_weights) for f, p, _ in chunks]
     slot, total = max(widths, default=0), sum(count for *_, count in chunks)
@@ -118,13 +120,13 @@ def plan_host(
     for family, plan, count in chunks:
         passed = min(at_home, count)
         at_home -= passed
-        each, movable = family.state_bytes(plan.elements), count - passed
-        bought = min(movable, left // each)
+        nbytes, movable = family.state_bytes(plan.elements), count - passed
+        bought = min(movable, left // nbytes)
         resident += bought
-        left -= bought * each
+        left -= bought * nbytes
         if bought < movable:
             break
-    # A commit writes what stays too, through the ring.
+    # A commit also writes the chunks that stay, through the ring.
     moving = total if with_weights else total - resident
     return HostPlan(plan_ring(slot, moving, budget=budget, slots=slots), resident)
 
@@ -140,7 +142,7 @@ def predict_memory(
 ) -> StateMemory:
     """Predict the memory of one family of parameters with ``sizes`` elements.
 
-    ``slots`` caps the ring where a schedule wants fewer than fit (``PipelinePolicy.most_slots``).
+    ``slots`` limits the ring for a schedule that uses fewer (``PipelinePolicy.most_slots``).
     """
     ram, disk = split(sizes, disk_fraction, group=max(spec.per for spec in family.specs))
     in_ram = sum(family.state_bytes(s.stop - s.start) for s in ram)
@@ -159,11 +161,11 @@ def predict_whole(
     """Predict the memory of the states of a whole model.
 
     Args:
-        lines: Parameters that share chunks: their family, and the elements of each. Those whose
-            weights come from disk apart have a line for each unit.
+        lines: Parameters that share chunks: their family, and the elements of each. Parameters
+            whose units are on disk have a line for each unit.
         on_disk: Whether states are on disk, or all in RAM.
-        durable: Whether commits take them: then they are in chunks on disk wherever they are, with
-            the weights behind them.
+        durable: Whether commits store them: then chunks on disk hold all states, each followed by
+            its weights.
         chunk_elements: Elements of a chunk (``PipelinePolicy.chunk_elements``).
         budget: Host memory for the ring and for states that stay, in bytes; None: the ring's own.
     """
@@ -173,8 +175,8 @@ def predict_whole(
     chunks = chunks_of(lines, chunk_elements)
     at_home = 0 if on_disk else sum(count for *_, count in chunks)
     host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
-    kept = HostPlan(host.ring, at_home + host.resident)
-    return _sum_up(0, chunks, kept, with_weights=durable)
+    with_home = HostPlan(host.ring, at_home + host.resident)
+    return _sum_up(0, chunks, with_home, with_weights=durable)
 
 
 def chunks_of(
@@ -187,8 +189,8 @@ def chunks_of(
         chunk_elements: Elements of a chunk.
     """
     chunks: list[AlikeChunks] = []
-    for family, given in lines:
-        chunks += [(family, *each) for each in _cut(tuple(given), chunk_elements)]
+    for family, sizes in lines:
+        chunks += [(family, *alike) for alike in _cut(tuple(sizes), chunk_elements)]
     return chunks
 
 
@@ -199,10 +201,10 @@ def _cut(sizes: tuple[int, ...], chunk_elements: int) -> tuple[tuple[ChunkPlan, 
 
 
 def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:
-    """Return how many slots of an accelerator's memory states pass through, and a slot's bytes.
+    """Return the number of slots for states in an accelerator's memory, and a slot's bytes.
 
     Args:
-        chunks: The family and the elements of each chunk that may be updated there.
+        chunks: The family and the elements of each chunk that the accelerator may update.
     """
     widest = max((parts_of(family, n)[-1].file_at for family, n in chunks), default=0)
     return min(MOST_DEVICE_SLOTS, len(chunks)), round_up(widest, _DEVICE_ALIGN)
@@ -215,16 +217,16 @@ def _sum_up(
     *,
     with_weights: bool = False,
 ) -> StateMemory:
-    """Return the bytes by place; ``in_ram``: of states that are in no chunk of ``chunks``."""
+    """Return the bytes by place; ``in_ram``: bytes of states outside ``chunks``."""
     bought = moving = stored = 0
     resident = host.resident
     for family, plan, count in chunks:
-        kept = min(resident, count)
-        resident -= kept
+        staying = min(resident, count)
+        resident -= staying
         nbytes = chunk_state_bytes(family, plan)
-        bought += kept * nbytes
-        moving += (count - kept) * nbytes
-        on_disk = count if with_weights else count - kept
+        bought += staying * nbytes
+        moving += (count - staying) * nbytes
+        on_disk = count if with_weights else count - staying
         stored += on_disk * chunk_bytes(family, plan.elements, with_weights=with_weights)
     return StateMemory(
         logical_bytes=in_ram + bought + moving,

@@ -14,7 +14,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import IN_STEP, UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.caller_chunks import CallerChunks
 from tensorstow.states.chunks import Chunk, ChunkRing
@@ -28,28 +28,28 @@ from tensorstow.states.traffic import TrafficCounters
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
 PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Kinds of tensors whose bytes are what the kernels see."""
+"""Classes of tensors that have their bytes in memory, where kernels access them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What one step does with one parameter; the default leaves it alone."""
+    """The work of one step on one parameter; the default is none."""
 
     weight: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
-    """Contiguous; no gradient, no update."""
+    """A contiguous gradient; None: no update."""
     seed_master: bool = False
     scalars: int = 0
     """Row of the step's table of scalars."""
     key: int = 0
-    """Of the random bits that inexact formats round with."""
+    """Key of the random bits that inexact formats round with."""
     expected: bool = False
-    """In an open step: its gradient may follow."""
+    """Whether the gradient may follow, in an open step."""
 
 
 Caller = Literal["waits", "computes", "updates"]
-"""What the caller does while a step runs: nothing; computes on the same cores beside it; updates
-the chunks that ``caller_chunks`` has chosen. But for "waits" the call returns at once."""
+"""The caller's work during a step: none; computing on the same cores; updating the chunks that
+``caller_chunks`` has chosen. Except for "waits" the call returns at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,14 @@ class StepKind:
     open: bool = False
     """Gradients follow one by one."""
     capture: bool = False
-    """What is written also holds the new weights: a commit."""
+    """The writes include the new weights: a commit."""
     resident_first: bool = False
-    """Resident chunks before the others: those that the next forward needs first."""
+    """Resident chunks come before the others: the next forward needs them first."""
     caller: Caller = "waits"
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the step is still under way when the call returns."""
+        """Return whether the step still runs when the call returns."""
         return self.open or self.caller != "waits"
 
 
@@ -91,24 +91,25 @@ def can_update(parameter: torch.Tensor, gradient: torch.Tensor | None) -> bool:
 class UpdatePipeline:
     """READ, UPDATE and WRITE of chunks in native threads."""
 
-    def __init__(self, policy: PipelinePolicy, overlap: Overlap = "none") -> None:
+    def __init__(self, policy: PipelinePolicy, timing: UpdateTiming = IN_STEP) -> None:
         """Keep the options; ``connect`` adds the chunks."""
-        # In alternating order a step begins with what the last one left in the ring. Beside
-        # backward or forward the order is theirs.
-        self._alternate = overlap == "none" and policy.schedule == "pipelined"
+        # In alternating order a step begins with the chunks that the last one left in the ring.
+        # During backward or forward the order is theirs.
+        is_free = not (timing.begins_early or timing.waits_by_module)
+        self._alternate = is_free and policy.schedule == "pipelined"
         self._policy = policy
         self.handle = handle = NativeHandle()
         self.stored = StoredChunks(handle)
         self.written_weights = WrittenWeights(handle)
         self.counters = TrafficCounters(handle)
-        threads = team_of(policy)[overlap != "none"]
+        threads = team_of(policy)[timing.is_overlapped]
         self.counters.update_lane = f"update ({format_count(threads, 'thread')})"
         self._ring: ChunkRing | None = None
         self.steps_begun = 0
-        """Steps that the native side was given, or may have been."""
+        """Number of steps that the native side has begun, or may have."""
         self.caller_chunks = CallerChunks(handle, naive=policy.schedule == "naive")
         self.memory = handle.resources.memory
-        """What steps read and write beside the ring: it must outlive the native pipeline."""
+        """Memory outside the ring that steps read and write: it outlives the native pipeline."""
         self.lock = threading.RLock()
         """Held while the ring is used: by a step, or to read or set states."""
 
@@ -133,15 +134,15 @@ class UpdatePipeline:
             native.set_ring(ring.address, plan.slots, plan.slot_bytes, ring.memory)
         self._ring, self.handle.path_of = ring, path_of
         self.counters.slot_bytes = ring.plan.slot_bytes
-        for chunk, there in zip(chunks, stored, strict=True):
+        for chunk, on_disk in zip(chunks, stored, strict=True):
             chunk.number = native.add_chunk(
                 chunk.family.native,
                 [(r.parameter, r.start, r.position, r.count) for r in chunk.plan.runs],
                 chunk.plan.elements,
-                there.place,
+                on_disk.place,
                 [(view.data_ptr(), view.untyped_storage()) for view in chunk.resident],
-                there.blank,
-                (there.checksums, there.weight_checksums),
+                on_disk.blank,
+                (on_disk.checksums, on_disk.weight_checksums),
             )
 
     def prefetch(self) -> None:
@@ -151,8 +152,8 @@ class UpdatePipeline:
         """
         if not self.handle.is_ours or self._policy.schedule == "naive":
             return
-        # A hook of this kind is no call, so a handler may commit in it: the thread that commits
-        # would wait for the lock, and the handler for that thread.
+        # A signal handler could commit inside this hook: the thread that commits would wait for the
+        # lock, and the handler for that thread.
         with SignalsDeferred():
             # If the lock is held the ring is in use; reading ahead can be skipped.
             if self.lock.acquire(blocking=False):
@@ -191,7 +192,7 @@ class UpdatePipeline:
             ).reshape(-1, 7)
             native = self.handle.live()
             self.handle.check(native.failure())
-            self.steps_begun += 1  # before: after an exception the step must be known to have begun
+            self.steps_begun += 1  # first: after an exception the step counts as begun
             failure = native.begin(
                 table,
                 scalars,
@@ -202,15 +203,15 @@ class UpdatePipeline:
                 resident_first=kind.resident_first,
                 caller=kind.caller,
             )
-            # A failure of a step that runs on is raised by the next wait, never here: when it
-            # occurs depends on the disk.
+            # The next wait raises a failure of a step that still runs. This call never does,
+            # because the time of the failure depends on the disk.
             if not kind.goes_on:
                 self.handle.check(failure)
             if self._policy.schedule == "naive" and not kind.goes_on:
                 self.wait_idle()
 
     def add_gradient(self, parameter: int, gradient: torch.Tensor) -> None:
-        """Give an open step a contiguous gradient, whose memory it holds as ``step`` does."""
+        """Pass an open step a contiguous gradient, whose memory it holds as ``step`` does."""
         dtype = DTYPE_CODES[gradient.dtype]
         self.handle.live().add_gradient(
             parameter, gradient.data_ptr(), dtype, gradient.untyped_storage()
@@ -219,11 +220,11 @@ class UpdatePipeline:
     def add_chunk_gradients(
         self, chunk: int, pieces: Sequence[tuple[int, torch.Tensor | None]]
     ) -> None:
-        """Give an open step gradients of a chunk's pieces, each once; None: none comes."""
-        given = [
+        """Pass an open step gradients of a chunk's pieces, each once; None: no gradient comes."""
+        rows = [
             (n, _address(g), 0 if g is None else DTYPE_CODES[g.dtype], _owner(g)) for n, g in pieces
         ]
-        self.handle.live().add_chunk_gradients(chunk, given)
+        self.handle.live().add_chunk_gradients(chunk, rows)
 
     def close_step(self) -> None:
         """End an open step: no more gradients come."""
@@ -238,10 +239,7 @@ class UpdatePipeline:
         self.handle.check(self.handle.live().wait_parameters(parameters))
 
     def wait_chunk(self, chunk: int) -> None:
-        """Block until the step is done with a chunk: its weights are new, its gradients used.
-
-        If the caller updates, it also returns when a chunk can be acquired.
-        """
+        """Block until the step is done with a chunk: its weights are new, its gradients used."""
         self.handle.check(self.handle.live().wait_chunk(chunk))
 
     def is_updated(self, chunk: int) -> bool:
@@ -253,15 +251,15 @@ class UpdatePipeline:
         return self.handle.live().is_published(parameter)
 
     def wait_written(self) -> None:
-        """Block until every write of the step is over; states that were read ahead may stay.
+        """Block until every write of the step is complete; states that were read ahead may stay.
 
-        For a thread behind the caller: what fails is raised here, and once more to the caller, as
-        itself, where the pipeline is used next.
+        This is for a background thread: a failure is raised in it, and again to the caller at the
+        next use of the pipeline.
         """
-        self.handle.check(self.handle.live().wait_written(), behind=True)
+        self.handle.check(self.handle.live().wait_written(), in_background=True)
 
     def wait_idle(self) -> None:
-        """Wait until every write is over and no buffer is in use."""
+        """Wait until every write is complete and no buffer is in use."""
         if self.handle.is_begun:
             self.handle.check(self.handle.live().quiesce())
 
@@ -270,7 +268,7 @@ class UpdatePipeline:
         self.handle.live().set_order(list(chunks))
 
     def order_now(self) -> Sequence[int]:
-        """Return the chunks in the order of the step under way, or of the next one."""
+        """Return the chunks in the order of the step in progress, or of the next one."""
         return self.handle.live().order()
 
     def check_alive(self) -> None:
@@ -284,8 +282,9 @@ class UpdatePipeline:
     def whole_step(self, used: object, *, is_open: bool = False) -> Iterator[None]:
         """Begin a step in the block, or end one that ``is_open``, and count it; poison on an error.
 
-        No signal handler runs inside: an interrupt is raised behind it, when the step is whole.
-        ``used`` is what the step reads and writes: a step that is left half way may do so still.
+        No signal handler runs inside: an interrupt is raised after the block, when the step is
+        whole. ``used`` has the memory that the step reads and writes, which a step that fails
+        halfway may still use.
         """
         with SignalsDeferred():
             begun = self.steps_begun - is_open
@@ -298,9 +297,9 @@ class UpdatePipeline:
                 raise
 
     def poison(self, error: BaseException) -> None:
-        """Refuse everything from now on: ``error`` left the states half written.
+        """Refuse all further use: ``error`` left the states half written.
 
-        The first one is what all later ones come from, and is kept.
+        The first error is kept, because it is the cause of all later ones.
         """
         self.handle.poison(error)
 
@@ -313,7 +312,7 @@ class UpdatePipeline:
 
 @contextmanager
 def poisoning(pipeline: UpdatePipeline) -> Iterator[None]:
-    """Poison the pipeline on an error in the block: the operation is half done."""
+    """Poison the pipeline on an error in the block, which leaves the operation half done."""
     try:
         yield
     except BaseException as error:
@@ -326,5 +325,5 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _owner(tensor: torch.Tensor | None) -> torch.UntypedStorage | None:
-    """Return what keeps the memory: a tensor does not, for its storage can be exchanged."""
+    """Return the storage, which keeps the memory alive; a tensor's storage can be exchanged."""
     return None if tensor is None else tensor.untyped_storage()

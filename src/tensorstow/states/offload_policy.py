@@ -1,10 +1,13 @@
-"""``OffloadPolicy``: what users choose about states: tier, budget, format, overlap."""
+"""``OffloadPolicy``: the user's choices for states: tier, budget, format, overlap."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 
-from tensorstow.base.update_on import Overlap, UpdateOn
+from tensorstow.base.fields import check_fields
+from tensorstow.base.update_on import DelayedUpdate, Overlap, UpdateOn, read_update_on
+from tensorstow.base.update_timing import UpdateTiming, timing_of
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
 from tensorstow.states.policy import PipelinePolicy
@@ -17,11 +20,20 @@ class OffloadPolicy:
 
     placement: Placement
     policy: PipelinePolicy = field(default_factory=PipelinePolicy)
-    overlap: Overlap = "none"
+    overlap: Overlap | DelayedUpdate = "none"
     format: StateFormat | None = None
-    """None: the least bytes that lose nothing where states move, plain fp32 where all stay."""
-    update_on: UpdateOn | None = None
-    """None: on the host, or as the run that is resumed was updated."""
+    """None: the smallest exact format if states move, plain fp32 if all stay."""
+    update_on: Annotated[UpdateOn, read_update_on] | None = None
+    """None: on the host, or on the side that updated the resumed run."""
+
+    def __post_init__(self) -> None:
+        """Check every value; raises OptionError."""
+        check_fields(self)
+
+    @property
+    def timing(self) -> UpdateTiming:
+        """What ``overlap`` means."""
+        return timing_of(self.overlap)
 
     def family(self, dtype: torch.dtype, *, amsgrad: bool) -> Family:
         """Return the family of a parameter of ``dtype``."""

@@ -1,19 +1,20 @@
 """``PipelinePolicy``: chunk size, threads, backend, depth; none changes a result."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import PositiveInt, check_fields, whole_number
+from tensorstow.base.keywords import names_keywords
 from tensorstow.io.numa_binding import NodeChoice
 from tensorstow.states.layout import LANE
 
-_CHOICES = {
-    "schedule": ("pipelined", "naive"),
-    "backend": (None, "uring", "threads"),
-    "isa": (None, "avx512", "avx2", "neon", "scalar"),
-}
+_MOST_DEPTH = 32_768
+"""The entries that a ring of io_uring may have."""
+_MOST_THREADS = 4096
 
 
+@names_keywords
 @dataclass(frozen=True, slots=True)
 class PipelinePolicy:
     """The sizes, threads and backend that move and update states; no value changes a result.
@@ -37,37 +38,26 @@ class PipelinePolicy:
         OptionError: A value that cannot be used.
     """
 
-    chunk_elements: int = 1 << 19
+    chunk_elements: PositiveInt = 1 << 19
     schedule: Literal["pipelined", "naive"] = "pipelined"
     backend: Literal["uring", "threads"] | None = None
-    depth: int | None = None
+    depth: Annotated[int, whole_number(1, _MOST_DEPTH)] | None = None
     isa: Literal["avx512", "avx2", "neon", "scalar"] | None = None
-    threads: int | None = None
+    threads: Annotated[int, whole_number(1, _MOST_THREADS)] | None = None
     node: NodeChoice = "auto"
     nan_until_published: bool = False
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("chunk_elements", "depth", "threads"):
-            value = getattr(self, name)
-            if value is None and name != "chunk_elements":
-                continue
-            if not isinstance(value, int) or value <= 0:
-                message = f"{name}={value!r} was given: it is a positive whole number."
-                raise OptionError(message)
+        check_fields(self)
         if self.chunk_elements % LANE:
             message = f"chunk_elements={self.chunk_elements} was given: use a multiple of {LANE}."
             raise OptionError(message)
-        if self.node not in ("auto", "any") and not (type(self.node) is int and self.node >= 0):
+        if isinstance(self.node, int) and self.node < 0:
             message = (
                 f'node={self.node!r} was given: it is "auto", "any", or the number of a NUMA node.'
             )
             raise OptionError(message)
-        for name, known in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in known:
-                message = f"{name}={value!r} was given: it is one of {known}."
-                raise OptionError(message)
 
     @property
     def most_slots(self) -> int | None:

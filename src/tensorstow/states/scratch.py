@@ -1,4 +1,4 @@
-"""Optimizer states in scratch files: where they go, and the positions of chunks in them."""
+"""Scratch files of optimizer states: their directories, and the positions of chunks in them."""
 
 import logging
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger("tensorstow")
 
 
 class ScratchStorage:
-    """``ChunkStorage`` in scratch files; a chunk has one position for ever.
+    """``ChunkStorage`` in scratch files; a chunk never changes its position.
 
     Chunks that come later get scratch files of their own.
     """
@@ -47,7 +47,7 @@ class ScratchStorage:
         return self.engine
 
     def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
-        """Return a place for each of ``widths`` bytes, in files that go round the directories.
+        """Return a place for each of ``widths`` bytes, in files that alternate the directories.
 
         Raises DirectoryError where one is missing, read-only, in RAM or too full.
         """
@@ -78,7 +78,7 @@ class ScratchStorage:
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where files are."""
+        """The directories of the files."""
         return tuple(dict.fromkeys(file.path.parent for file in self._files.values()))
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class ScratchStorage:
 def open_scratch(
     directories: Sequence[Path], expected: int, policy: PipelinePolicy
 ) -> ScratchFiles:
-    """Return scratch files for optimizer states, with an I/O engine of their own.
+    """Return scratch files for optimizer states, with their own I/O engine.
 
     Args:
         directories: Where; empty: one is chosen and logged.

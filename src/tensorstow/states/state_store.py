@@ -1,4 +1,4 @@
-"""The states of a set of numbered parameters: adds, steps, reads and loads them."""
+"""The store of states of numbered parameters: adds, steps, reads and loads them."""
 
 import os
 import weakref
@@ -12,7 +12,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
-from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import IN_STEP, UpdateTiming
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.chunk_transfers import ChunkStorage, ChunkTransfers
 from tensorstow.states.chunks import (
@@ -61,15 +61,15 @@ class StateSlice:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the user wants states to be kept."""
+    """The user's choice of where states are kept."""
 
     disk_fraction: float
     directories: tuple[Path, ...]
-    """Chunks go round these in turn; empty: one is chosen."""
+    """Directories that chunks alternate between; empty: one is chosen."""
     ram_budget: int | None
     """Bytes for the buffers that states on disk pass through, and for states that stay."""
     durable: bool = False
-    """Commits outlive the process; else what is on disk is scratch."""
+    """Whether commits outlive the process; otherwise files are scratch."""
 
 
 def _no_weights(number: int) -> torch.Tensor:
@@ -88,14 +88,14 @@ class StateStore:
         policy: PipelinePolicy,
         weights: Weights = _no_weights,
         storage: ChunkStorage | None = None,
-        overlap: Overlap = "none",
+        timing: UpdateTiming = IN_STEP,
         allocate: Allocate | None = None,
     ) -> None:
         """Check the placement; nothing is allocated before ``extend``.
 
-        ``weights`` returns the parameter of a number, in host memory; ``storage`` is where states
-        on disk go (default: scratch files); ``allocate`` gives memory that states are in (default:
-        any).
+        ``weights`` returns the parameter of a number, in host memory; ``storage`` holds states on
+        disk (default: scratch files); ``allocate`` returns memory for states (default: any
+        memory).
         """
         split([], placement.disk_fraction)
         if storage is None:
@@ -103,19 +103,19 @@ class StateStore:
         self.placement = placement
         self.policy = policy
         self.weights = weights
-        self.pipeline = UpdatePipeline(policy, overlap)
+        self.pipeline = UpdatePipeline(policy, timing)
         self.storage = storage or ScratchStorage(
             placement.directories, policy, moving=placement.disk_fraction > 0
         )
         self.chunks: list[Chunk] = []
-        """In the order of the parameters that they begin with; those of one group together."""
+        """All chunks, in the order of their first parameters; those of one group together."""
         self.sizes: list[int] = []
         self.families: list[Family] = []
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._ring = ChunkRing(RingPlan(0, 0))
         self._allocate = allocate
         self._budget_used = 0
-        """Bytes of the RAM budget that are spent on states which stay."""
+        """Bytes of the RAM budget that states use which stay in RAM."""
         self._transfers = ChunkTransfers(self.pipeline.stored, self.storage)
         resources = self.pipeline.handle.resources
         self._finalizer = weakref.finalize(self, _release, resources, self.storage, os.getpid())
@@ -140,10 +140,9 @@ class StateStore:
     ) -> range:
         """Add parameters of ``sizes`` elements, their states all zero; return their numbers.
 
-        States in RAM are cut every ``capacity`` elements. ``chunk_groups``: the group of
-        each parameter; those of different groups share no chunk; empty: all are of one group.
-        Raises BudgetError, DirectoryError or OptionError before anything that already exists is
-        touched.
+        States in RAM are cut every ``capacity`` elements. ``chunk_groups``: the group of each
+        parameter; parameters of different groups share no chunk; empty: all are of one group.
+        Raises BudgetError, DirectoryError or OptionError before it changes any existing state.
         """
         with self.pipeline.lock:
             self.pipeline.wait_idle()
@@ -187,7 +186,7 @@ class StateStore:
         chunk_groups: Sequence[Hashable],
     ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
         first = len(self.sizes)
-        # A commit takes chunks out of RAM too, so under commits all are of one size.
+        # A commit also writes chunks in RAM, so with commits all have one size.
         fraction = 1.0 if self.storage.durable else self.placement.disk_fraction
         chunks: list[Chunk] = []
         views: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -206,11 +205,11 @@ class StateStore:
                     )
                     for spans in shares
                 )
-                placed, where = place_in_ram(
+                placed, streams_by_parameter = place_in_ram(
                     family, in_ram, capacity, kept_by(self._allocate, self.pipeline.memory)
                 )
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
-                views |= {p: streams for p, streams in where.items() if p in whole}
+                views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
                 chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
         place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
@@ -222,7 +221,7 @@ class StateStore:
         return sorted(chunks, key=rank), views
 
     def _plan_ring(self, new: Sequence[Chunk]) -> ChunkRing:
-        """Return the ring for all chunks, and give memory to those that the budget keeps."""
+        """Return the ring for all chunks, and allocate memory for new chunks that stay in RAM."""
         durable = self.storage.durable
         share = list(share_in_ram(new, self.placement.disk_fraction)) if durable else []
         shared = set(share)
@@ -242,7 +241,7 @@ class StateStore:
         return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
 
     def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
-        """Return the streams of a chunk in a slot of the ring, or (-1) in memory of its own."""
+        """Return the streams of a chunk in a slot of the ring, or (-1) in its own memory."""
         return chunk.resident if slot < 0 else self._ring.streams(chunk, slot)
 
     def _connect(
@@ -256,11 +255,11 @@ class StateStore:
         places = dict(
             zip(on_disk, self.storage.reserve([c.file_bytes for c in on_disk]), strict=True)
         )
-        # Under commits a chunk is nowhere until one has it.
-        there = stored or [
+        # With commits a chunk has no place until a commit includes it.
+        stored = stored or [
             StoredChunk(NOWHERE if self.storage.durable else places.get(c, NOWHERE)) for c in chunks
         ]
-        self.pipeline.connect(self.storage.open_engine(), ring, chunks, there, self.storage.path)
+        self.pipeline.connect(self.storage.open_engine(), ring, chunks, stored, self.storage.path)
         for chunk, place in places.items():
             self.pipeline.stored.target(chunk, place)
         self.chunks += chunks
@@ -299,10 +298,10 @@ class StateStore:
         return out
 
     def pieces(self, parameters: Iterable[int]) -> Generator[StateSlice, None, None]:
-        """Yield the states of ``parameters`` piece by piece, all of one moment, in any order.
+        """Yield the states of ``parameters`` in pieces, all from the same time, in any order.
 
         Memory is bounded: one slot of the ring, and the fp32 states of a part of a chunk. No step
-        begins until the last piece was taken or the generator closed.
+        begins until the generator is exhausted or closed.
         """
         wanted = set(parameters)
         with self.pipeline.lock:
@@ -310,15 +309,15 @@ class StateStore:
             reseeded = {p for p in wanted if self._is_reseeded(p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
             for chunk, streams in self._transfers.in_memory(chunks, self._ring):
-                for part, kept in slices(chunk, streams):
-                    states = unpack(part, kept, self.weights)
+                for part, part_streams in slices(chunk, streams):
+                    states = unpack(part, part_streams, self.weights)
                     for run in part.plan.runs:
                         if run.parameter in wanted:
                             weight = self.weights if run.parameter in reseeded else None
                             yield _slice_of(run, states, weight)
 
     def _is_reseeded(self, parameter: int) -> bool:
-        """Return whether the weight is the master: someone else wrote the half that is not kept."""
+        """Return whether the weight is the master, because the user changed the weight."""
         if (
             self.families[parameter].format == StateFormat.FP32
             or not self.families[parameter].has_master
@@ -330,20 +329,20 @@ class StateStore:
     def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the states of the parameters of ``states`` (any shape, cast to fp32).
 
-        A state that is not named becomes zero; a master, the weight. A failure on the way poisons
-        the store.
+        States that are not named become zero, and masters the weight. A failure during the change
+        poisons the store.
         """
         with self.pipeline.lock:
             self.pipeline.wait_idle()
             for chunk in self.chunks:
-                given = [p for p in chunk.owners if p in states]
+                named = [p for p in chunk.owners if p in states]
                 blank = self.pipeline.stored.state(chunk) == "blank"
-                if not given or (blank and not any(states[p] for p in given)):
+                if not named or (blank and not any(states[p] for p in named)):
                     continue
                 with poisoning(self.pipeline):
                     for _, streams in self._transfers.in_memory([chunk], self._ring):
-                        for part, kept in slices(chunk, streams):
-                            _set(part, kept, states, self.weights)
+                        for part, part_streams in slices(chunk, streams):
+                            _set(part, part_streams, states, self.weights)
                         if not chunk.resident:
                             self._transfers.save(chunk, self._ring)
                         self.pipeline.stored.rewritten(chunk, streams)
@@ -354,11 +353,11 @@ class StateStore:
 
     @property
     def engine(self) -> _native.Engine | None:
-        """The I/O engine. Tests put faults in here."""
+        """The I/O engine. Tests inject faults into it."""
         return self.storage.engine
 
     def leave(self) -> ChunkStorage:
-        """Drop all states and buffers, but keep the space, which is another store's now."""
+        """Drop all states and buffers; return the disk space for another store."""
         with self.pipeline.lock:
             self._finalizer.detach()
             self.pipeline.close()
@@ -372,9 +371,9 @@ class StateStore:
         with self.pipeline.lock:
             self.pipeline.close()
             self._finalizer()
-            kept = _KEPT.pop(id(self.pipeline.handle.resources), None)
-            if kept is not None:
-                _release(*kept)
+            resources = _KEPT.pop(id(self.pipeline.handle.resources), None)
+            if resources is not None:
+                _release(*resources)
             self.chunks, self._views = [], {}
             self._ring = ChunkRing(RingPlan(0, 0))
 
@@ -391,15 +390,15 @@ def _set(
     for run in part.plan.runs:
         if run.parameter not in states:
             continue
-        given = states[run.parameter]
+        new = states[run.parameter]
         source = slice(run.start, run.start + run.count)
         target = slice(run.position, run.position + run.count)
-        if "master" in given and part.family.has_master:
-            # Rounds: this is the weight that the master represents.
-            weight[target] = given["master"].detach().reshape(-1)[source]
+        if "master" in new and part.family.has_master:
+            # The assignment rounds the master to the weight that it represents.
+            weight[target] = new["master"].detach().reshape(-1)[source]
         for name, state in named.items():
-            if name in given:
-                state[target] = given[name].detach().reshape(-1)[source]
+            if name in new:
+                state[target] = new[name].detach().reshape(-1)[source]
             elif name == "master":
                 state[target] = weight[target]
             else:
@@ -419,7 +418,7 @@ def _slice_of(
 
 
 _KEPT: dict[int, tuple[Any, ...]] = {}
-"""What stores have that are kept: not the stores, which the collector may take."""
+"""Resources of stores after ``keep``; the stores themselves may be collected."""
 
 
 def _release(resources: Resources, storage: ChunkStorage, owner: int) -> None:

@@ -17,12 +17,12 @@ from tensorstow.store.store import Store
 
 
 class StoreStorage:
-    """The files of a store, by the numbers that the I/O engine has for them."""
+    """The files of a store, by their numbers in the I/O engine."""
 
     durable = True
 
     def __init__(self, directories: Sequence[Path], policy: PipelinePolicy) -> None:
-        """Open the store in ``directories``, or make one; it is locked until ``close``."""
+        """Open or create the store in ``directories``; it is locked until ``close``."""
         if not directories:
             message = (
                 'durability="commit" was requested without dir=: name the directory from which the'
@@ -79,12 +79,12 @@ class StoreStorage:
         return self.store.files[self._numbers.index(number)]
 
     def path(self, number: int) -> Path:
-        """Return its path, for messages."""
+        """Return the path of that file, for messages."""
         return self.file(number).path if number in self._numbers else Path("(no file)")
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Where the files are."""
+        """The directories of the files."""
         return self.store.directories
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where chunks are on disk, and checksums of weights that updates left, in the native pipeline."""
+"""Places of chunks on disk, and checksums of updated weights, in the native pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_handle import NativeHandle
 
 FilePosition = tuple[int, int]
-"""Engine's number of a file, and the byte in it; NOWHERE before the first write."""
+"""The engine's number of a file, and the byte in it; NOWHERE before the first write."""
 NOWHERE: FilePosition = (-1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Where a chunk already is on disk, and its checksums."""
+    """The place of a chunk on disk, and its checksums."""
 
     place: FilePosition = NOWHERE
     blank: bool = True
     checksums: bytes = b""
-    """Of its states, a u32 for each block."""
+    """Checksums of its states, a u32 for each block."""
     weight_checksums: bytes = b""
-    """Of the stored weights; empty if those are out of date."""
+    """Checksums of the stored weights; empty if those are out of date."""
 
 
 class StoredChunks:
-    """Where each chunk's bytes are on disk, and whether they are current."""
+    """The place of each chunk's bytes on disk, and whether they are current."""
 
     def __init__(self, handle: NativeHandle) -> None:
         """Use the pipeline of ``handle``."""

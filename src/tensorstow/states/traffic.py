@@ -1,4 +1,4 @@
-"""What moved, as counters and as a log of events."""
+"""Counters of bytes and chunks that moved, and a log of events."""
 
 from dataclasses import dataclass
 
@@ -30,13 +30,13 @@ class Traffic:
     wait_seconds: float
     """Time that the caller was blocked."""
     bytes_spared: int = 0
-    """Not read, because a buffer still held them."""
+    """Bytes that were not read, because a buffer still held them."""
     bytes_down: int = 0
-    """From an accelerator: gradients, and weights that others wrote; or states updated there."""
+    """Bytes from an accelerator: gradients, and weights that the user wrote; or states."""
     bytes_up: int = 0
-    """To an accelerator: new weights; or states that are to be updated there."""
+    """Bytes to an accelerator: new weights; or states that it updates."""
     device_share: float = 0.0
-    """Of the states: what the next step updates on the accelerator (``update_on``)."""
+    """Share of the states that the next step updates on the accelerator (``update_on``)."""
 
 
 class TrafficCounters:
@@ -46,9 +46,9 @@ class TrafficCounters:
         """Use the pipeline of ``handle``."""
         self._handle = handle
         self.slot_bytes: int | None = None
-        """Of the ring; None: there is none yet."""
+        """Bytes of a slot of the ring; None: no ring exists yet."""
         self.update_lane = "update"
-        """The lane of updates, with the threads that they take."""
+        """The lane of updates, with the number of their threads."""
         self._is_tracing = False
         self._last_traffic = Traffic(0, 0, 0, 0, 0.0)
         self._last_trace: list[TraceEvent] = []
@@ -99,7 +99,7 @@ class TrafficCounters:
         return self.update_lane if event.lane == "update" else event.lane
 
     def trace(self) -> list[TraceEvent]:
-        """Return the event log so far, empty where none was begun."""
+        """Return the event log so far; empty if no log was begun."""
         if self._handle.native is None or not self._is_tracing:
             return self._last_trace
         return [TraceEvent(*event) for event in self._handle.native.trace()]

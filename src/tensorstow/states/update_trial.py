@@ -13,9 +13,9 @@ from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.layout import Family
 
 PARAMETERS = 8 << 20
-"""Of a trial: more than any cache holds."""
+"""Parameters of a trial: their bytes exceed any cache."""
 _APART = (4 << 20) + 3 * 4096
-"""Streams a power of two apart lose up to two thirds of the bandwidth: this is between them."""
+"""Gap between streams: a power of two would cost up to two thirds of the bandwidth."""
 _STREAMS = (
     "exp_avg",
     "exp_avg_sq",
@@ -24,7 +24,7 @@ _STREAMS = (
     "exp_avg_scale",
     "exp_avg_sq_scale",
 )
-"""In the order in which the kernel takes them."""
+"""Streams in the order of the kernel's arguments."""
 FAMILIES = (
     (torch.float32, StateFormat.FP32),
     (torch.float32, StateFormat.BF16),
@@ -42,7 +42,7 @@ def checksum_trial(nbytes: int) -> Callable[[], None]:
     """Return a function that computes the checksum of ``nbytes`` bytes on one core.
 
     Args:
-        nbytes: How many.
+        nbytes: The number of bytes.
     """
     data = torch.ones(nbytes, dtype=torch.uint8)
 
@@ -52,15 +52,15 @@ def checksum_trial(nbytes: int) -> Callable[[], None]:
     return run
 
 
-def update_trial(dtype: torch.dtype, kept_as: StateFormat) -> Callable[[], None]:
-    """Return a function that updates ``PARAMETERS`` parameters by the kernel, like a run.
+def update_trial(dtype: torch.dtype, state_format: StateFormat) -> Callable[[], None]:
+    """Return a function that updates ``PARAMETERS`` parameters with the kernel, as a run does.
 
     Args:
-        dtype: Of the parameters and their gradients.
-        kept_as: The format of their states.
+        dtype: The dtype of the parameters and their gradients.
+        state_format: The format of their states.
     """
     prepare_kernels()
-    family = Family(dtype, amsgrad=False, format=kept_as)
+    family = Family(dtype, amsgrad=False, format=state_format)
     kinds = [("param", dtype, 1), ("grad", dtype, 1)]
     kinds += [(spec.name, spec.dtype, spec.per) for spec in family.specs]
     widths = [PARAMETERS // per * kind.itemsize + _APART for _, kind, per in kinds]
@@ -70,7 +70,7 @@ def update_trial(dtype: torch.dtype, kept_as: StateFormat) -> Callable[[], None]
         name: arena.tensor(start, PARAMETERS // per, kind)
         for start, (name, kind, per) in zip(at, kinds, strict=True)
     }
-    arena.tensor(0, arena.nbytes, torch.uint8).zero_()  # every page is there
+    arena.tensor(0, arena.nbytes, torch.uint8).zero_()  # touches every page
     for name in ("param", "grad"):
         streams[name].fill_(0.01)
 
@@ -89,7 +89,7 @@ def update_trial(dtype: torch.dtype, kept_as: StateFormat) -> Callable[[], None]
             n=PARAMETERS,
             param_dtype=dtype_key(dtype),
             grad_dtype=dtype_key(dtype),
-            format=str(kept_as),
+            format=str(state_format),
             first=0,
             key=1,
             seed_master=False,

@@ -1,4 +1,4 @@
-"""``overlap="backward"``: updates run beside the backward that their gradients come from.
+"""``overlap="backward"``: updates run during the backward that computes their gradients.
 
 [Note: Backpressure] With a small batch, backward makes gradients faster than a disk moves states,
 and waiting gradients would fill host memory. Backward blocks while they take more than a window of
@@ -6,22 +6,24 @@ bytes. The window is several times what the ring works on, so the disk is never 
 and the time that backward loses would otherwise be lost at the end of the step.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
-of the step. The last backward is found by counting (``accumulation_steps``) or by asking a function
-that was given in its place, for the last step of an epoch may have fewer; or all others run in
-``accumulate()``. Gradients of parameters that took part in fewer of them are final when ``step()``
-is called.
+of the step. ``accumulation_steps`` identifies the last backward: by count, or by a function, as the
+last step of an epoch may have fewer. Or all other backwards run in ``accumulate()``. Gradients of
+parameters that took part in fewer of them are final when ``step()`` is called.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.update_on import AccumulationSteps
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import AccumulationSteps, reaches_device
 from tensorstow.io.device_link import DeviceEvent
+from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import OverlapWith
@@ -31,7 +33,6 @@ from tensorstow.step.param_table import ParamTable
 from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
-from tensorstow.step.validation import refuse_scaling
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (
     ABORT_ADVICE,
@@ -67,7 +68,7 @@ class ConsumedGradients:
     ) -> None:
         """Hold a gradient until ``is_published`` of its parameter's number."""
         if not callable(accumulation_steps) and accumulation_steps < 1:
-            message = f"accumulation_steps={accumulation_steps} was given: it is at least 1."
+            message = f"accumulation_steps={accumulation_steps} was given: it must be at least 1."
             raise OptionError(message)
         self._accumulation_steps = accumulation_steps
         self._is_published = is_published
@@ -76,13 +77,13 @@ class ConsumedGradients:
         self._backward: int | None = None
         self._held: list[tuple[int, torch.Tensor]] = []
         self._buffers: dict[int, int] = {}
-        """Bytes of the memory behind ``_held``, by address: gradients may share a buffer."""
+        """Bytes of the buffers of ``_held``, by address: gradients may share a buffer."""
         self._bytes = 0
-        """Their sum."""
+        """Sum of ``_buffers``."""
         self._needed = 0
-        """How many were still needed at the last check."""
+        """Number of gradients that were still needed at the last check."""
         self._new_bytes = 0
-        """Of those that came since."""
+        """Bytes of the gradients added since the last check."""
         self.most_bytes = 0
         """The most bytes of consumed gradients that were held at once."""
         self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
@@ -101,7 +102,7 @@ class ConsumedGradients:
     def is_final(self, number: int) -> bool:
         """Count one more gradient of a parameter; return whether it was the last of the step.
 
-        Raises OptionError where a second backward adds to a step whose updates have begun.
+        Raises OptionError if a second backward adds to a step whose updates have begun.
         """
         if self._accumulating:
             return False
@@ -114,10 +115,10 @@ class ConsumedGradients:
         elif self._backward != task:
             message = (
                 "Gradients of one step came from two backward passes, and updates by the first have"
-                ' begun. With overlap="backward" say accumulation_steps=, or run all but the last'
+                ' begun. With overlap="backward" set accumulation_steps=, or run all but the last'
                 " backward under `with optimizer.accumulate():`. Checkpointing with"
                 " use_reentrant=True runs passes of its own: use use_reentrant=False, or"
-                f' overlap="forward". {RECOVERY_ADVICE}'
+                f' overlap="none". {RECOVERY_ADVICE}'
             )
             raise OptionError(message)
         return True
@@ -146,7 +147,7 @@ class ConsumedGradients:
         if copied is not None and order_of(shard) is not None:  # it may have to be copied
             copied.synchronize()
             copied = None
-        # The tensor itself if possible: while it is alive, its host buffer is not used again.
+        # Hold the tensor itself if possible: while it is alive, its host buffer is not reused.
         plain = gradient.detach() if gradient.requires_grad else gradient
         contiguous = gradient_in_order(shard, plain)
         placeholder = ConsumedGradient(parameter, whole.dtype)
@@ -173,7 +174,7 @@ class ConsumedGradients:
     def free_published(self) -> None:
         """Free gradients whose weights are published.
 
-        Any of them may be: an old one may wait for another gradient of its chunk.
+        All are checked, not only the oldest: it may wait for another gradient of its chunk.
         """
         held = [(n, g) for n, g in self._held if not self._is_published(n)]
         self._forget_held()
@@ -235,11 +236,20 @@ class BackwardOverlap(Schedule):
     begins_early = True
 
     def __init__(
-        self, params: ParamTable, gradients: ConsumedGradients, *, nan_until_published: bool
+        self,
+        params: ParamTable,
+        gradients: ConsumedGradients,
+        *,
+        nan_until_published: bool,
+        has_module: bool = False,
     ) -> None:
-        """``gradients`` counts which are final; ``nan_until_published`` as in ForwardOverlap."""
+        """``gradients`` decides which are final; ``nan_until_published`` as in ForwardOverlap.
+
+        ``has_module``: the optimizer has a model, which ``overlap="forward"`` needs.
+        """
         super().__init__(params)
         self.gradients = gradients
+        self._has_module = has_module
         self._nan_until_published = nan_until_published
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
@@ -264,7 +274,7 @@ class BackwardOverlap(Schedule):
         if not self._has_ended:
             return "backward has not ended (it raised, or another thread is in it)"
         if not self.gradients.has_placeholders:
-            return "a gradient was dropped or replaced (by model.zero_grad(), say) behind backward"
+            return "a gradient was dropped or replaced after backward (as by model.zero_grad())"
         plan = self._plan
         for update in [] if plan is None else plan.updates:
             if _written(update.param) != self._written[update.param.number]:
@@ -291,7 +301,7 @@ class BackwardOverlap(Schedule):
             return
         schedule = weakref.ref(self)
 
-        def ended() -> None:  # not called where anything has raised
+        def ended() -> None:  # not called if a hook or backward has raised
             alive = schedule()
             if alive is not None and alive._plan is plan and alive._task != -1:  # noqa: SLF001
                 alive._has_ended = True  # noqa: SLF001
@@ -311,12 +321,12 @@ class BackwardOverlap(Schedule):
         if self.norms is not None:
             self.norms.clear()
         if not self._last_order:
-            # The model's order is not known yet: backward mostly goes from its end to its begin.
+            # The model's order is not known yet: backward mostly runs from its last layer.
             last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._nan_until_published:
             write_to_copies(plan)
-        with poisoning(pipeline):  # an interrupt: open for the pipeline, and not for us
+        with poisoning(pipeline):  # an interrupt may leave the step open in the pipeline alone
             params.update_router.step_path.begin(plan, OverlapWith.BACKWARD)
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
@@ -325,7 +335,7 @@ class BackwardOverlap(Schedule):
     def on_gradient(self, param: ManagedParam) -> None:
         """Pass the final gradient of ``param`` to its update."""
         if self._plan is None:
-            message = "A gradient was handed over outside of a step."
+            message = "A gradient was given to an update outside of a step."
             raise OptionError(message)
         path = self._params.update_router.step_path
 
@@ -348,7 +358,7 @@ class BackwardOverlap(Schedule):
             raise
 
     def check_unchanged(self) -> None:
-        """Raise OptionError where the step that is open cannot be ended as it was begun."""
+        """Raise OptionError if hyper-parameters or gradients changed since the step began."""
         plan = self._plan
         if plan is None:
             return
@@ -360,7 +370,7 @@ class BackwardOverlap(Schedule):
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
-                f" Change it back, call step(), and change it afterwards. Else {ABORT_ADVICE}."
+                f" Change it back, call step(), and change it after that. Or {ABORT_ADVICE}."
             )
             raise OptionError(message)
 
@@ -368,7 +378,7 @@ class BackwardOverlap(Schedule):
         """End the step that is open; ``plan`` has gradients that were not final before."""
         opened = self._plan
         if opened is None:
-            message = "A step was ended that had not begun."
+            message = "A step was ended before it had begun."
             raise OptionError(message)
         params, path = self._params, self._params.update_router.step_path
         on_time = len(self.gradients.arrived)
@@ -401,8 +411,8 @@ class BackwardOverlap(Schedule):
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.
 
-        Inside, a checkpoint's forward runs again; what it reads is not updated yet, or autograd
-        finds out.
+        During backward, a checkpoint runs its forward again. Its weights are not updated yet; if
+        they are, autograd raises an error.
         """
         del ids
         if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
@@ -412,8 +422,8 @@ class BackwardOverlap(Schedule):
     def abort(self) -> None:
         """Drop the open step and its gradients: its store is closed.
 
-        Hooks of a backward that has begun may still run; they find it aborted ([Note: Hooks] in
-        calls).
+        Hooks of a backward that has begun may still run: ``is_given_up`` is True in them ([Note:
+        Hooks] in call_lock).
         """
         super().abort()
         self._given_up = newest_backward()
@@ -427,10 +437,9 @@ class BackwardOverlap(Schedule):
         """Gradients that were taken out of ``.grad`` and may still be read."""
         return self.gradients.held
 
-    @property
-    def most_held_bytes(self) -> int:
-        """Return the bytes of ``held`` at their most."""
-        return self.gradients.most_bytes
+    def counted_in(self, memory: StateMemory) -> StateMemory:
+        """Return ``memory`` with the peak bytes of ``held``."""
+        return replace(memory, gradient_bytes=self.gradients.most_bytes)
 
     # --- what users do with gradients ---
 
@@ -447,17 +456,36 @@ class BackwardOverlap(Schedule):
 
     def check_clipping(self) -> None:
         """Raise OptionError: gradients are used before their norm is known."""
+        advice = _exact_overlaps(self._params, has_module=self._has_module)
         message = (
             'clip_grad_norm_ was called, and with overlap="backward" gradients are used before'
-            ' their norm is known. Use overlap="forward", which is exact under clipping.'
+            f" their norm is known. Use {advice}, which is exact under clipping."
         )
         raise OptionError(message)
 
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:
-        """Raise OptionError where gradients are used before they could be scaled or skipped."""
-        refuse_scaling(factor, may_skip=may_skip)
+        """Raise OptionError if gradients would have to be scaled or skipped after their use."""
+        if may_skip or factor != 1.0:
+            advice = _exact_overlaps(self._params, has_module=self._has_module)
+            message = (
+                'A GradScaler (or div_scale) was used with overlap="backward": updates by the'
+                f" scaled gradients have begun. Use {advice}, or bfloat16 without a"
+                " scaler."
+            )
+            raise OptionError(message)
+
+
+def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:
+    """Return the values of ``overlap`` that an optimizer of ``params`` could have instead."""
+    if (
+        not has_module
+        or reaches_device(params.offload_policy.update_on)
+        or any(param.tier is Tier.DISK for param in params.all())
+    ):
+        return 'overlap="none"'
+    return 'overlap="forward" or "none"'
 
 
 def _written(param: ManagedParam) -> tuple[int, int]:
-    """Return version and address, which change if the weight is written or replaced."""
+    """Return the version and address of a weight: one changes if it is written or replaced."""
     return param.parameter._version, param.parameter.data_ptr()  # noqa: SLF001

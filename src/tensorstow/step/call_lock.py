@@ -1,8 +1,8 @@
-"""One call of an optimizer at a time: other threads wait, calls from inside are refused.
+"""One call of an optimizer at a time: other threads wait, calls from inside raise an error.
 
 [Note: Calls] A call of another thread waits until the one under way is over. A call from within
 one, which a signal handler makes, or a function that the optimizer calls (``extra``), cannot wait:
-it is refused by name, before anything is touched. It may come between any two instructions, so
+it raises an error before anything changes. It may come between any two instructions, so
 locks, which are acquired and released atomically, record what is under way, and not a flag.
 
 [Note: Hooks] Autograd calls hooks of parameters on an accelerator in that device's thread, and of
@@ -17,16 +17,16 @@ any order, and finalizers run in either. So:
   hook. A wait of one stream does not order another: each stream joins, even if one has before.
 * ``_current_graph_task_id`` is one for all hooks of a backward, whichever thread they are in, and
   -1 outside. Callbacks of ``queue_callback`` run in the thread that ends it, when all hooks are
-  over; not at all where one has raised.
-* Signals: Python runs handlers in the main thread, so in the device's thread there is nothing to
-  be deferred, and a hook there is whole. One in the main thread may be interrupted, and where it
-  is no call, commits may be made in it: it has a lock only while signals are deferred.
-* Where a hook raises, backward raises at once, while a hook in the other thread may still be
+  over; not at all if one has raised.
+* Signals: Python runs handlers in the main thread, so they never interrupt a hook in the device's
+  thread. A hook in the main thread may be interrupted, and if it is not a call, a handler may
+  commit during it: it holds a lock only while signals are deferred.
+* If a hook raises, backward raises at once, while a hook in the other thread may still be
   running or about to. It runs after the caller's next call; the number of its backward shows
   whether its step was aborted (``BackwardOverlap.is_given_up``).
 * A function of the user's that runs inside a call may call backward itself. Its hooks in the
-  device's thread are part of that call, which waits for them: they are refused as they are in its
-  own thread, and what only waits for weights goes on. Autograd gives its threads the thread-local
+  device's thread are part of that call, which waits for them: they raise the error that they would
+  in its own thread; hooks that only wait for weights go on. Autograd gives its threads the local
   objects of the thread that called backward, among them the number of the call.
 * Finalizers run in any thread, inside hooks too: they take only locks of objects that are freed
   with them.
@@ -48,7 +48,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _COMMITS = frozenset({"commit", "snapshot"})
 _READS = frozenset({"state_dict"})
-"""What a function of the user's may call: it changes nothing."""
+"""Calls that a function of the user's may make: they change nothing."""
 _numbers = itertools.count(1)
 
 
@@ -56,7 +56,7 @@ class CallLock:
     """The lock of an optimizer's public calls: one at a time."""
 
     def __init__(self) -> None:
-        """Begin outside of all."""
+        """Create the lock, with no call under way."""
         self._owner = os.getpid()
         self._thread = threading.RLock()
         """Held by the thread that is in a call."""
@@ -64,7 +64,7 @@ class CallLock:
         """Held by the call: a second one of that thread finds it taken."""
         self._name = ""
         self._number = 0
-        """Of the call, newer than that of any before."""
+        """The number of the newest call, greater than those of all before."""
         self.allows_reads = False
         """True while a user's function runs inside a call: it may read."""
 
@@ -72,19 +72,19 @@ class CallLock:
         """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
         if self._is_inside():
             return nullcontext()
-        # In a fork the lock may be another thread's, which is not there, for ever.
+        # In a fork a thread that no longer exists may hold the lock for ever.
         return self._thread if self._owner == os.getpid() else nullcontext()
 
     def run(self, name: str, act: Callable[[], _T]) -> _T:
         """Run ``act`` as the call ``name`` and return its result; wait for calls of other threads.
 
-        Raises CommitError for a commit, and OptionError else, where this thread is in one already.
+        If this thread is in a call already, raises CommitError for a commit, else OptionError.
         """
         if self._owner != os.getpid():
             return act()
         if self._is_inside():
             return self._within(name, act)
-        # Locks alone, by `with`: these are taken and given back without an instruction in between.
+        # Locks in `with` only: no instruction lies between acquiring one and entering the block.
         with self._thread:
             if self._call.locked():
                 return self._within(name, act)
@@ -107,7 +107,7 @@ class CallLock:
     def _is_inside(self) -> bool:
         """Return whether this thread is in the call, or works on a backward that was called in it.
 
-        What an interrupt leaves behind in a thread is the number of a call that is over.
+        An interrupt may leave a thread the number of a call that is over, so the lock counts too.
         """
         return self._call.locked() and self._number in _calls_of_thread()
 
@@ -125,7 +125,7 @@ class CallLock:
 
 
 _KEY = "tensorstow: calls"
-# Nothing public reaches the threads of autograd.
+# torch has no public way to pass an object to autograd's threads.
 _torch: Any = torch._C  # noqa: SLF001
 
 
@@ -142,7 +142,7 @@ def _tell_backward(numbers: tuple[int, ...]) -> None:
     if numbers or not hasattr(_torch, "_remove_obj_from_tls"):  # which torch 2.13 has
         _torch._stash_obj_in_tls(_KEY, numbers)  # noqa: SLF001
     elif _torch._is_key_in_tls(_KEY):  # noqa: SLF001
-        # A thread that ended with an object of Python's in there could wait for the GIL for ever.
+        # A thread that ends while it holds a Python object could wait for the GIL for ever.
         _torch._remove_obj_from_tls(_KEY)  # noqa: SLF001
 
 
@@ -171,13 +171,13 @@ def exclusive_call(
 
 
 def _refusal(name: str, outer: str) -> OptionError | CommitError:
-    where = f"{name}() was called inside {outer}() by the same thread, as by a signal handler"
+    reason = f"{name}() was called inside {outer}() by the same thread, as by a signal handler"
     if name in _COMMITS:
         return CommitError(
-            f"{where}: nothing was committed. Call optimizer.request_commit() there, which sets a"
-            " flag: the commit is made when the step is over."
+            f"{reason}: nothing was committed. Call optimizer.request_commit() instead, which sets"
+            " a flag: the commit is made when the step is over."
         )
     return OptionError(
-        f"{where} or a function that the optimizer calls, and it needs the optimizer at rest. Set a"
-        " flag there and make the call in the training loop (for commits, request_commit() is one)."
+        f"{reason} or a function that the optimizer calls, and it needs the optimizer at rest. Set"
+        " a flag instead and make the call in the training loop (for commits: request_commit())."
     )

@@ -27,32 +27,32 @@ class ChunkGate:
         self._expected: set[int] = set()
         self._begun: set[int] = set()
 
-    def begin(self, expected: Collection[int], given: Iterable[int] = ()) -> None:
+    def begin(self, expected: Collection[int], final: Iterable[int] = ()) -> None:
         """Begin a step.
 
         Args:
             expected: Numbers of the parameters whose gradients may still become final.
-            given: Numbers of those whose gradients the pipeline has from the step's begin.
+            final: Numbers of those whose gradients the pipeline has from the start of the step.
         """
         self._expected = set(expected)
         self._awaited = {
             chunk: sum(number in self._expected for number in owners)
             for chunk, owners in self._owners.items()
         }
-        self._begun = {chunk for number in given for chunk in self._chunks_of.get(number, ())}
+        self._begun = {chunk for number in final for chunk in self._chunks_of.get(number, ())}
 
     def arrive(self, number: int) -> list[int]:
         """Count the gradient of a parameter, which is final.
 
         Returns:
-            The chunks that await no more gradients by it.
+            The chunks that this gradient completes.
 
         Raises:
             OptionError: No gradient of the parameter is expected.
         """
         if number not in self._expected:
             message = (
-                "A parameter got a gradient and was frozen when the step began: unfreeze it before"
+                "A parameter that was frozen when the step began got a gradient: unfreeze it before"
                 " backward."
             )
             raise OptionError(message)

@@ -8,8 +8,8 @@ from tensorstow.states.chunks import Chunk
 def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
     """Return chunk numbers by the first of their parameters in ``parameters``.
 
-    What the next forward needs first is updated first. Parameters that are not in it come last,
-    in the order of their numbers.
+    What the next forward needs first is updated first. Parameters that are not in ``parameters``
+    come last, in the order of their numbers.
     """
     rank = _rank(parameters)
     last = len(rank)
@@ -20,7 +20,7 @@ def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
 def by_last(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
     """Return chunk numbers by the last of their parameters in ``parameters``.
 
-    A chunk is updated when the last of its gradients is there.
+    A chunk is updated when the last of its gradients is final.
     """
     rank = _rank(parameters)
     last = len(rank)

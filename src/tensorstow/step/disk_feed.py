@@ -2,9 +2,9 @@
 
 [Note: Pins] A step with such weights is an open one under every schedule. The pipeline reads and
 writes the weights of a chunk only while it works on that chunk, which it does when it has all of
-the chunk's gradients. So gradients are kept here until the chunk is complete; then its weights are
-pinned and the pipeline gets the gradients. At the step's close the pipeline is given the remaining
-chunks in the same way: a commit writes weights of chunks without a gradient too.
+the chunk's gradients. So the feed keeps gradients until the chunk is complete; then it pins the
+chunk's weights and passes the gradients to the pipeline. When the step closes, it passes on the
+remaining chunks in the same way: a commit writes weights of chunks without a gradient too.
 
 A unit's pin ends when no more of its chunks are to come. If others need memory it ends when no
 chunk in flight needs it, and is taken again later, so a parameter without a gradient holds no
@@ -38,11 +38,11 @@ class _DiskChunk:
 
     chunk: Chunk
     runs: tuple[Segment, ...]
-    """Parameters whose gradients this feed passes on."""
+    """Segments of parameters whose gradients this feed passes on."""
     owners: frozenset[int]
-    """The parameters on disk in it."""
+    """Its parameters on disk."""
     crosses: bool
-    """Gradients of it come from a device as well."""
+    """Some of its gradients come from a device."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,12 +76,12 @@ class DiskFeed(GradientFeed):
         self._captures = False
         self._due: frozenset[int] = frozenset()
         self._gradients: dict[int, torch.Tensor] = {}
-        """Until their last chunk has been passed on: then the pipeline holds them."""
+        """Gradients with chunks that were not passed on; after that the pipeline holds them."""
         self._parts: dict[int, _DiskChunk] = {}
         """Chunks that were not passed on yet."""
         self._parts_of: dict[int, list[_DiskChunk]] = {}
         self._left: dict[int, int] = {}
-        """By pager: chunks that are not updated yet."""
+        """Number of chunks that are not updated yet, by pager."""
         self._pinned_chunks: list[_PinnedChunk] = []
         self._pins: dict[int, _Pin] = {}
 
@@ -126,7 +126,7 @@ class DiskFeed(GradientFeed):
         self._gradients[param.number] = gradient.view(-1)
 
     def send(self, chunk: int) -> None:
-        """Pin the weights of a chunk that awaits no more gradients, and hand those over."""
+        """Pin the weights of a chunk that awaits no more gradients, and pass its gradients on."""
         if chunk in self._parts:
             self._pin_chunk(self._parts[chunk])
 
@@ -170,12 +170,12 @@ class DiskFeed(GradientFeed):
     # --- inside ---
 
     def _by_pager(self, parts: Sequence[_DiskChunk]) -> Sequence[_DiskChunk]:
-        """Return ``parts`` in their order, but those of one pager together: it is pinned once."""
+        """Return ``parts`` in order, with those of one pager together: it is pinned once."""
         first: dict[int, int] = {}
         ranks = {}
         for index, part in enumerate(parts):
-            found = [first.setdefault(key, index) for key in self._keys(part.owners)]
-            ranks[part] = min(found, default=index)
+            firsts = [first.setdefault(key, index) for key in self._keys(part.owners)]
+            ranks[part] = min(firsts, default=index)
         return sorted(parts, key=lambda part: ranks[part])
 
     def _pin_chunk(self, part: _DiskChunk) -> None:
@@ -222,13 +222,13 @@ class DiskFeed(GradientFeed):
                 self._unpin(key)
                 continue
             # A chunk that awaits a copy from a device may take as long as the step.
-            others = (
+            candidates = (
                 g for g in self._pinned_chunks if g.pagers - needed.keys() and not g.part.crosses
             )
-            first = next(others, None)
-            if first is None:
+            oldest = next(candidates, None)
+            if oldest is None:
                 return
-            self._pipeline.wait_chunk(first.part.chunk.number)
+            self._pipeline.wait_chunk(oldest.part.chunk.number)
             self.move_on()
 
     def _is_room_for(self, needed: Mapping[int, Pager]) -> bool:
@@ -248,5 +248,5 @@ class DiskFeed(GradientFeed):
         pin.pager.unpin(dirty=pin.changed)
 
     def _keys(self, numbers: Iterable[int]) -> dict[int, Pager]:
-        found = (self._pagers[n] for n in numbers if n in self._pagers)
-        return {id(pager): pager for pager in found}
+        pagers = (self._pagers[n] for n in numbers if n in self._pagers)
+        return {id(pager): pager for pager in pagers}

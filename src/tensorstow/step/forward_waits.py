@@ -17,7 +17,7 @@ the schedule forbids reading weights.
 
 [Note: Gathered] FSDP2 reads the parameters of a group when the first of the group's modules runs,
 so each of these waits for all of them, whichever block they are in. It copies their shards in a
-stream of its own, which is not behind what the caller's stream waits for: that stream waits too.
+stream of its own, which does not wait for the caller's stream: so that stream waits too.
 """
 
 import itertools
@@ -41,8 +41,8 @@ def is_called(module: nn.Module) -> bool:
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """Return the model's own blocks: the children of its outermost containers of several.
 
-    Of a child that cannot be called, as a ``ModuleDict``: what it holds. Of a tiled layer that is
-    in no block: its tiles.
+    A child that cannot be called, as a ``ModuleDict``, counts as its children. A tiled layer that
+    is in no block counts as its tiles.
     """
 
     def called(block: nn.Module) -> Iterator[nn.Module]:
@@ -96,8 +96,8 @@ class ForwardWaits:
     def __init__(self, module: nn.Module, wait: Callable[[Iterable[int] | None], None]) -> None:
         """Call ``wait`` with ids of parameters, or None for all, before they are read.
 
-        ``wait`` returns at once where nothing is under way. Hooks hold ``module``, not the other
-        way round.
+        ``wait`` returns at once if nothing is under way. Hooks hold ``module``, not the other way
+        round.
         """
         self._root = module
         self._wait = wait
@@ -109,9 +109,9 @@ class ForwardWaits:
         self._calls: dict[int, nn.Module] = {}
         self._order: list[int] = []
         self._running = 0
-        """Calls of the root and of blocks, outside of graphs, that have not returned."""
+        """Number of calls of the root and of blocks, outside of graphs, that have not returned."""
         self.blind = False
-        """The model is, or is in, one graph, outside of which no hook runs."""
+        """True if the model is in one compiled graph: no hook runs outside of it."""
         self._number = next(_numbers)
         _by_number[self._number] = self
         self._known = frozenset(id(p) for p in module.parameters())
@@ -132,7 +132,7 @@ class ForwardWaits:
         self._hooks.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Make a saved model, whose bytes are taken later, one of new weights that never waits."""
+        """Wait, as a saved model's bytes are read later; give it hooks that never wait."""
         self._wait(None)
         return _inert, ()
 
@@ -155,7 +155,7 @@ class ForwardWaits:
     def order(self) -> list[int]:
         """Return ids of parameters in the order in which forward needed them since the last call.
 
-        Where there was no forward, the order before. Called by each step.
+        Without a forward since then, return the same order again. Called by each step.
         """
         self._running = 0  # an interrupt may have left calls that will not return
         if self._calls or not self._order:
@@ -197,7 +197,7 @@ class ForwardWaits:
         self.blind = self.blind or not self._running
         self._wait(None)
 
-    # Run by the tracer. All that `torch.compiler.assume_constant_result` does, but for importing
+    # The tracer runs it, as after `torch.compiler.assume_constant_result`, which would import
     # torch's compiler.
     _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
@@ -210,17 +210,17 @@ class ForwardWaits:
 
     def _needs(self, module: nn.Module) -> frozenset[int]:
         """Return the ids of the parameters that ``module`` waits for."""
-        found = self._sets.get(id(module))
-        if found is None:
-            needed = {id(p): None for p in module.parameters()}
+        needs = self._sets.get(id(module))
+        if needs is None:
+            ids = {id(p): None for p in module.parameters()}
             if id(module) not in self._inside:
-                own = {id(p) for p in self._outside_of_seen(module)}
-                needed = {i: None for i in needed if i in own}
-            needed |= {id(p): None for p in _gathered_with(module, self._root)}
-            found = frozenset(needed)
-            if found <= self._known:  # else they are FSDP2's unsharded ones now
-                self._sets[id(module)] = found
-        return found
+                outside = {id(p) for p in self._outside_of_seen(module)}
+                ids = {i: None for i in ids if i in outside}
+            ids |= {id(p): None for p in _gathered_with(module, self._root)}
+            needs = frozenset(ids)
+            if needs <= self._known:  # else they are FSDP2's unsharded ones now
+                self._sets[id(module)] = needs
+        return needs
 
     def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
         if id(module) in self._seen:
@@ -255,7 +255,7 @@ def _fsdp_state(module: nn.Module) -> object:
 
 
 def _copy_in_stream(module: nn.Module) -> torch.Stream | None:
-    """Return the stream in which FSDP2 reads the shards of ``module``; None where it has none.
+    """Return the stream in which FSDP2 reads the shards of ``module``; None if it has none.
 
     It waits for the caller's stream when the root is called, and for nothing when a unit is.
     """

@@ -6,13 +6,13 @@ update, encode, with each intermediate in a register. The bits are the reference
 * no multiplication and addition are fused: ``enable_fp_fusion=False`` tells the compiler and ptxas;
 * quotients and roots are ``tl.div_rn`` and ``tl.sqrt_rn``: ``/`` and ``tl.sqrt`` approximate;
 * no function of libdevice is called: Triton lets those flush denormals;
-* bf16 is rounded by integer operations, by which the NaN is the host's too.
+* bf16 is rounded by integer operations, so that its NaN has the host's bits too.
 
-A table in device memory describes a chunk, with a row for each ``SegmentUpdate``: where its
-weight and gradient are, and its step's numbers. A program of the launch updates ``BLOCK`` elements
+A table in device memory describes a chunk, with a row for each ``SegmentUpdate``: the addresses of
+its weight and gradient, and its scalars. A program of the launch updates ``BLOCK`` elements
 of one segment. Groups that share a scale are rows of its tile.
 
-Only ``tensorstow.step.update_rule`` imports this module, for Triton may not be installed.
+Only ``tensorstow.step.update_rule`` imports this module, because Triton is optional.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ from torch import Tensor
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.stochastic_rounding import key_words
 from tensorstow.states.layout import Family
-from tensorstow.step.update_rule import SegmentUpdate
+from tensorstow.step.segment_update import SegmentUpdate
 
 BLOCK = 1024
 """Elements that a program updates; a multiple of GROUP."""
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Of a launch, and of a compilation ahead of it."""
+"""Options of a launch, and of a compilation ahead of it."""
 COLUMNS = (
     "first_block",
     "count",
@@ -44,22 +44,22 @@ COLUMNS = (
     "before",
     "inside",
 )
-"""Of the table's integers, 8 bytes each; its second part has a segment's ``AdamScalars``."""
+"""The table's integers, 8 bytes each; its second part has each segment's ``AdamScalars``."""
 _SCALARS = 9
 _ROW_BYTES = 8 * len(COLUMNS) + 4 * _SCALARS
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of gradients: those of one chunk may differ."""
+"""Codes of the dtypes of gradients, which may differ within a chunk."""
 
 
 def table_bytes(segments: int) -> int:
-    """Return the bytes of the table of so many segments."""
+    """Return the bytes of a table for this number of segments."""
     return segments * _ROW_BYTES
 
 
 def fill_table(segments: Sequence[SegmentUpdate], out: Tensor) -> int:
-    """Write the table of ``segments`` to ``out``, bytes in host memory; return the blocks in all.
+    """Write the table of ``segments`` to ``out``, bytes in host memory; return its blocks.
 
-    A block is what one program updates: the number of programs to launch.
+    One program updates one block, so this is the number of programs to launch.
     """
     count = len(segments)
     rows = out.numpy()
@@ -97,19 +97,19 @@ def update(
         segments: Its rows, 1 or more.
         blocks: What ``fill_table`` returned, 1 or more.
         streams: The chunk's states, 1-D each.
-        family: Of the chunk.
+        family: The chunk's family.
 
     """
     integers = table[: segments * 8 * len(COLUMNS)].view(torch.int64)
     scalars = table[integers.nbytes : table_bytes(segments)].view(torch.float32)
     named = {spec.name: _words(s) for spec, s in zip(family.specs, streams, strict=True)}
-    given = [named.get(name, integers) for name in STREAMS]  # one that is not there is not read
+    pointers = [named.get(name, integers) for name in STREAMS]  # an absent one is not read
     with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # nothing, on the CPU
         update_chunk[(blocks,)](
             integers,
             scalars,
             segments,
-            *given,
+            *pointers,
             DTYPE=str(family.dtype),
             FORMAT=str(family.format),
             AMSGRAD=family.amsgrad,
@@ -125,11 +125,11 @@ STREAMS = (
     "exp_avg_scale",
     "exp_avg_sq_scale",
 )
-"""As the kernel takes them."""
+"""The kernel's pointers to states, in the order of its arguments."""
 
 
 def _words(stream: Tensor) -> Tensor:
-    """Return bf16 numbers as the integers that the kernel makes of them itself."""
+    """Return a bf16 stream as integers, which the kernel converts itself."""
     return stream.view(torch.int16) if stream.dtype == torch.bfloat16 else stream
 
 
@@ -172,30 +172,30 @@ def update_chunk(
     inside = tl.arange(0, _ROWS)[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]
     at = begin + inside
     mask = at < count
-    own = position + inside
+    state_at = position + inside
     group = position // _GROUP + tl.arange(0, _ROWS)
     group_mask = begin + tl.arange(0, _ROWS) * _GROUP < count
 
     m_scale = m_scale_at + group
     v_scale = v_scale_at + group
     m, v, ties_up = _decode_moments(
-        m_at + own, v_at + own, m_scale, v_scale, mask, group_mask, DTYPE, FORMAT
+        m_at + state_at, v_at + state_at, m_scale, v_scale, mask, group_mask, DTYPE, FORMAT
     )
     weight = _load_weight(weight_at, at, mask, DTYPE)
     if DTYPE != "torch.float32":
-        master = _decode_master(weight, master_at + own, ties_up, mask, DTYPE, FORMAT)
+        master = _decode_master(weight, master_at + state_at, ties_up, mask, DTYPE, FORMAT)
         weight = tl.where(tl.load(row + 7) != 0, weight, master)
     vmax = v
     if AMSGRAD:
-        vmax = tl.load(vmax_at + own, mask=mask, other=0.0)
+        vmax = tl.load(vmax_at + state_at, mask=mask, other=0.0)
     gradient = _load_gradient(tl.load(row + 4), tl.load(row + 5), at, mask)
 
     weight, m, v, vmax = _adam(weight, m, v, vmax, gradient, scalars + segment * _LENGTH, AMSGRAD)
 
     if AMSGRAD:
-        tl.store(vmax_at + own, vmax, mask=mask)
+        tl.store(vmax_at + state_at, vmax, mask=mask)
     if DTYPE != "torch.float32":
-        _store_master(weight, master_at + own, mask, DTYPE, FORMAT)
+        _store_master(weight, master_at + state_at, mask, DTYPE, FORMAT)
     bits = at
     if FORMAT == "bf16" or FORMAT == "int8":
         words = row + 8
@@ -204,8 +204,8 @@ def update_chunk(
         m,
         _signed(v, weight, DTYPE, FORMAT),
         bits,
-        m_at + own,
-        v_at + own,
+        m_at + state_at,
+        v_at + state_at,
         m_scale,
         v_scale,
         mask,
@@ -324,14 +324,14 @@ def _decode_master(
     DTYPE: tl.constexpr,
     FORMAT: tl.constexpr,
 ) -> tl.tensor:
-    kept = tl.load(at, mask=mask, other=0)
+    state = tl.load(at, mask=mask, other=0)
     if DTYPE == "torch.float16" or FORMAT == "fp32":
-        master = kept
+        master = state
     elif FORMAT == "int8":
-        master = _float(_bits(weight) + (kept.to(tl.int32) << 8))
+        master = _float(_bits(weight) + (state.to(tl.int32) << 8))
     else:
-        down = (kept == -0x8000) & (~ties_up)
-        master = _float(_bits(weight) + kept.to(tl.int32) + (down.to(tl.int32) << 16))
+        down = (state == -0x8000) & (~ties_up)
+        master = _float(_bits(weight) + state.to(tl.int32) + (down.to(tl.int32) << 16))
     return master
 
 
@@ -381,7 +381,7 @@ def _decode_moments(
     DTYPE: tl.constexpr,
     FORMAT: tl.constexpr,
 ) -> tl.tuple:
-    """Return both moments, and where a tie of a split master was rounded up."""
+    """Return both moments, and a mask of the split masters whose tie was rounded up."""
     m = tl.load(m_at, mask=mask, other=0)
     v = tl.load(v_at, mask=mask, other=0)
     if FORMAT == "int8":
@@ -413,9 +413,9 @@ def _store_moments(
     group_mask: tl.tensor,
     FORMAT: tl.constexpr,
 ) -> None:
-    """Store moments; the sign of ``v`` is kept where the format has one."""
+    """Store moments; the sign of ``v`` is kept if the format has one."""
     if FORMAT == "int8":
-        # What lies behind a parameter's last element has no part in its group's scale.
+        # Padding after a parameter's last element must not change its group's scale.
         code, scale = _to_bytes(tl.where(mask, m, 0.0), _low_half(bits))
         tl.store(m_at, code, mask=mask)
         tl.store(m_scale_at, scale, mask=group_mask)

@@ -1,29 +1,37 @@
 """Feeds: each passes final gradients to the pipeline, for weights on one tier.
 
 [Note: Feeds] The tier of a weight decides how its gradient reaches the pipeline and how the new
-weight comes back. This is known to one feed for each tier alone:
+weight comes back. Only the feed of that tier knows how:
 
-host    the kernel reads the gradient and writes the weight where they are.
-device  gradients are copied to host memory by chunk, new weights are copied back (``DeviceFeed``).
+host    the kernel reads the gradient and writes the weight where they are (``HostFeed``).
+device  gradients are copied to host memory by chunk, new weights are copied back (``DeviceFeed``);
+        or states are copied to the device and updated there, chunk by chunk (``DeviceUpdater``).
 disk    the weight is pinned in memory while its chunk is updated (``DiskFeed``).
 
 A schedule begins a step, offers gradients as they become final, closes it, and waits. One count
 decides when a chunk is complete, also if its parameters are on several tiers ([Note: One count]).
+
+[Note: Device updates during backward] A chunk is sent as soon as all of its gradients are final.
+Hooks of gradients start work and wait for nothing; ``close`` does the rest. While shares are
+measured nothing starts before ``close``, so that backward does not distort the sides' times.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
-from tensorstow.io.device_link import COMPLETE, DeviceEvent
+from tensorstow.io.device_link import COMPLETE, CopyQueue, DeviceEvent
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import StepKind, UpdatePipeline, poisoning
+from tensorstow.step.both_sides import Side, run_to_end
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.share_tuner import ShareTuner, SideTiming
 
 
 class OverlapWith(Enum):
@@ -31,20 +39,24 @@ class OverlapWith(Enum):
 
     NOTHING = "it waits"
     FORWARD = "it computes the next forward; all gradients are known"
+    BOTH = "it computes the next forward and backward with the old weights"
     BACKWARD = "it computes the backward from which the gradients come"
 
 
-class GradientFeed:
+class GradientFeed(Side):
     """Takes final gradients of parameters on one tier to the pipeline, a step at a time.
 
-    Methods that do nothing here are for feeds that copy gradients or pin weights.
+    Methods that do nothing here are for feeds that copy gradients or states, or pin weights.
     """
+
+    updates_chunks: ClassVar[bool] = False
+    """Whether the feed updates chunks in the pipeline's place: then ``close`` ends the step."""
 
     def prepare(self, plan: StepPlan) -> None:
         """Change the rows of ``plan`` as the feed needs, before the pipeline begins by them."""
 
     def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
-        """Begin a step in which gradients follow; those that ``plan`` has are offered by it."""
+        """Begin a step; take the gradients that ``plan`` has. Others are offered later."""
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Take a final gradient: contiguous, in the order of the weight's memory."""
@@ -52,9 +64,6 @@ class GradientFeed:
 
     def send(self, chunk: int) -> None:
         """Pass on the feed's gradients of a complete chunk."""
-
-    def move_on(self) -> None:
-        """Start all work that can start without waiting."""
 
     def close(self, sent: Callable[[], None]) -> None:
         """Pass on the rest: no more gradients come. ``sent`` is called after the last."""
@@ -78,8 +87,24 @@ class GradientFeed:
         """Return the pinned memory that gradients pass through."""
         return 0
 
+    @property
+    def device_bytes(self) -> int:
+        """Return the device memory that states pass through."""
+        return 0
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements its chunks have, if they are one side's alone."""
+        return 0
+
+    def wait_computed(self) -> None:
+        """Return when the caller's stream has computed the gradients."""
+
+    def synchronize(self) -> None:
+        """Return when no copy and no update of the feed is under way."""
+
     def abort(self) -> None:
-        """Free what the step holds: it has failed, or its store is closed."""
+        """Free the memory of the step: it has failed, or its store is closed."""
         self.end()
 
 
@@ -99,112 +124,84 @@ class HostFeed(GradientFeed):
         return not self._pipeline.is_published(number)
 
 
-class StepPath(Protocol):
-    """Takes the steps of one optimizer: the interface that schedules use.
+class StepFeeds:
+    """All feeds of one optimizer as one interface, a step at a time.
 
-    A step is begun, gradients are offered as they become final, it is closed, and its weights are
-    waited for. Used by the stepping thread alone.
-    """
-
-    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
-        """Begin a step, with the gradients that ``plan`` has."""
-
-    def offer(
-        self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
-    ) -> None:
-        """Take a final gradient of an open step.
-
-        Args:
-            param: Whose gradient it is.
-            gradient: Contiguous, in the order of the weight's memory.
-            copied: The event after which its elements are in host memory; None: they are where
-                the gradient is.
-        """
-
-    def close(self) -> None:
-        """End an open step: no more gradients come."""
-
-    def wait(self, numbers: Collection[int] | None = None) -> None:
-        """Block until these parameters, or all, have new weights for the caller's stream."""
-
-    def wait_for_one(self, numbers: Sequence[int]) -> bool:
-        """Wait until one more gradient is used or copied; return False if there is none."""
-
-    def needs(self, param: ManagedParam) -> bool:
-        """Return whether the gradient of ``param`` may still be read."""
-
-    def join(self) -> None:
-        """Make the caller's stream wait for new weights that are copied to the device."""
-
-    def abort(self) -> None:
-        """Free what the step holds: it has failed, or its store is closed."""
-
-    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-        """Have the device update ``share`` of the elements; return the host's chunks, and its."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients pass through."""
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-
-    @property
-    def device_share(self) -> float:
-        """Return the share of the elements that the device updates."""
-
-
-class StepFeeds(StepPath):
-    """All feeds of one optimizer behind one interface, a step at a time.
-
-    Used by the stepping thread alone.
+    A schedule begins a step, offers gradients as they become final, closes it, and waits for its
+    weights. Used by the stepping thread alone.
     """
 
     def __init__(
         self,
         pipeline: UpdatePipeline,
         chunks: Sequence[Chunk],
-        feeds: Mapping[Tier, GradientFeed],
+        feeds: Mapping[Tier, Sequence[GradientFeed]],
+        share_tuner: ShareTuner,
     ) -> None:
-        """Feed ``pipeline`` by ``feeds``, in their order; one for each tier that has weights."""
+        """Feed ``pipeline`` by ``feeds``, in their order, of each tier that has weights.
+
+        Feeds of one tier have different chunks; ``share_tuner`` gets the times that they take.
+        """
         self._pipeline = pipeline
-        self._feeds = feeds
-        self._chunks = chunks
+        self._feeds_of = feeds
+        self._feeds = [feed for of_tier in feeds.values() for feed in of_tier]
+        self._has_updater = any(feed.updates_chunks for feed in self._feeds)
+        self._share_tuner = share_tuner
         self._gate = ChunkGate(chunks)
         self._is_open = self._commits = False
+        self._runs_to_end = False
+        """Whether ``close`` ends the step: a feed updates chunks."""
+        self._is_held = False
+        """Whether nothing is sent before ``close``."""
         self._unsent = 0
-        self._arriving: deque[tuple[ManagedParam, torch.Tensor, DeviceEvent]] = deque()
+        self._arriving: CopyQueue[tuple[ManagedParam, torch.Tensor]] = CopyQueue()
 
     def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
         """Begin a step, with the gradients that ``plan`` has.
 
-        It is over when this returns where nothing runs beside it and all weights are in host
-        memory. Otherwise more gradients may be offered, until ``close``.
+        If the caller waits and all weights are in host memory, the step is over when this returns.
+        Otherwise more gradients may be offered, until ``close``.
+
+        Args:
+            plan: The updates and their scalars.
+            overlap_with: What the caller does meanwhile.
+
+        Raises:
+            OptionError: The device updates, and ``overlap_with`` is FORWARD or BOTH.
         """
-        for feed in self._feeds.values():
+        if self._has_updater and overlap_with in {OverlapWith.FORWARD, OverlapWith.BOTH}:
+            message = (
+                "Updates on the device were requested during the next forward, which would have to"
+                ' wait for them by module. Use overlap="none", or update_on="host".'
+            )
+            raise OptionError(message)
+        for feed in self._feeds:
             feed.prepare(plan)
         rows = plan.rows
-        self._is_open = overlap_with is OverlapWith.BACKWARD or any(row.expected for row in rows)
+        is_early = overlap_with is OverlapWith.BACKWARD
+        self._is_open = is_early or any(row.expected for row in rows)
         self._commits = plan.commits
+        self._runs_to_end = self._has_updater and bool(plan.updates)
+        self._is_held = self._runs_to_end and not (is_early and self._share_tuner.is_final)
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
+        is_idle = overlap_with is OverlapWith.NOTHING and not crosses
         kind = StepKind(
             open=self._is_open,
             capture=plan.commits,
             resident_first=overlap_with is OverlapWith.FORWARD,
-            caller="waits" if crosses or overlap_with is OverlapWith.NOTHING else "computes",
+            caller="updates" if self._runs_to_end else "waits" if is_idle else "computes",
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:
             return
         with poisoning(self._pipeline):
             due = [u.param.number for u in plan.updates if rows[u.param.number].expected]
-            given = [n for n, row in enumerate(rows) if row.gradient is not None]
-            self._gate.begin(due, given)
-            for feed in self._feeds.values():
+            final = [n for n, row in enumerate(rows) if row.gradient is not None]
+            self._gate.begin(due, final)
+            for feed in self._feeds:
                 feed.begin(plan, self._gate)
             for update in plan.updates:
-                # Sent by ``close``, in the best order, and not before.
+                # Counted only: ``close`` sends them, in the best order.
                 if update.gradient is not None and rows[update.param.number].expected:
                     self._gate.arrive(update.param.number)
 
@@ -214,42 +211,65 @@ class StepFeeds(StepPath):
         """Take a final gradient of an open step; send the chunks that it completes.
 
         Args:
-            param: Whose gradient it is.
+            param: The gradient's parameter.
             gradient: Contiguous, in the order of the weight's memory.
-            copied: The event after which its elements are in host memory; None: they are.
+            copied: The event after which its elements are in host memory; None: they are on the
+                gradient's device.
+
+        Raises:
+            StowError: ``copied`` is an event, and the device updates.
         """
+        if copied is not None and self._has_updater:
+            message = "A gradient in host memory was offered to a step that updates on the device."
+            raise StowError(message)
         if copied is None and not self._arriving:
             self._offer_now(param, gradient)
             return
-        self._arriving.append((param, gradient, copied or COMPLETE))
-        while self._arriving and self._arriving[0][2].query():
-            self._offer_first()
+        self._arriving.add((param, gradient), copied or COMPLETE)
+        for arrived in self._arriving.pop_complete():
+            self._offer_now(*arrived)
 
     def close(self) -> None:
-        """Send the rest of an open step: no more gradients come."""
+        """Send the rest of an open step: no more gradients come.
+
+        If the device updates, return when all new states and weights are in their places.
+        """
         if not self._is_open:
             return
         self._is_open = False
-        with poisoning(self._pipeline):
-            while self._arriving:
-                self._offer_first()
-            self._unsent = len(self._feeds)
-            for feed in self._feeds.values():
-                feed.close(self._sent)
-            if self._commits:  # the thread that commits cannot move a feed on
-                for feed in self._feeds.values():
-                    feed.wait(None)
+        try:
+            with poisoning(self._pipeline):
+                while self._arriving:
+                    self._offer_now(*self._arriving.pop())
+                if self._runs_to_end:
+                    self._run_to_end()
+                else:
+                    self._close_feeds()
+                if self._commits or self._runs_to_end:  # the thread that commits moves no feed on
+                    for feed in self._feeds:
+                        feed.wait(None)
+        except BaseException:  # an interrupt too
+            # Wait: a resume writes to weights that may still be copied.
+            for feed in self._feeds if self._runs_to_end else ():
+                with suppress(RuntimeError):  # the device's error is raised below already
+                    feed.synchronize()
+            raise
+
+    def move_on(self) -> None:
+        """Start all work of a closed step that can start without waiting."""
+        for feed in self._feeds:
+            feed.move_on()
 
     def wait(self, numbers: Collection[int] | None = None) -> None:
         """Block until these parameters, or all, have new weights for the caller's stream.
 
         Raises the pipeline's error if the step failed.
         """
-        for feed in self._feeds.values():
+        for feed in self._feeds:
             feed.wait(numbers)
         if numbers is None:
             self._pipeline.wait_published()
-            for feed in self._feeds.values():
+            for feed in self._feeds:
                 feed.end()
         else:
             self._pipeline.wait_parameters(list(numbers))
@@ -261,7 +281,7 @@ class StepFeeds(StepPath):
             numbers: Parameters whose gradients are in host memory; the first that awaits no other
                 gradient is waited for.
         """
-        if Tier.DEVICE in self._feeds:  # its feed holds few gradients in host memory at once
+        if self._feeds_of.get(Tier.DEVICE):  # they hold few gradients in host memory at once
             return False
         for number in numbers:
             if self._gate.is_complete(number):
@@ -269,63 +289,72 @@ class StepFeeds(StepPath):
                 return True
         if not self._arriving:
             return False
-        self._offer_first()
+        self._offer_now(*self._arriving.pop())
         return True
 
     def needs(self, param: ManagedParam) -> bool:
         """Return whether the gradient of ``param`` may still be read."""
-        return self._feeds[param.tier].needs(param.number)
+        return any(feed.needs(param.number) for feed in self._feeds_of[param.tier])
 
     def join(self) -> None:
         """Make the caller's stream wait for new weights that are copied to the device."""
-        for feed in self._feeds.values():
+        for feed in self._feeds:
             feed.join()
 
     @property
     def staging_bytes(self) -> int:
         """Return the pinned memory that gradients pass through."""
-        return sum(feed.staging_bytes for feed in self._feeds.values())
+        return sum(feed.staging_bytes for feed in self._feeds)
 
     @property
     def device_bytes(self) -> int:
-        """Return 0: no states pass through a device."""
-        return 0
-
-    @property
-    def device_share(self) -> float:
-        """Return 0: the host updates all states."""
-        return 0.0
-
-    def divide(self, share: float) -> tuple[Sequence[Chunk], Sequence[Chunk]]:
-        """Return all chunks and none: the host updates all states."""
-        del share
-        return self._chunks, ()
+        """Return the device memory that states pass through."""
+        return sum(feed.device_bytes for feed in self._feeds)
 
     def abort(self) -> None:
         """Free what the step holds: it has failed, or its store is closed."""
         self._is_open = False
         self._arriving.clear()
-        for feed in self._feeds.values():
+        for feed in self._feeds:
             feed.abort()
 
     # --- inside ---
 
-    def _offer_first(self) -> None:
-        param, gradient, copied = self._arriving.popleft()
-        copied.synchronize()
-        self._offer_now(param, gradient)
-
     def _offer_now(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         complete = self._gate.arrive(param.number)
-        self._feeds[param.tier].offer(param, gradient)
+        is_of = {True: param.updates_on_device, False: param.updates_on_host}
+        for feed in self._feeds_of[param.tier]:
+            if is_of[feed.updates_chunks]:
+                feed.offer(param, gradient)
+        if self._is_held:
+            return
         for chunk in complete:
-            for feed in self._feeds.values():
+            for feed in self._feeds:
                 feed.send(chunk)
-        for feed in self._feeds.values():
-            feed.move_on()
+        self.move_on()
+
+    def _close_feeds(self) -> None:
+        self._unsent = len(self._feeds)
+        for feed in self._feeds:
+            feed.close(self._sent)
 
     def _sent(self) -> None:
         """Close the pipeline's step when every feed has sent all gradients."""
         self._unsent -= 1
         if self._unsent == 0:
             self._pipeline.close_step()
+
+    def _run_to_end(self) -> None:
+        """Take the rest of a step to its end, and note the time of each side."""
+        if self._share_tuner.counts:  # else the time of backward on the device would count too
+            for feed in self._feeds:
+                feed.wait_computed()
+        seconds = run_to_end(self._feeds, self._pipeline.caller_chunks, self._close_feeds)
+        self._pipeline.caller_chunks.end()
+        host, device = (self._timing(seconds, on_device=side) for side in (False, True))
+        self._share_tuner.note(host, device, commits=self._commits)
+
+    def _timing(self, seconds: Mapping[Side, float], *, on_device: bool) -> SideTiming:
+        """Return the elements of one side, and the time until its last one was updated."""
+        side = [feed for feed in self._feeds if feed.updates_chunks == on_device]
+        return SideTiming(sum(f.elements for f in side), max(seconds[f] for f in side))

@@ -20,7 +20,7 @@ class GradientHooks:
         weakref.finalize(self, _remove, self._handles)
 
     def add(self, parameter: torch.Tensor) -> None:
-        """Register a hook on ``parameter``; if it is frozen, when ``update`` finds it unfrozen."""
+        """Register a hook on ``parameter``; if it is frozen, ``update`` does so once it is not."""
         self._frozen.append(parameter)
         self.update()
 

@@ -26,7 +26,7 @@ class HostWeight:
 
     parameter: torch.Tensor
     host: torch.Tensor
-    """In the parameter's dtype, and in the order of its memory."""
+    """The elements, in the parameter's dtype and in the order of its memory."""
     owner: torch.Tensor
     """The user's parameter: ``parameter`` itself, or the DTensor whose shard it is."""
     stamp: Stamp | None = None
@@ -34,7 +34,7 @@ class HostWeight:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether others wrote the parameter since."""
+        """Return whether others wrote the parameter since ``remember``."""
         return self.stamp != stamp_of(self.parameter, self.owner)
 
     def remember(self) -> None:

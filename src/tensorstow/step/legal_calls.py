@@ -1,6 +1,6 @@
 """Which methods may be called in which state of a step: one table for all schedules.
 
-[Note: Legal calls] Beside backward a step begins with the first gradient that is final and ends
+[Note: Legal calls] With overlap="backward" a step begins with its first final gradient and ends
 with ``step()``; in between, some weights are new and some are old. The other schedules have no such
 phases: everything that they start can be waited for, so they are always between steps. In every
 phase an optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError). The
@@ -18,10 +18,10 @@ class Phase(Enum):
     """Where an optimizer is in its step."""
 
     BETWEEN = "between steps"
-    USED = "the gradients that stand in .grad are those of the last step"
+    USED = "the gradients in .grad are those of the last step"
     RUNNING = "backward is running"
     OPEN = "backward has ended, and step() was not called"
-    BROKEN = "the step that has begun can never be whole"
+    BROKEN = "the open step can never be completed"
 
 
 class PublicCall(Enum):
@@ -54,7 +54,7 @@ _WAYS: dict[Phase, str] = {
         " accumulation_steps=, or all but the last under `with optimizer.accumulate():`. To give"
         f" the step up instead: {ABORT_ADVICE}."
     ),
-    Phase.BROKEN: f"Half of a step can be neither ended nor taken back: {ABORT_ADVICE}.",
+    Phase.BROKEN: f"Half a step can be neither completed nor undone: {ABORT_ADVICE}.",
 }
 
 
@@ -66,7 +66,7 @@ class _HasPhase(Protocol):
 
 
 def require(call: PublicCall, schedule: _HasPhase) -> None:
-    """Raise OptionError, with what to do, where ``call`` is not legal now."""
+    """Raise OptionError, with advice, if ``call`` is not legal now."""
     phase = schedule.phase
     if call not in LEGAL[phase]:
         refuse(call, phase, schedule.why_broken or phase.value)

@@ -1,4 +1,4 @@
-"""One parameter of an optimizer: its states' number and format, and its part in a step."""
+"""One parameter of an optimizer: its states' number and format, and its update in a step."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -36,34 +36,34 @@ class ManagedParam:
     host: torch.Tensor | None = None
     """A copy that the step updates in place of the weight, with ``nan_until_published``."""
     begun: bool = False
-    """It has states that are not zero."""
+    """Whether it has states that are not zero."""
     written: Stamp | None = None
     """Version counter and address after our last update; a difference means a write by others."""
     host_weight: HostWeight | None = None
-    """Its weight in host memory, where the parameter is on an accelerator."""
+    """Its weight in host memory, if the parameter is on an accelerator."""
     pager: Pager | None = None
-    """The buffer that its weight is in, where it is on disk."""
+    """The buffer that holds its weight, if that is on disk."""
     order: Order | None = None
-    """Of its dimensions in memory, where not their own ([Note: Memory formats])."""
+    """The order of its dimensions in memory; None: row-major ([Note: Memory formats])."""
     updates_on_device: bool = False
-    """The device updates elements of it."""
+    """Whether the device updates elements of it."""
     updates_on_host: bool = True
-    """The host updates elements of it."""
+    """Whether the host updates elements of it."""
     tier: Tier = Tier.HOST
     """The tier of its weight, which decides by which feed its gradient goes ([Note: Feeds])."""
 
     @property
     def parameter(self) -> torch.Tensor:
-        """Return the shard as one run of elements in memory; itself for most.
+        """Return the shard as one run of elements in memory; most are one already.
 
-        Raises OptionError where its data was exchanged for one of other dimensions.
+        Raises OptionError if its data was replaced by data of other dimensions.
         """
         if self.order is None:
             return self.shard
         if self.shard.dim() != len(self.order):
             message = (
                 f"A parameter has {self.shard.dim()} dimensions and had {len(self.order)} when the"
-                " optimizer was made: its data was exchanged. Make a new optimizer."
+                " optimizer was made: its data was replaced. Make a new optimizer."
             )
             raise OptionError(message)
         return self.shard.detach().permute(self.order)
@@ -121,8 +121,8 @@ class ManagedParam:
     def needs_host_weight(self) -> bool:
         """Return whether a step that commits nothing reads the whole of a stale host weight.
 
-        True for 16-bit weights, which masters must match. The host's elements of an fp32 weight are
-        as its last update left them, unless the user has written the parameter.
+        True for 16-bit weights, which masters must match. The host's elements of an fp32 weight
+        have not changed since its last update, unless the user has written the parameter.
         """
         if self.family.dtype != torch.float32 or not self.updates_on_device:
             return True
@@ -136,13 +136,13 @@ class ParamUpdate:
     group: dict[str, Any]
     param: ManagedParam
     gradient: torch.Tensor | None
-    """Contiguous; None where it is still to come."""
+    """Contiguous; None if it is still to come."""
     scale: float = 1.0
-    """By which the update divides it ([Note: Unscaling])."""
+    """The number by which the update divides ``gradient`` ([Note: Unscaling])."""
 
 
 NO_SCALARS = np.zeros((0, 9), dtype=np.float32)
-"""Of a step that updates nothing by itself."""
+"""The scalars of a step that updates no parameter."""
 
 
 @dataclass(slots=True)
@@ -155,6 +155,8 @@ class StepPlan:
     rows: list[StepRow]
     scalars: npt.NDArray[np.float32]
     commits: bool = False
+    uploads: bool = True
+    """New weights go to their parameters on an accelerator; False: they stay in host memory."""
 
 
 def in_order_of(param: ManagedParam, state: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The squared 2-norms of gradients, wherever they are."""
+"""The squared 2-norms of gradients, on any device."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,9 +9,9 @@ from tensorstow.io.device_link import DeviceEvent
 
 
 class KeptNorms:
-    """The squared norms of gradients that are used before the norm of all is asked for.
+    """The squared norms of gradients that are used before the total norm is requested.
 
-    A gradient that is still being copied is held until it is there; nothing waits for it.
+    A gradient that is still being copied is held until the copy is complete; nothing waits for it.
     """
 
     def __init__(self, isa: str | None) -> None:
@@ -23,17 +23,17 @@ class KeptNorms:
         self._coming: list[tuple[int, torch.Tensor, DeviceEvent]] = []
 
     def take(self, number: int, gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
-        """Keep the norm of a parameter's gradient, which is complete behind ``copied``."""
+        """Keep the norm of a parameter's gradient, which is complete after ``copied``."""
         if copied is not None:
             self._coming.append((number, gradient, copied))
         else:
             self._compute(number, gradient)
         coming, self._coming = self._coming, []
-        for each in coming:
-            if each[2].query():
-                self._compute(each[0], each[1])
+        for entry in coming:
+            if entry[2].query():
+                self._compute(entry[0], entry[1])
             else:
-                self._coming.append(each)
+                self._coming.append(entry)
 
     def all(self) -> Mapping[int, float]:
         """Return the squared norms by the parameters' numbers."""
@@ -47,7 +47,7 @@ class KeptNorms:
         return self._squares
 
     def clear(self) -> None:
-        """Forget them: a new step begins."""
+        """Drop all norms: a new step begins."""
         self._squares, self._away, self._coming = {}, {}, []
 
     def _compute(self, number: int, gradient: torch.Tensor) -> None:
@@ -69,12 +69,12 @@ def squared_norms(gradients: Sequence[torch.Tensor | None], isa: str | None) -> 
         else:
             away.setdefault(gradient.device, []).append(index)
     for indices in away.values():
-        each = [
+        device_norms = [
             torch.linalg.vector_norm(g, dtype=torch.float64)
             for i in indices
             if (g := gradients[i]) is not None
         ]
-        for index, norm in zip(indices, torch.stack(each).tolist(), strict=True):
+        for index, norm in zip(indices, torch.stack(device_norms).tolist(), strict=True):
             norms[index] = norm * norm
     return norms
 

@@ -32,27 +32,27 @@ class OptimizerLinks:
         self,
         parameters: Sequence[torch.Tensor],
         served: Iterable[ManagedParam],
-        where: UpdateOn | None,
+        update_on: UpdateOn | None,
     ) -> bool:
-        """Return whether ``parameters`` has any on an accelerator, to which links go from now on.
+        """Open links to the accelerator of ``parameters``; return whether any are on one.
 
-        ``served``: those on an accelerator that have states; ``where``: what updates run on. Raises
-        OptionError where they are on several accelerators, or on the host and updates are not.
+        ``served``: parameters on an accelerator that have states. Raises OptionError if parameters
+        are on several accelerators, or on the host while ``update_on`` needs an accelerator.
         """
         remote = [p for p in parameters if device_link.is_remote(p)]
         devices = {p.device for p in (*(param.parameter for param in served), *remote)}
         if len(devices) > 1:
             names = " and ".join(sorted(map(str, devices)))
             message = (
-                f"Parameters on {names} were given to one optimizer, whose link goes to one"
+                f"One optimizer got parameters on {names}, and its link goes to one"
                 " accelerator. Make an optimizer for the parameters of each."
             )
             raise OptionError(message)
-        if reaches_device(where) and len(remote) < len(parameters):
+        if reaches_device(update_on) and len(remote) < len(parameters):
             message = (
                 f"{len(parameters) - len(remote)} of {len(parameters)} parameters are in host"
-                f" memory, and {keyword_of(where)} was requested, which updates on the accelerator"
-                ' that has them. Move the model there first, or use update_on="host".'
+                f" memory, and {keyword_of(update_on)} was requested, which updates parameters on"
+                ' an accelerator. Move the model to it first, or use update_on="host".'
             )
             raise OptionError(message)
         if remote and not self._is_open:
@@ -63,7 +63,7 @@ class OptimizerLinks:
     def pin(self, nbytes: int) -> PinnedBlock:
         """Return memory that the accelerator copies from and to, for states."""
         if not self._is_open:
-            message = "Memory for states was requested before the accelerator was known."
+            message = "Pinned memory for states was requested before a link was open."
             raise StowError(message)
         block = PinnedBlock(nbytes, self.weights.device, self.weights.synchronize)
         self.blocks.add(block)
@@ -75,5 +75,5 @@ class OptimizerLinks:
         return sum(block.pinned_bytes for block in self.blocks)
 
     def fetch(self, params: Iterable[ManagedParam]) -> None:
-        """Fetch those weights of ``params`` that others wrote on the accelerator."""
+        """Copy to the host those weights of ``params`` that others wrote on the accelerator."""
         refresh((m.on_host for m in params if m.tier is Tier.DEVICE), self.weights)

@@ -1,4 +1,4 @@
-"""``ParamTable``: every parameter that has states, by number, and where their states are."""
+"""``ParamTable``: every parameter that has states, by number, and the store of their states."""
 
 import logging
 import weakref
@@ -9,7 +9,7 @@ import torch
 
 from tensorstow.base.errors import PoisonedError
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import UpdateOn, reaches_device
+from tensorstow.base.update_on import UpdateOn, reaches_device, refuse_delayed
 from tensorstow.states.chunk_transfers import ChunkStorage
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
@@ -24,7 +24,7 @@ from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.update_router import UpdateRouter
 from tensorstow.step.validation import refuse_disk, refuse_sharded_since
-from tensorstow.tensors.dtensor import order_of, pager_of, shard_of
+from tensorstow.tensors.dtensor import layout_of, order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 logger = logging.getLogger("tensorstow")
@@ -40,8 +40,8 @@ class ParamTable:
         any states move.
         """
         self.offload_policy = offload_policy
-        # By id: hashing a tensor is a call into Python, a hundred times a step. Members hold the
-        # parameters, so no id is used twice.
+        # Keyed by id: hashing a tensor calls into Python, a hundred times a step. The values hold
+        # the parameters, so no id is used twice.
         self._by_id: dict[int, ManagedParam] = {}
         self._numbered: list[ManagedParam] = []
         self._hooks = GradientHooks(on_gradient)
@@ -60,7 +60,7 @@ class ParamTable:
         self.update_router = UpdateRouter(offload_policy, self.store, self.links)
 
     def _new_store(self, storage: ChunkStorage | None) -> StateStore:
-        # Weakly: the store must go when its optimizer does, not when a cycle is found.
+        # Weakly: the store must go with its optimizer, not when the garbage collector runs.
         weight_of = weakref.WeakMethod(self.weight)
 
         def weight(number: int) -> torch.Tensor:
@@ -76,24 +76,24 @@ class ParamTable:
             offload_policy.policy,
             weight,
             storage,
-            offload_policy.overlap,
+            offload_policy.timing,
             self.links.pin if reaches_device(offload_policy.update_on) else None,
         )
 
     def weight(self, number: int) -> torch.Tensor:
         """Return a parameter's weight in host memory; a stale host weight is refreshed first.
 
-        A copy where it is on disk.
+        Returns a copy if the weight is on disk.
         """
         param = self._numbered[number]
         self.links.fetch([param])
-        with param.held():  # which ends here, so of a weight on disk a copy is returned
+        with param.held():  # the pin ends on return, so a weight on disk is copied
             return param.weight.clone() if param.tier is Tier.DISK else param.weight
 
     def traffic(self) -> Traffic:
         """Return the bytes of states moved so far, and over the link to an accelerator."""
         moved = self.store.pipeline.counters.traffic()
-        link, share = self.links.weights, self.update_router.step_path.device_share
+        link, share = self.links.weights, self.update_router.device_share
         return replace(
             moved, bytes_down=link.bytes_down, bytes_up=link.bytes_up, device_share=share
         )
@@ -140,26 +140,28 @@ class ParamTable:
         """
         new = [p for p in parameters if id(p) not in self._by_id]
         if any(pager_of(p) is not None for p in new):
-            refuse_disk(self.offload_policy.overlap)
+            refuse_disk(self.offload_policy.timing)
+        if any(layout_of(p) is not None for p in new):
+            refuse_delayed(self.offload_policy.overlap, "with sharded parameters")
         self._hooks.update()
         if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
             refuse_sharded_since(new, self.offload_policy)
-            self.renew()  # every parameter was exchanged for another, as accelerate does
+            self.renew()  # every parameter was replaced by another, as accelerate does
         if not new and self._by_id:
             self.update_router.connect(self._numbered)
             return
         shards = [shard_of(p) for p in new]
         offload_policy = self.offload_policy
         families = [offload_policy.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
-        # What goes over a link goes by chunk, and what is updated beside forward or backward begins
-        # when all of a chunk is there, so chunks in RAM are as small there as others.
+        # Copies over a link go by chunk, and updates during forward or backward start when a chunk
+        # is complete. In both cases chunks in RAM are as small as others.
         is_linked = self.links.open(
             shards, self.update_router.on_device(), offload_policy.update_on
         )
-        is_fine = is_linked or offload_policy.overlap != "none"
+        is_fine = is_linked or offload_policy.timing.is_overlapped
         capacity = offload_policy.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
         sizes = [s.numel() for s in shards]
-        # What shares a chunk is in memory at once, so those whose weights come and go apart do not.
+        # All weights of a chunk are in memory at once, so each pager has chunks of its own.
         chunk_groups = [id(pager_of(p)) for p in new]
         numbers = self.store.extend(sizes, families, capacity, chunk_groups)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
@@ -191,7 +193,7 @@ class ParamTable:
             self._add(parameter, number, family)
         self.update_router.connect(self._numbered)
         for param in self.update_router.on_device():
-            param.on_host.remember()  # the weights are put into it next
+            param.on_host.remember()  # the caller writes the weights to it next
 
     def _add(
         self,
@@ -208,7 +210,7 @@ class ParamTable:
         param.order = order_of(shard)
         self._by_id[id(parameter)] = param
         self._numbered.append(param)
-        if self.offload_policy.moving or self.offload_policy.overlap == "backward":
+        if self.offload_policy.moving or self.offload_policy.timing.in_backward:
             self._hooks.add(parameter)
 
     # --- the store ---

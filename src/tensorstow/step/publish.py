@@ -12,8 +12,8 @@ def write_to_copies(plan: StepPlan) -> None:
     for update in plan.updates:
         param = update.param
         if param.host_weight is not None:
-            if not param.updates_on_device:  # where the weight is written in its own memory
-                param.host = param.host_weight.host  # which is a copy already
+            if not param.updates_on_device:  # the device would write the weight in place
+                param.host = param.host_weight.host  # this is a copy already
             continue
         param.host = param.parameter.detach().clone()
         row = plan.rows[param.number]

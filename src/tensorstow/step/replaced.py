@@ -1,19 +1,26 @@
-"""Detects weights whose memory was replaced, written or freed during their update.
+"""Detects weights and gradients that were replaced, or that were written or freed during an update.
 
-[Note: Replaced] The pipeline writes to the memory that a step was given, and keeps it alive until
-the update is done. Reads through the parameter wait ([Note: Unpublished]), but not writes through
-tensors that were taken before ``step()`` and share its memory, or through the shard of a DTensor.
-Such values may be lost or old, so they are an error when the update is over. Memory that was freed
+[Note: Replaced] The pipeline writes to the memory that weights have when a step begins. It keeps
+that alive until the update is done. Reads of a parameter wait ([Note: Unpublished]), but not writes
+to tensors that share its memory since before ``step()``, or through the shard of a DTensor. Such
+values may be lost or old, so they are an error when the update is over. Memory that was freed
 in place cannot be kept alive: this is reported only.
+
+[Note: Other parameters] A module may get another parameter in the place of one that the optimizer
+has: by ``load_state_dict(assign=True)``, ``fully_shard``, or an assignment. The new one would never
+be trained, and a commit would keep the old one. The old one gets no gradient any more, so a step
+that has as many gradients as the last one does not look. FSDP2 puts whole parameters, which are no
+DTensors, in the place of its own while a unit is unsharded.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.step.managed_param import ManagedParam
-from tensorstow.tensors.dtensor import shard_of
+from tensorstow.step.managed_param import ManagedParam, ParamUpdate
+from tensorstow.tensors.dtensor import layout_of, shard_of
 
 _WAY_OUT = (
     ' Call optimizer.wait() first, or use overlap="none"; resume() goes back to the last commit of'
@@ -21,14 +28,68 @@ _WAY_OUT = (
 )
 
 
+class ModuleParameters:
+    """The parameters of an optimizer that ``module=`` has, by name ([Note: Other parameters])."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        """Begin with no parameters of ``module``; None: nothing is checked."""
+        self._module = module
+        self._known: dict[int, torch.Tensor] = {}
+        """All parameters that were added, by id."""
+        self._names: dict[str, torch.Tensor] = {}
+        """Those that the module has, by each of their names."""
+        self._gradients = -1
+        """The number of gradients in the last step; -1: the next step looks in any case."""
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Check ``parameters`` too from now on, if the module has them."""
+        new = {id(p): p for p in parameters if id(p) not in self._known}
+        if new:
+            self._known.update(new)
+            self._names.update({n: p for n, p in self._current().items() if id(p) in new})
+            self._gradients = -1
+
+    def check_step(self, gradients: int) -> None:
+        """Check before a step of so many gradients, unless the last one had as many, and some."""
+        if gradients == 0 or gradients != self._gradients:
+            self.check()
+            self._gradients = gradients
+
+    def check(self) -> None:
+        """Raise OptionError if the module has another parameter in the place of one."""
+        current = self._current()
+        ids = {id(p) for p in current.values()}
+        for name, parameter in self._names.items():
+            other = current.get(name)
+            if other is parameter:
+                continue
+            if layout_of(parameter) is None:
+                is_replaced = other is not None or id(parameter) not in ids
+            else:
+                is_replaced = other is not None and layout_of(other) is not None
+            if is_replaced:
+                message = (
+                    f"{name} of module= ({type(self._module).__name__}) is not the parameter that"
+                    " the optimizer has: it was replaced or removed after you created the"
+                    " optimizer, as load_state_dict(assign=True), fully_shard and an assignment"
+                    " do. Steps would not train it. Create the optimizer after that."
+                )
+                raise OptionError(message)
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        if self._module is None:
+            return {}
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
     """The memory of one weight that a step writes to."""
 
     memory: torch.Tensor
-    """Shares the parameter's memory, and keeps it where the parameter gets another."""
+    """Shares the parameter's memory, and keeps it if the parameter gets another."""
     nbytes: int
-    """Of the storage."""
+    """Bytes of the storage."""
 
     @classmethod
     def of(cls, param: ManagedParam) -> "WeightMemory":
@@ -37,13 +98,49 @@ class WeightMemory:
         return cls(memory, memory.untyped_storage().nbytes())
 
     def check(self, param: ManagedParam) -> None:
-        """Raise OptionError where the weight, whose update is over, was replaced meanwhile."""
+        """Raise OptionError if the weight was replaced during its update, which is over."""
         if self.memory.untyped_storage().nbytes() < self.nbytes:
-            raise _refusal(param, "was freed in place (by resize_ of its storage)")
+            raise refusal(param, "was freed in place (by resize_ of its storage)")
         if _now(param).data_ptr() != self.memory.data_ptr():
-            raise _refusal(param, "was given other memory")
+            raise refusal(param, "was replaced by other memory")
         if param.written_by_others:
-            raise _refusal(param, "was written")
+            raise refusal(param, "was written")
+
+
+@dataclass(eq=False, slots=True)
+class UpdateUnderWay:
+    """An update that runs on after ``step()``, and what must not change until it is over."""
+
+    update: ParamUpdate
+    version: int = field(init=False)
+    """The version of the gradient when the update began."""
+    memory: WeightMemory = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Record the gradient and the weight as they are now."""
+        self.version = self._version()
+        self.memory = WeightMemory.of(self.update.param)
+
+    def check(self) -> None:
+        """Raise OptionError if the gradient or the weight was changed during the update."""
+        if self._version() != self.version:
+            message = (
+                "A gradient was changed in place after step(), while its update was still reading"
+                " it, for example by a backward that added to it or by model.zero_grad("
+                "set_to_none=False). Call optimizer.zero_grad() after step(), or optimizer.wait()"
+                " before the change."
+            )
+            raise OptionError(message)
+        self.memory.check(self.update.param)
+
+    def release_gradient(self) -> None:
+        """Stop holding the gradient, which was read; ``check`` still reports earlier changes."""
+        if self._version() == self.version:
+            self.update, self.version = replace(self.update, gradient=None), 0
+
+    def _version(self) -> int:
+        gradient = self.update.gradient
+        return 0 if gradient is None else gradient._version  # noqa: SLF001
 
 
 def _now(param: ManagedParam) -> torch.Tensor:
@@ -53,10 +150,11 @@ def _now(param: ManagedParam) -> torch.Tensor:
         return shard_of(param.owner)
 
 
-def _refusal(param: ManagedParam, what: str) -> OptionError:
+def refusal(param: ManagedParam, change: str) -> OptionError:
+    """Return the error for a weight that was changed during its update."""
     message = (
-        f"A weight of shape {tuple(param.owner.shape)} {what} between step() and the wait for"
-        ' its update, which with overlap="forward" was under way: the parameter may hold values'
-        f" from before the update.{_WAY_OUT}"
+        f"A weight of shape {tuple(param.owner.shape)} {change} between step() and the wait for"
+        " its update, which this overlap= lets run on: the parameter may hold values from before"
+        f" the update.{_WAY_OUT}"
     )
     return OptionError(message)

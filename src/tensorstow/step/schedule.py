@@ -1,22 +1,25 @@
 """The interface of schedules, and the plain one: updates inside ``step()``.
 
-[Note: Schedules] All three take the same steps by the same path ([Note: Feeds]), so they differ in
-when a weight is published and in nothing else.
+[Note: Schedules] All of them take the same steps by the same path ([Note: Feeds]). They differ only
+in when a weight is published. The first three publish it before it is read.
 
 none      ``step()`` returns when every weight is new (``Synchronous``).
 forward   ``step()`` returns at once; a read of a weight waits for it (``ForwardOverlap``, and
           [Note: Unpublished]).
 backward  a step is open while backward runs; each gradient is offered when it is final, and
           ``step()`` closes it and waits for the rest (``BackwardOverlap``).
+delayed   ``step()`` returns at once; the next forward and backward read the old weights, and the
+          next ``step()`` publishes the new ones (``DelayedOverlap``).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.legal_calls import Phase
 from tensorstow.step.managed_param import ManagedParam, StepPlan
@@ -30,15 +33,17 @@ class Schedule:
     """Decides when the updates of one optimizer run. Most begin a step in ``step()``."""
 
     begins_early: ClassVar[bool] = False
-    """A step begins with its first final gradient: ``begin`` and ``on_gradient`` are called."""
+    """Whether a step begins with its first final gradient, by ``begin`` and ``on_gradient``."""
 
     def __init__(self, params: ParamTable) -> None:
         """Schedule the updates of ``params``."""
         self._params = params
         self.norms: KeptNorms | None = None
-        """Norms of gradients that are used before ``step()``; None: nobody asks for them."""
+        """Norms of gradients that are used before ``step()``; None: they are not needed."""
+        self.beside_backward: Callable[[], None] | None = None
+        """Called with each gradient that autograd has accumulated, if none begins the step."""
 
-    # --- where it is ---
+    # --- state of a step ---
 
     @property
     def phase(self) -> Phase:
@@ -60,10 +65,9 @@ class Schedule:
         """Gradients that were taken out of ``.grad`` and may still be read."""
         return ()
 
-    @property
-    def most_held_bytes(self) -> int:
-        """Return the bytes of ``held`` at their most."""
-        return 0
+    def counted_in(self, memory: StateMemory) -> StateMemory:
+        """Return ``memory`` with what the schedule holds: gradients at their peak, and weights."""
+        return memory
 
     # --- a step ---
 
@@ -73,7 +77,7 @@ class Schedule:
         return False
 
     def is_given_up(self) -> bool:
-        """Return whether the backward that calls this hook is one whose step was given up."""
+        """Return whether the step of the backward that calls this hook was aborted."""
         return False
 
     def break_off(self) -> None:
@@ -116,19 +120,22 @@ class Schedule:
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Stop tracking gradients that are about to be dropped, or set ``to_zero``."""
+        del parameters
+        if to_zero:
+            self.wait()  # updates may still read them
 
     def check_clipping(self) -> None:
-        """Raise OptionError where gradients are used before their norm is known."""
+        """Raise OptionError if gradients are used before their norm is known."""
 
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:
-        """Raise OptionError where gradients are used before they could be scaled or skipped."""
+        """Raise OptionError if gradients would have to be scaled or skipped after their use."""
 
     def check_unchanged(self) -> None:
-        """Raise OptionError where the step that is open cannot be ended as it was begun."""
+        """Raise OptionError if hyper-parameters or gradients changed since the step began."""
 
 
 def _only_early(schedule: Schedule) -> OptionError:
-    return OptionError(f"{type(schedule).__name__} was given a gradient before step().")
+    return OptionError(f"{type(schedule).__name__} got a gradient before step().")
 
 
 class Synchronous(Schedule):

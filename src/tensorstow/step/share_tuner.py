@@ -3,18 +3,18 @@
 [Note: Shares] The bits are the same wherever a chunk is updated, so the first steps of a run
 may try any share.
 
-auto    each side alone for a step that does not count, then each for one that does; the faster one
+auto    each side alone for one warm-up step, then each for one that is measured; the faster one
         from then on.
-hybrid  half of the states on each side for a step that does not count, and for one that does; then
-        by the rates measured there, and by those that this step shows from then on. A side's rate
-        is its elements over the time from the step's begin to its last one, while the other works.
+hybrid  half of the states on each side for one warm-up step and one that is measured. Its rates set
+        the share of a second measured step, whose rates set the share from then on. A side's rate
+        is its elements over the time until its last one is updated, while the other side works too.
 
 Each chunk stays on its side as long as the share is the same. Steps that commit are not compared
 with steps that do not.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tensorstow.base.update_on import UpdateOn
@@ -33,22 +33,19 @@ class SideTiming:
 
 
 class ShareTuner:
-    """Measures steps and chooses the share of the states that the device updates."""
+    """The share of the states that the device updates: fixed, or measured by a subclass."""
 
-    def __init__(self, update_on: UpdateOn | None) -> None:
-        """Begin with the share that ``update_on`` gives, or with the first one to be measured."""
-        self._update_on = update_on
+    def __init__(self, shares: Sequence[float], trial: Sequence[bool] = ()) -> None:
+        """Begin with the first share, and go on to the next one after each step of the trial.
+
+        ``trial``: for each of its steps, whether it is measured.
+        """
+        self.share = shares[0]
+        """Share of the elements that the device updates in the next step."""
         self._committed = False
         self._took: list[tuple[SideTiming, SideTiming]] = []
-        self._trial: list[bool] = []
-        """For each step that is still to be tried: whether it is measured."""
-        self._shares: Iterator[float] = iter(())
-        if update_on == "auto":
-            self._trial, self._shares = [False, False, True, True], iter((1.0, 0.0, 1.0))
-        elif update_on == "hybrid":
-            self._trial, self._shares = [False, True, True], iter((_EVEN,))
-        self.share = _first(update_on)
-        """Of the next step."""
+        self._trial = list(trial)
+        self._shares = iter(shares[1:])
 
     @property
     def counts(self) -> bool:
@@ -61,9 +58,14 @@ class ShareTuner:
         return not self._trial
 
     @property
-    def chosen(self) -> float | None:
-        """Return the share that "auto" has chosen: the other side is no longer needed."""
-        return self.share if self._update_on == "auto" and self.is_final else None
+    def needs_host(self) -> bool:
+        """Return whether the host may update states in a later step."""
+        return not self.is_final or self.share < 1.0
+
+    @property
+    def needs_device(self) -> bool:
+        """Return whether the device may update states in a later step."""
+        return not self.is_final or self.share > 0.0
 
     def note(self, host: SideTiming, device: SideTiming, *, commits: bool) -> None:
         """Record a step's timings; the share of the next step may change."""
@@ -74,26 +76,41 @@ class ShareTuner:
             self._took.append((host, device))
         if self._trial and (share := next(self._shares, None)) is not None:
             self.share = share
-        elif self._update_on == "hybrid":
-            self._divide(host, device)
-        elif not self._trial:
-            self._choose()
+        else:
+            self._decide(host, device)
 
-    def _divide(self, host: SideTiming, device: SideTiming) -> None:
+    def _decide(self, host: SideTiming, device: SideTiming) -> None:
+        """Set the share by the timings of the last step, or of all that were measured."""
+
+
+class _Hybrid(ShareTuner):
+    """``update_on="hybrid"``."""
+
+    def __init__(self) -> None:
+        super().__init__((_EVEN, _EVEN), [False, True, True])
+
+    def _decide(self, host: SideTiming, device: SideTiming) -> None:
         """Set the share with which both sides, at their measured rates, end together."""
         if host.elements and device.elements and min(host.seconds, device.seconds) > 0:
-            there = device.elements / device.seconds
-            here = host.elements / host.seconds
-            self.share = there / (there + here)
+            device_rate = device.elements / device.seconds
+            host_rate = host.elements / host.seconds
+            self.share = device_rate / (device_rate + host_rate)
             logger.info(
                 'update_on="hybrid": the device updates %.0f million elements/s beside the host\'s'
                 " %.0f: its share is %.3f",
-                there / 1e6,
-                here / 1e6,
+                device_rate / 1e6,
+                host_rate / 1e6,
                 self.share,
             )
 
-    def _choose(self) -> None:
+
+class _Auto(ShareTuner):
+    """``update_on="auto"``."""
+
+    def __init__(self) -> None:
+        super().__init__((0.0, 1.0, 0.0, 1.0), [False, False, True, True])
+
+    def _decide(self, host: SideTiming, device: SideTiming) -> None:
         """Choose the faster side."""
         (host, _), (_, device) = self._took
         self.share = 1.0 if device.seconds < host.seconds else 0.0
@@ -106,10 +123,12 @@ class ShareTuner:
         )
 
 
-def _first(update_on: UpdateOn | None) -> float:
+def share_tuner_of(update_on: UpdateOn | None) -> ShareTuner:
+    """Return what chooses the device's share under ``update_on``."""
     if isinstance(update_on, float):
-        return update_on
-    return {"device": 1.0, "hybrid": _EVEN}.get(update_on or "host", 0.0)
+        return ShareTuner((update_on,))
+    measured = {"hybrid": _Hybrid, "auto": _Auto}.get(update_on or "host")
+    return ShareTuner((float(update_on == "device"),)) if measured is None else measured()
 
 
 def chunks_of_device(chunks: Iterable[Chunk], share: float) -> list[Chunk]:
@@ -118,16 +137,16 @@ def chunks_of_device(chunks: Iterable[Chunk], share: float) -> list[Chunk]:
     So chunks that are read in order bring work for both sides, and a chunk stays on its side when
     more chunks are appended.
     """
-    found: list[Chunk] = []
+    device_chunks: list[Chunk] = []
     owed = 0.0
     for chunk in chunks:
         owed += share * chunk.plan.elements
         if owed >= chunk.plan.elements / 2:
-            found.append(chunk)
+            device_chunks.append(chunk)
             owed -= chunk.plan.elements
-    return found
+    return device_chunks
 
 
-def elements_of(chunks: Sequence[Chunk]) -> int:
+def elements_of(chunks: Iterable[Chunk]) -> int:
     """Return how many elements chunks have, padding included."""
     return sum(chunk.plan.elements for chunk in chunks)

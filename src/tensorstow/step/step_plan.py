@@ -23,7 +23,7 @@ def record_step(
 ) -> None:
     """Count the step of ``params``, and increment the version counters of their weights.
 
-    So autograd detects graphs that were made with the old weights.
+    The version counters let autograd detect graphs that were made with the old weights.
 
     Args:
         params: The updated parameters.
@@ -50,8 +50,8 @@ def step_of(
 ) -> torch.Tensor:
     """Return the parameter's step count, after applying the user's edits of its states.
 
-    A user may have emptied the state (a reset), or put other tensors in (a transplant). Where a
-    gradient ``begins`` it, a parameter without states gets them.
+    A user may have emptied the state (a reset), or put other tensors in (a transplant). If
+    ``begins``, a parameter without states gets them: it has a gradient.
     """
     step: torch.Tensor | None = state.get("step")
     if step is None:
@@ -74,16 +74,16 @@ def step_of(
 
 def _transplant(param: ManagedParam, placed: Mapping[str, torch.Tensor], store: StateStore) -> None:
     """Write states that the user has set to the store; others are unchanged."""
-    given = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
-    given = {name: in_order_of(param, s) for name, s in given.items()}
-    if given and len(given) < len(placed):
-        given = store.read([param.number])[param.number] | given
-    if given:
-        store.put({param.number: given})
+    tensors = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
+    tensors = {name: in_order_of(param, s) for name, s in tensors.items()}
+    if tensors and len(tensors) < len(placed):
+        tensors = store.read([param.number])[param.number] | tensors
+    if tensors:
+        store.put({param.number: tensors})
 
 
 def must_seed(param: ManagedParam, store: StateStore) -> bool:
-    """Return whether someone else wrote the 16-bit weight that a master belongs to."""
+    """Return whether others wrote the 16-bit weight that a master belongs to."""
     if param.family.dtype == torch.float32 or not param.written_by_others:
         return False
     with param.held():
@@ -108,13 +108,13 @@ def scalars_of(
 ) -> list[Any]:
     """Return the hyper-parameters of each parameter's step, to be compared."""
     rows: dict[tuple[int, int], tuple[float, ...]] = {}
-    found = []
+    scalars = []
     for update, count in zip(updates, counts, strict=True):
         key = (id(update.group), int(count.item() + 1.0))
         if key not in rows:
             rows[key] = scalar_row(update.group, key[1], factor)
-        found.append(rows[key])
-    return found
+        scalars.append(rows[key])
+    return scalars
 
 
 def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
@@ -123,7 +123,7 @@ def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, 
     Args:
         group: A parameter group.
         step: The number of the step, from 1 on.
-        factor: What gradients are multiplied by.
+        factor: Factor by which gradients are multiplied.
     """
     return adam_scalars(
         lr=float(group["lr"]),

@@ -13,8 +13,9 @@ taken before ``step()``, and by extensions that use a tensor's address without t
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, ParamSpec, cast
 
 import torch
 
@@ -48,11 +49,27 @@ def _without_bytes() -> Iterator[object]:
 _HARMLESS = frozenset(_without_bytes())
 
 
+_P = ParamSpec("_P")
 Waiter = Callable[[Iterable[int]], None]
 """Blocks until the parameters with the given ids may be read."""
 
 _waiters: dict[int, Waiter] = {}
-"""By id of an unpublished parameter."""
+"""Waiters by the id of an unpublished parameter."""
+
+
+def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Return a function that calls ``method`` of an object while that is alive.
+
+    The table of unpublished weights is global, and must not keep an optimizer alive.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return call
 
 
 def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:
@@ -68,14 +85,14 @@ def mark_published(parameter: torch.Tensor) -> None:
     _waiters.pop(id(parameter), None)
     kind = type(parameter)
     if issubclass(kind, Unpublished):
-        parameter.__class__ = kind.own
+        parameter.__class__ = kind.published
 
 
 class Unpublished:
     """Base of the classes of unpublished parameters."""
 
     __slots__ = ()
-    own: ClassVar[type[torch.Tensor]]
+    published: ClassVar[type[torch.Tensor]]
     """The parameter's class when it is published."""
 
     @classmethod
@@ -89,27 +106,27 @@ class Unpublished:
     ) -> Any:  # noqa: ANN401  # whatever the function returns
         """Wait for the weights that ``function`` reads, and call it."""
         del types
-        given = kwargs or {}
+        keywords = kwargs or {}
         if function in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-                return function(*args, **given)
-        found = list(_tensors_in((args, given)))
-        for tensor in found:
+                return function(*args, **keywords)
+        tensors = list(_tensors_in((args, keywords)))
+        for tensor in tensors:
             _wait_for(tensor)
-        if not found:
+        if not tensors:
             message = (
                 f"{function} was called on a weight that step() is still updating: call"
                 " optimizer.wait() first."
             )
             raise OptionError(message)
-        return function(*args, **given)
+        return function(*args, **keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-        """Copy the new weight, when it is there."""
+        """Copy the new weight, when it is published."""
         return copy.deepcopy(_wait_for(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401
-        """Save the new weight, when it is there."""
+        """Save the new weight, when it is published."""
         return _wait_for(self).__reduce_ex__(protocol)
 
 
@@ -118,32 +135,33 @@ class _UnpublishedShard(Unpublished):
 
     __slots__ = ()
 
-    def to_local(self, **given: Any) -> Any:  # noqa: ANN401
-        """Return the new shard, when it is there."""
-        return _ask(self, "to_local", given)
+    def to_local(self, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the new shard, when it is published."""
+        return _ask(self, "to_local", kwargs)
 
-    def full_tensor(self, **given: Any) -> Any:  # noqa: ANN401
-        """Return the whole new weight, when it is there."""
-        return _ask(self, "full_tensor", given)
+    def full_tensor(self, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the whole new weight, when it is published."""
+        return _ask(self, "full_tensor", kwargs)
 
-    def redistribute(self, *args: Any, **given: Any) -> Any:  # noqa: ANN401
-        """Redistribute the new weight, when it is there."""
-        return _ask(self, "redistribute", given, *args)
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Redistribute the new weight, when it is published."""
+        return _ask(self, "redistribute", kwargs, *args)
 
 
-def _ask(shard: Any, name: str, given: Mapping[str, Any], *args: object) -> Any:  # noqa: ANN401
-    """Call a method of the shard's own class; where torch functions are disabled, at once."""
+def _ask(shard: Any, name: str, kwargs: Mapping[str, Any], *args: object) -> Any:  # noqa: ANN401
+    """Call a method of the shard's published class, at once if torch functions are disabled."""
     kind = type(shard)
-    own = kind.own if issubclass(kind, Unpublished) else kind  # another thread may have published
+    if issubclass(kind, Unpublished):  # else another thread has published it
+        kind = kind.published
     if torch._C._is_torch_function_enabled():  # noqa: SLF001  # else the waiter itself calls
         _wait_for(shard)
-    return getattr(own, name)(shard, *args, **given)
+    return getattr(kind, name)(shard, *args, **kwargs)
 
 
 @functools.cache
 def _unpublished(kind: type[torch.Tensor]) -> Any:  # noqa: ANN401  # a class made here
     common = _UnpublishedShard if hasattr(kind, "device_mesh") else Unpublished
-    return type(f"Unpublished{kind.__name__}", (common, kind), {"__slots__": (), "own": kind})
+    return type(f"Unpublished{kind.__name__}", (common, kind), {"__slots__": (), "published": kind})
 
 
 def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
@@ -159,8 +177,8 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, Unpublished):
         yield cast("torch.Tensor", value)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors_in(each)
+        for item in value:
+            yield from _tensors_in(item)
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors_in(each)
+        for item in value.values():
+            yield from _tensors_in(item)

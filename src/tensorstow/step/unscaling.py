@@ -1,16 +1,16 @@
 """Divides gradients by the scale of ``torch.amp.GradScaler``, as torch leaves them.
 
-[Note: Unscaling] Behind ``scaler.step(optimizer)`` torch's optimizers leave ``.grad`` divided by
-the scale, whether their step was taken or not, and so do ours. An fp32 gradient is multiplied where
-it is, before its update, which reads the product: the bits of an update that multiplies by the
-scale's reciprocal itself. A 16-bit one would lose what the scale is there to keep, so its update
-reads a copy that is still scaled. The multiplication is before the update under every schedule:
-beside the next forward ``.grad`` would change while it is read.
+[Note: Unscaling] After ``scaler.step(optimizer)`` torch's optimizers leave ``.grad`` divided by
+the scale, whether their step was taken or not, and so do ours. An fp32 gradient is multiplied in
+place, before its update, which reads the product: the bits of an update that multiplies by the
+scale's reciprocal itself. A 16-bit one would lose the small values that the scale keeps, so its
+update reads a copy that is still scaled. The multiplication is before the update under every
+schedule: during the next forward ``.grad`` would change while it is read.
 
-[Note: Scaling on two devices] The scale is where the first loss was that was scaled. torch copies
-it to the other devices that have gradients, and what it found not finite back to it, and the host
-reads copies from an accelerator without waiting for them: gradients are multiplied by undefined
-values, and steps are skipped at random. ``step()`` cannot correct that and refuses.
+[Note: Scaling on two devices] The scale is on the device of the first scaled loss. torch copies it
+to the other devices that have gradients, and copies their flags of inf and NaN back. The host reads
+such copies from an accelerator without waiting for them: gradients are multiplied by undefined
+values, and steps are skipped at random. ``step()`` cannot correct that and raises an error.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,14 +34,14 @@ def is_skipped(found_inf: torch.Tensor, parameters: Sequence[torch.Tensor]) -> b
         message = (
             f"A GradScaler whose scale is on {found_inf.device} was used with a gradient on"
             f" {apart[0].device}: torch reads copies between them before they are complete."
-            " Scale a loss that is where all gradients are, or use bfloat16 without a GradScaler."
+            " Scale a loss on the device of all gradients, or use bfloat16 without a GradScaler."
         )
         raise OptionError(message)
-    return anywhere(parameters, here=bool(found_inf.item()))
+    return anywhere(parameters, on_this_rank=bool(found_inf.item()))
 
 
 def unscale(parameters: Iterable[torch.Tensor], scale: float) -> None:
-    """Divide the gradients by ``scale``, where they are."""
+    """Divide the gradients by ``scale`` in place."""
     gradients = [g for p in parameters if (g := gradient_of(p)) is not None]
     if gradients and scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)

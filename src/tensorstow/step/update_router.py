@@ -1,23 +1,21 @@
-"""Decides which chunks are updated on the host or the device, and routes gradients there."""
+"""Decides which chunks are updated on the host or the device, and routes their gradients."""
 
 from collections.abc import Sequence
 
 import torch
 
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import reaches_device
 from tensorstow.io import device_link
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceUpdater
 from tensorstow.step.disk_feed import DiskFeed
-from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds, StepPath
+from tensorstow.step.gradient_feed import GradientFeed, HostFeed, StepFeeds
 from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, upload
-from tensorstow.step.hybrid_step_path import HybridStepPath
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.optimizer_links import OptimizerLinks
-from tensorstow.step.share_tuner import ShareTuner
+from tensorstow.step.share_tuner import chunks_of_device, elements_of, share_tuner_of
 
 
 class UpdateRouter:
@@ -32,22 +30,25 @@ class UpdateRouter:
         self._links = links
         self._params: Sequence[ManagedParam] = ()
         self._connected = 0
-        """How many of them are connected: they have host weights, and the step path serves them."""
+        """How many of them are connected: they have host weights, and feeds serve them."""
         self.device_feeds: list[DeviceFeed] = []
-        """At most one: if gradients of an accelerator's parameters are copied to the host."""
+        """One feed if the host updates chunks of parameters on an accelerator, else none."""
         self.updaters: list[DeviceUpdater] = []
-        """At most one: if updates may run on the accelerator."""
-        self.share_tuner = ShareTuner(offload_policy.update_on)
+        """One updater if updates may run on the accelerator, else none."""
+        self.share_tuner = share_tuner_of(offload_policy.update_on)
+        self._device_alone = not self.share_tuner.needs_host
         self._share: float | None = None
-        self.step_path: StepPath = self._path_of_feeds()
+        self.device_share = 0.0
+        """Share of the elements that the device updates."""
+        self.step_path = self._path_of_feeds()
         """The interface through which a schedule takes its steps ([Note: Feeds])."""
 
-    # --- as parameters come ---
+    # --- connecting parameters ---
 
     def connect(self, params: Sequence[ManagedParam]) -> None:
-        """Serve ``params``, all of the store's by number; repeated if it failed before.
+        """Serve ``params``, all of the store's by number; call it again if it failed.
 
-        Those on an accelerator get host weights, and the step path is replaced.
+        Those on an accelerator get host weights, and the feeds are replaced.
         """
         self._params = params
         new = params[self._connected :]
@@ -56,8 +57,7 @@ class UpdateRouter:
         remote = [param for param in new if device_link.is_remote(param.parameter)]
         if remote:
             self._connect_device(remote)
-        if not self.updaters:
-            self.step_path = self._path_of_feeds()
+        self.step_path = self._path_of_feeds()
         self._connected = len(params)
 
     def _connect_device(self, remote: Sequence[ManagedParam]) -> None:
@@ -71,39 +71,34 @@ class UpdateRouter:
             self._links.blocks.add(block)
             for param, host_weight in zip(group, host_weights, strict=True):
                 param.hold_on_device(host_weight)
-        known = {param.number: param.on_host for param in self.on_device()}
-        where, chosen = self._policy.update_on, self.share_tuner.chosen
-        self.device_feeds = []
-        if where != "device" and chosen != 1.0:
-            feed = DeviceFeed(link, pipeline, chunks, known)
+        host_weight_of = {param.number: param.on_host for param in self.on_device()}
+        self.device_feeds, self.updaters = [], []
+        if self.share_tuner.needs_host:
+            feed = DeviceFeed(link, pipeline, chunks, host_weight_of)
             self.device_feeds = [feed]
             pipeline.memory.append(feed.staging)
             self._links.blocks.add(feed.staging)
-        if reaches_device(where) and chosen != 0.0:
+        if self.share_tuner.needs_device:
             updater = DeviceUpdater(
-                self._links.states, pipeline, chunks, known, self._store.streams_at
+                self._links.states, pipeline, chunks, host_weight_of, self._store.streams_at
             )
             self.updaters = [updater]
             self._links.blocks.add(updater.tables)
-            feeds, share_tuner = self.device_feeds, self.share_tuner
-            self.step_path = HybridStepPath(link, pipeline, chunks, feeds, updater, share_tuner)
             before, self._share = self._share, None
             self._divide()
             if before is not None:
-                self._share = before  # where it is another one now, refresh() fetches what moves
-        else:
-            self.updaters = []
+                self._share = before  # if the share differs now, refresh() divides and fetches
 
     def _path_of_feeds(self) -> StepFeeds:
-        """Return one feed for each tier that has weights."""
+        """Return the steps of one feed for each tier that has weights, two if both sides update."""
         pipeline, chunks = self._store.pipeline, self._store.chunks
-        feeds: dict[Tier, GradientFeed] = {}
-        if any(param.tier is Tier.DISK for param in self._params):
-            feeds[Tier.DISK] = DiskFeed(pipeline, chunks, self._params)
-        feeds[Tier.HOST] = HostFeed(pipeline)
-        for feed in self.device_feeds:
-            feeds[Tier.DEVICE] = feed
-        return StepFeeds(pipeline, chunks, feeds)
+        on_disk = any(param.tier is Tier.DISK for param in self._params)
+        feeds: dict[Tier, Sequence[GradientFeed]] = {
+            Tier.DISK: [DiskFeed(pipeline, chunks, self._params)] if on_disk else [],
+            Tier.HOST: [HostFeed(pipeline)],
+            Tier.DEVICE: [*self.updaters, *self.device_feeds],
+        }
+        return StepFeeds(pipeline, chunks, feeds, self.share_tuner)
 
     def on_device(self) -> list[ManagedParam]:
         """Return the parameters that are on an accelerator."""
@@ -111,7 +106,7 @@ class UpdateRouter:
 
     def _reads_host_weight(self, param: ManagedParam) -> bool:
         """Return whether steps need the weight in host memory."""
-        idle = self._policy.update_on == "device" and not self._policy.placement.durable
+        idle = self._device_alone and not self._policy.placement.durable
         return not (idle and param.family.dtype == torch.float32)
 
     def host_weight_bytes(self) -> int:
@@ -138,31 +133,34 @@ class UpdateRouter:
         if share == self._share:
             return False
         self._share = share
-        host, device = self.step_path.divide(share)
-        there = {n for chunk in device for n in chunk.owners}
-        here = {n for chunk in host for n in chunk.owners}
+        chunks = self._store.chunks
+        device = chunks_of_device(chunks, share) if self.updaters else []
+        numbers = {chunk.number for chunk in device}
+        host = [chunk for chunk in chunks if chunk.number not in numbers]
+        for updater in self.updaters:
+            self._store.pipeline.caller_chunks.choose(sorted(numbers))
+            updater.serve(device)
+        for feed in self.device_feeds:
+            feed.serve(host)
+        self.device_share = elements_of(device) / max(elements_of(chunks), 1)
+        device_numbers = {n for chunk in device for n in chunk.owners}
+        host_numbers = {n for chunk in host for n in chunk.owners}
         for param in self._params:
-            param.updates_on_device = param.number in there
-            param.updates_on_host = param.number in here
+            param.updates_on_device = param.number in device_numbers
+            param.updates_on_host = param.number in host_numbers
         return True
 
     def _drop_side(self) -> None:
         """Free the memory of the side that "auto" has not chosen."""
-        chosen = self.share_tuner.chosen
-        if chosen is None or not (self.device_feeds and self.updaters):
-            return
-        if chosen == 0.0:
+        if not self.share_tuner.needs_device and self.updaters:
             self.updaters = []
-            self.step_path = self._path_of_feeds()
+        elif not self.share_tuner.needs_host and self.device_feeds:
+            for feed in self.device_feeds:
+                self._store.pipeline.memory.remove(feed.staging)
+            self.device_feeds = []
+        else:
             return
-        pipeline = self._store.pipeline
-        for feed in self.device_feeds:
-            pipeline.memory.remove(feed.staging)
-        self.device_feeds = []
-        (updater,) = self.updaters
-        self.step_path = HybridStepPath(
-            self._links.weights, pipeline, self._store.chunks, [], updater, self.share_tuner
-        )
+        self.step_path = self._path_of_feeds()
 
     def upload(self) -> None:
         """Copy all host weights to their parameters on an accelerator."""
@@ -173,7 +171,7 @@ class UpdateRouter:
     def give_up(self) -> None:
         """Drop the open step, if any, and wait for the device.
 
-        Then the memory of its copies and updates can be freed, and weights can be loaded.
+        After that the memory of its copies and updates can be freed, and weights can be loaded.
         """
         self.step_path.abort()
         self._links.weights.synchronize()

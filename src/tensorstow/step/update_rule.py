@@ -1,6 +1,6 @@
 """Chooses how chunks are updated on the device: by the fused kernel or by torch's operations.
 
-[Note: Two rules] Both give the same bits as the host, so they differ in time and memory alone: the
+[Note: Two rules] Both give the same bits as the host. They differ only in time and memory: the
 fused kernel is one launch per chunk and makes no temporaries; the reference is twenty launches or
 more for each part of a parameter in a chunk, and runs on every torch device. The kernel needs
 Triton and CUDA. Its result depends on the compilers and the driver of the machine, so it is tried
@@ -21,38 +21,16 @@ from torch import Tensor
 
 from tensorstow.base.sizes import round_up
 from tensorstow.formats.quantize import GROUP
-from tensorstow.formats.reference import (
-    AdamScalars,
-    FormattedStates,
-    adam_reference_in_format,
-    adam_scalars,
-)
+from tensorstow.formats.reference import FormattedStates, adam_reference_in_format, adam_scalars
 from tensorstow.io.device_link import Pairs
 from tensorstow.states.layout import Family
+from tensorstow.step.segment_update import SegmentUpdate
 
 logger = logging.getLogger("tensorstow")
 Update = Callable[[Sequence[Tensor]], None]
 """Updates by the streams of a chunk, on the device."""
 _OLDEST_TRITON = (3, 6)
-"""What torch 2.11 comes with; no older one was compiled with."""
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentUpdate:
-    """The part of one parameter whose states are in a chunk, and its update in one step."""
-
-    weight: Tensor
-    """1-D, contiguous; its states and its gradient are on the same device."""
-    gradient: Tensor
-    """float32, bfloat16 or float16; 1-D, contiguous."""
-    position: int
-    """Of the first element in the chunk's streams; a multiple of ``GROUP``."""
-    first: int
-    """Index in the parameter of the first element."""
-    scalars: AdamScalars
-    key: int
-    """Of the random bits that inexact formats round with."""
-    seed_master: bool
+"""The version that torch 2.11 comes with; older ones were not tested."""
 
 
 def update_by_reference(
@@ -61,14 +39,14 @@ def update_by_reference(
     """Update ``segments`` and the chunk's ``streams`` in place by one step, one after the other."""
     for segment in segments:
         begin, end = segment.position, segment.position + segment.weight.numel()
-        own = [
+        states = [
             spec.part(stream, begin, end)
             for stream, spec in zip(streams, family.specs, strict=True)
         ]
         adam_reference_in_format(
             segment.weight,
             segment.gradient,
-            FormattedStates(own, family.format, family.amsgrad, segment.first),
+            FormattedStates(states, family.format, family.amsgrad, segment.first),
             segment.scalars,
             key=segment.key,
             seed_master=segment.seed_master,
@@ -82,18 +60,18 @@ class UpdateRule(Protocol):
     """For users."""
 
     def table_bytes(self, segments: int) -> int:
-        """Return the memory that is needed for so many segments, on the host and on the device."""
+        """Return the bytes that this number of segments needs, on the host and on the device."""
 
     def prepare(
-        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
     ) -> tuple[Pairs, Update]:
         """Return copies to the device that precede the update, and the update.
 
         Args:
             segments: One or more.
-            family: Of the chunk.
-            here: ``table_bytes`` of host memory, which must not change until the copy is over.
-            there: As many on the device, until the update is.
+            family: The chunk's family.
+            on_host: ``table_bytes`` of host memory, unchanged until the copy is over.
+            on_device: The same number of bytes on the device, unchanged until the update is over.
 
         """
 
@@ -109,10 +87,10 @@ class TorchRule:
         return 0
 
     def prepare(
-        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
     ) -> tuple[Pairs, Update]:
         """Return the update alone."""
-        del here, there
+        del on_host, on_device
         return (), lambda streams: update_by_reference(segments, streams, family)
 
 
@@ -122,26 +100,27 @@ class FusedRule:
     name = "one fused kernel"
 
     def __init__(self) -> None:
-        """Import Triton; raises ImportError where it is not installed."""
-        # Imported here: Triton is optional, and slow to import.
-        self._kernel: Any = importlib.import_module("tensorstow.step.fused_kernel")
+        """Import Triton; raises ImportError if it is not installed."""
+        # Triton is optional, and slow to import.
+        from tensorstow.step import fused_kernel  # noqa: PLC0415
+
+        self._kernel = fused_kernel
 
     def table_bytes(self, segments: int) -> int:
         """Return the bytes of the kernel's table."""
-        nbytes: int = self._kernel.table_bytes(segments)
-        return nbytes
+        return self._kernel.table_bytes(segments)
 
     def prepare(
-        self, segments: Sequence[SegmentUpdate], family: Family, here: Tensor, there: Tensor
+        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
     ) -> tuple[Pairs, Update]:
         """Write the table; return its copy and the launch."""
-        blocks = self._kernel.fill_table(segments, here)
+        blocks = self._kernel.fill_table(segments, on_host)
 
         def launch(streams: Sequence[Tensor]) -> None:
             if blocks:
-                self._kernel.update(there, len(segments), blocks, streams, family)
+                self._kernel.update(on_device, len(segments), blocks, streams, family)
 
-        return [(there, here)], launch
+        return [(on_device, on_host)], launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +129,12 @@ class Choice:
 
     rule: UpdateRule
     why_not_fused: str = ""
-    """Empty where it is the fused kernel."""
+    """Empty if ``rule`` is the fused kernel."""
 
 
 @lru_cache
 def rule_on(device: torch.device, family: Family) -> Choice:
-    """Return the rule that updates states of ``kind`` on ``device``; the first call tries it."""
+    """Return the rule that updates states of ``family`` on ``device``; the first call tests it."""
     choice = _choose(device, family)
     why = f", not the fused kernel: {choice.why_not_fused}" if choice.why_not_fused else ""
     logger.info("on %s %s is updated by %s%s", device, family, choice.rule.name, why)
@@ -190,10 +169,10 @@ def _choose(device: torch.device, family: Family) -> Choice:
 
 
 def _fails(rule: UpdateRule, device: torch.device, family: Family) -> str:
-    """Update a few numbers by ``rule``; return the failure, if any."""
+    """Update a few numbers by ``rule``; return why it cannot be used, or an empty string."""
     try:
         differ = not _agrees(rule, device, family)
-    except Exception as error:  # noqa: BLE001  # what compilers and drivers raise is not known
+    except Exception as error:  # noqa: BLE001  # compilers and drivers may raise anything
         return f"the fused kernel failed when it was tried: {type(error).__name__}: {error}"
     return "the fused kernel's bits are not the reference's on this device" if differ else ""
 
@@ -203,11 +182,11 @@ def _agrees(rule: UpdateRule, device: torch.device, family: Family) -> bool:
     cpu = torch.device("cpu")
     want, got = _Trial(family, cpu), _Trial(family, device)
     update_by_reference(want.segments, want.streams, family)
-    here = torch.empty(rule.table_bytes(len(got.segments)), dtype=torch.uint8)
-    there = torch.empty_like(here, device=device)
-    pairs, update = rule.prepare(got.segments, family, here, there)
-    for to, source in pairs:
-        to.copy_(source)
+    host_table = torch.empty(rule.table_bytes(len(got.segments)), dtype=torch.uint8)
+    device_table = torch.empty_like(host_table, device=device)
+    pairs, update = rule.prepare(got.segments, family, host_table, device_table)
+    for target, source in pairs:
+        target.copy_(source)
     update(got.streams)
     return all(
         torch.equal(a.view(torch.uint8), b.to(cpu).view(torch.uint8))
@@ -225,8 +204,8 @@ class _Trial:
 
         def numbers(count: int, dtype: torch.dtype) -> Tensor:
             exponents = torch.randint(-140, 10, (count,), generator=generator)
-            found = torch.ldexp(torch.randn(count, generator=generator), exponents)
-            return found.to(dtype).to(device)
+            values = torch.ldexp(torch.randn(count, generator=generator), exponents)
+            return values.to(dtype).to(device)
 
         scalars = adam_scalars(
             lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=3, decoupled=True

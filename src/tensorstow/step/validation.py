@@ -1,6 +1,5 @@
-"""Checks what a step is given: parameters, gradients, hyper-parameters, saved states."""
+"""Checks the input of a step: parameters, gradients, hyper-parameters, saved states."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -9,9 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.errors import DTypeError, OptionError, abbreviated
+from tensorstow.base.fields import number_of, read_value
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_on import Overlap, UpdateOn, keyword_of, reaches_device
+from tensorstow.base.update_on import (
+    UpdateOn,
+    keyword_of,
+    reaches_device,
+)
+from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.native_pipeline import PLAIN_TENSORS
@@ -20,86 +25,93 @@ from tensorstow.step.unpublished import Unpublished
 from tensorstow.tensors.dtensor import layout_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
+_HELD = ("lr", "eps", "weight_decay")
+_FLAGS = (
+    *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
+    *("decoupled_weight_decay", "bias_correction"),
+)
 _NUMBERS = (int, float, np.integer, np.floating)
+_STORED_FLAGS = frozenset({"amsgrad", "maximize", "decoupled_weight_decay"})
+_KEYS = _STORED_FLAGS | {"lr", "betas", "eps", "weight_decay"}
+"""Keys of every group that has been stepped."""
 
 
-def refuse_beside(overlap: Overlap, why: str) -> None:
-    """Raise OptionError, which begins with ``why``, where updates on the device cannot overlap."""
-    if overlap == "forward":
+def refuse_beside(timing: UpdateTiming, why: str) -> None:
+    """Raise OptionError, which begins with ``why``, if updates on the device cannot overlap."""
+    if timing.in_forward:
         message = (
-            f'{why}, and overlap="forward": updates on the device are not waited for module by'
-            ' module. Use overlap="backward" or "none", or update_on="host".'
+            f"{why}, and {timing.keyword}: a forward cannot wait for updates on the"
+            ' device module by module. Use overlap="none", or update_on="host".'
         )
         raise OptionError(message)
 
 
-def refuse_host(parameter: torch.Tensor, name: str, where: UpdateOn | None) -> None:
+def refuse_host(parameter: torch.Tensor, name: str, update_on: UpdateOn | None) -> None:
     """Raise OptionError for a parameter in host memory, which no accelerator updates."""
-    if reaches_device(where) and not device_link.is_remote(parameter):
+    if reaches_device(update_on) and not device_link.is_remote(parameter):
         message = (
-            f"{name} is on {parameter.device}, and {keyword_of(where)} was requested, which updates"
-            " on the accelerator that has the parameters. Move the model there before the optimizer"
-            ' is made, or use update_on="host".'
+            f"{name} is on {parameter.device}, and {keyword_of(update_on)} was requested, which"
+            " updates parameters on an accelerator. Move the model to it before you create the"
+            ' optimizer, or use update_on="host".'
         )
         raise OptionError(message)
 
 
-def refuse_disk(overlap: Overlap) -> None:
-    """Raise OptionError where updates of parameters on disk would run beside the next forward."""
-    if overlap == "forward":
+def refuse_disk(timing: UpdateTiming) -> None:
+    """Raise OptionError if updates of parameters on disk would run during the next forward."""
+    if timing.waits_by_module:
         message = (
-            'overlap="forward" was requested with parameters on disk: updates beside the next'
+            'overlap="forward" was requested with parameters on disk: updates during the next'
             ' forward would need weights that it has released. Use "backward" or "none".'
         )
         raise OptionError(message)
 
 
 def refuse_sharded_since(new: Sequence[torch.Tensor], offload_policy: OffloadPolicy) -> None:
-    """Raise OptionError where parameters became sharded, and more than states knew the old ones.
+    """Raise OptionError if parameters became sharded, and a directory or hooks use the old ones.
 
-    A directory was taken by one rank for whole parameters, and hooks wait for tensors of before.
+    One rank has taken the directory for whole parameters; hooks wait for the old tensors.
     """
-    durable, overlap = offload_policy.placement.durable, offload_policy.overlap
-    if not any(layout_of(p) is not None for p in new) or not (durable or overlap != "none"):
+    durable, timing = offload_policy.placement.durable, offload_policy.timing
+    if not any(layout_of(p) is not None for p in new) or not (durable or timing.is_overlapped):
         return
-    given = "dir=" if durable else f'overlap="{overlap}"'
+    keyword = "dir=" if durable else timing.keyword
     message = (
-        f"{given} was given, and all parameters were exchanged for sharded ones since, as"
-        " accelerate does with fsdp_version=2: it was for the parameters of before. Shard with"
-        f" tensorstow.stow and pass prepared(model) to accelerate, or leave {given} out."
+        f"{keyword} was given, and all parameters were replaced by sharded ones after that, as"
+        " accelerate does with fsdp_version=2: it was for the old parameters. Shard with"
+        f" tensorstow.stow and pass prepared(model) to accelerate, or leave {keyword} out."
     )
     raise OptionError(message)
 
 
-def check_overlap(overlap: Overlap, module: torch.nn.Module | None, steps: object) -> None:
+def check_overlap(timing: UpdateTiming, module: torch.nn.Module | None, steps: object) -> None:
     """Raise OptionError for a schedule whose requirements are not met, or that cannot be exact."""
-    if overlap == "forward" and module is None:
+    if timing.in_forward and module is None:
         message = (
-            'overlap="forward" was requested without module=: the model says where new weights'
-            " must be waited for. Pass module=model."
+            f"{timing.keyword} was requested without module=: hooks on the model wait"
+            " for new weights. Pass module=model."
         )
         raise OptionError(message)
-    if overlap != "backward":
-        if steps != 1:
-            message = (
-                f'accumulation_steps={steps} was given with overlap="{overlap}", which needs not'
-                " know: a step is whatever lies between two calls of step(). Leave it out."
-            )
-            raise OptionError(message)
-        return
-    refuse_ranks(module, ())
+    if timing.begins_early:
+        refuse_ranks(module, ())
+    elif steps != 1:
+        message = (
+            f"accumulation_steps={steps} was given with {timing.keyword}, which does not need it:"
+            " all backwards between two calls of step() are one step. Leave it out."
+        )
+        raise OptionError(message)
 
 
 def refuse_foreign(module: torch.nn.Module | None, parameters: Sequence[torch.Tensor]) -> None:
-    """Raise OptionError where ``module`` has none of the optimizer's ``parameters``.
+    """Raise OptionError if ``module`` has none of the optimizer's ``parameters``.
 
     Some may be outside of it: they have no names, and are new when ``step()`` returns.
     """
     if module is None or not parameters:
         return
-    own = {id(p) for p in module.parameters()}
-    if own.isdisjoint(id(p) for p in parameters):
-        count = format_count(len(own), "parameter")
+    module_ids = {id(p) for p in module.parameters()}
+    if module_ids.isdisjoint(id(p) for p in parameters):
+        count = format_count(len(module_ids), "parameter")
         message = (
             f"module= is a {type(module).__name__} with {count}, and none of the"
             f" optimizer's {len(parameters)} is among them: names, buffers and hooks would be those"
@@ -109,9 +121,9 @@ def refuse_foreign(module: torch.nn.Module | None, parameters: Sequence[torch.Te
 
 
 def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tensor]) -> None:
-    """Raise OptionError where gradients are not final when autograd has them.
+    """Raise OptionError if gradients are not final when autograd has accumulated them.
 
-    FSDP2's are: it has reduced them before it calls the hooks of a sharded parameter.
+    FSDP2's are: it reduces them before it calls the hooks of a sharded parameter.
     """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or (
@@ -119,52 +131,87 @@ def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tens
     ):
         message = (
             'overlap="backward" was requested in a run of several ranks: a gradient is not final'
-            ' when this rank has it. Use overlap="forward" or "none", or fully_shard the model.'
-        )
-        raise OptionError(message)
-
-
-def refuse_scaling(factor: float, *, may_skip: bool) -> None:
-    """Raise OptionError where gradients were to be scaled or skipped that are used already."""
-    if may_skip or factor != 1.0:
-        message = (
-            'A GradScaler (or div_scale) was used with overlap="backward": updates by the scaled'
-            ' gradients have begun. Use overlap="forward" or "none", or bfloat16 without a scaler.'
+            ' when this rank has it. Use overlap="none", or fully_shard the model.'
         )
         raise OptionError(message)
 
 
 def check_hyper(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for a learning rate, beta, epsilon or weight decay out of its range."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = _number(options[name], name)
-        if not math.isfinite(value):
-            message = f"{name}={value} was given: it must be finite, every weight would be NaN."
-            raise OptionError(message)
-        if value < 0.0:
-            message = f"{name}={value} was given: it must not be negative."
-            raise OptionError(message)
+    """Raise OptionError for a learning rate, beta, epsilon or weight decay out of its range.
+
+    Updates compute in fp32, so a value or a product that fp32 cannot hold is out of range.
+    """
+    refuse_unheld(options)
+    rate, _, decay = [_option(options, name) for name in _HELD]
     betas = options["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
-        message = f"betas={betas!r} was given: it is a pair of numbers."
+        message = f"betas={abbreviated(betas)} was given: it must be a pair of numbers."
         raise OptionError(message)
     for index, beta in enumerate(betas):
-        if not 0.0 <= _number(beta, f"betas[{index}]") < 1.0:
-            message = f"betas[{index}]={beta} was given: it must be at least 0 and below 1."
+        number = number_of(_item(beta))
+        if number is None or not 0.0 <= number < 1.0:
+            message = (
+                f"betas[{index}]={abbreviated(beta)} was given: it must be at least 0 and below 1."
+            )
+            raise OptionError(message)
+    for product, name in (
+        (rate * decay, "lr * weight_decay"),
+        (rate / (1.0 - float(betas[0])), "lr / (1 - betas[0])"),
+    ):
+        if number_of(product) is None:
+            message = (
+                f"lr={rate:g}, betas={betas} and weight_decay={decay:g} were given: {name} is more"
+                " than fp32 holds, every weight would be infinite or NaN. Use smaller values."
+            )
             raise OptionError(message)
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.item()
-    if isinstance(value, _NUMBERS):
-        return float(value)
-    message = f"{name}={value!r} was given: it is a number, or a tensor of one element."
-    raise OptionError(message)
+def refuse_unheld(options: Mapping[str, Any]) -> None:
+    """Raise OptionError for a learning rate, epsilon or weight decay that fp32 cannot hold."""
+    for name in _HELD:
+        value = _item(options.get(name))
+        if isinstance(value, _NUMBERS) and not isinstance(value, bool) and number_of(value) is None:
+            message = (
+                f"{name}={abbreviated(value)} was given: it must be finite in fp32, or every"
+                " weight would be NaN."
+            )
+            raise OptionError(message)
+
+
+def check_group(group: object) -> None:
+    """Raise OptionError for a stored group that no optimizer of ours can have written."""
+    if not isinstance(group, Mapping) or not group.keys() >= _KEYS or "params" in group:
+        message = f"{repr(group)[:200]} was found: a group has {', '.join(sorted(_KEYS))}."
+        raise OptionError(message)
+    check_hyper(group)
+    for name in _STORED_FLAGS:
+        if not isinstance(group[name], bool | int | np.bool_) or group[name] not in {0, 1}:
+            message = f"{name}={group[name]!r} was found: it must be True or False."
+            raise OptionError(message)
+    refuse_torch_keywords(group)
+
+
+def _option(options: Mapping[str, Any], name: str) -> float:
+    """Return an option that must be a number, 0 or greater."""
+    number = number_of(_item(options[name]))
+    if number is None:
+        text = abbreviated(options[name])
+        message = f"{name}={text} was given: it must be a number, or a tensor of one element."
+        raise OptionError(message)
+    if number < 0.0:
+        message = f"{name}={number} was given: it must not be negative."
+        raise OptionError(message)
+    return number
+
+
+def _item(value: Any) -> Any:  # noqa: ANN401  # a tensor of one number, or anything else
+    """Return the number in a tensor of one element, and anything else as it is."""
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+    return value.item() if is_one else value
 
 
 def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
-    """Raise OptionError for keywords of torch's class that cannot be honoured.
+    """Raise OptionError for keywords of torch's class that have no effect, or are not flags.
 
     False is accepted: the bits are those of torch's plain loop in any case.
     """
@@ -173,6 +220,8 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
         "capturable": "the update runs on the host, outside any graph",
         "differentiable": "the update runs in native code that autograd does not see",
     }
+    for name in _FLAGS:
+        read_value(bool | None, options.get(name), name)
     for name, reason in why.items():
         if options.get(name):
             message = f"{name}=True was requested: {reason}. Leave it out, or use torch.optim."
@@ -180,10 +229,10 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
 
 
 def is_to_be_trained(parameter: torch.Tensor) -> bool:
-    """Return whether states are made for ``parameter`` now, so that it must be of a kind we update.
+    """Return whether ``parameter`` gets states now, so that we must be able to update it.
 
     A frozen one may be of any kind as long as it gets no gradient; a lazy module's has no values
-    before the first forward. Both are looked at again when they have a gradient.
+    before the first forward. Both are checked when they have a gradient.
     """
     return parameter.requires_grad and not is_lazy(parameter)
 
@@ -194,33 +243,33 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         refuse_dtype(parameter.dtype, name)
     if not (parameter.is_cpu or device_link.is_remote(parameter)):
         message = (
-            f"{name} is on {parameter.device}: parameters on the CPU and on torch's current"
-            " accelerator are taken."
-            + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
+            f"{name} is on {parameter.device}: parameters must be on the CPU or on torch's current"
+            " accelerator."
+            + (" Allocate it first: model.to_empty(device='cpu')." if parameter.is_meta else "")
         )
         raise DTypeError(message)
     if parameter.layout != torch.strided:
-        message = f"{name} has layout {parameter.layout}: only dense parameters are trained."
+        message = f"{name} has layout {parameter.layout}: parameters must be dense."
         raise DTypeError(message)
     if not parameter.is_contiguous():
         message = (
             f"{name} (shape {tuple(parameter.shape)}, strides {parameter.stride()}) does not fill"
-            " one run of memory, over which the update runs, or not in the order it had when the"
-            " optimizer was made. Choose its memory format (channels_last is taken) before that,"
-            " or give it a contiguous copy: param.data = param.data.contiguous()."
+            " one run of memory, which the update needs, or its memory format has changed since the"
+            " optimizer was made. Choose its format (such as channels_last) before that,"
+            " or make it contiguous: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
     if issubclass(type(parameter), Unpublished):
         message = (
-            f'{name} is being updated by another optimizer, which has overlap="forward". Give each'
-            ' parameter to one optimizer; or make both with overlap="none", and close() the one'
-            " that is not wanted."
+            f'{name} is being updated by another optimizer, which has overlap="forward". Pass each'
+            ' parameter to one optimizer; or create both with overlap="none", and close() the one'
+            " that you do not need."
         )
         raise OptionError(message)
     if type(parameter) not in PLAIN_TENSORS:
         message = (
-            f"{name} is a {type(parameter).__name__}: of tensor subclasses only DTensor over plain"
-            " shards (FSDP2's fully_shard) is taken."
+            f"{name} is a {type(parameter).__name__}: the only supported tensor subclass is DTensor"
+            " over plain shards (FSDP2's fully_shard)."
         )
         raise DTypeError(message)
 
@@ -229,23 +278,23 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
     """Raise DTypeError unless the kernels can read ``gradient``."""
     if gradient.layout != torch.strided:
         message = (
-            f"The gradient of {name} is sparse, and updates run over all elements. Make its module"
-            " with sparse=False, or leave it to torch.optim.SparseAdam."
+            f"The gradient of {name} is sparse, and updates run over all elements. Create its"
+            " module with sparse=False, or use torch.optim.SparseAdam for it."
         )
         raise DTypeError(message)
     if gradient.dtype not in STATE_DTYPES:
         message = (
-            f"The gradient of {name} has dtype {gradient.dtype}: float32, bfloat16 and float16"
-            " are taken."
+            f"The gradient of {name} has dtype {gradient.dtype}: it must be float32, bfloat16 or"
+            " float16."
         )
         raise DTypeError(message)
     if gradient.numel() != parameter.numel():
         message = (
             f"The gradient of {name} has {gradient.numel()} elements and the parameter"
-            f" {parameter.numel()}: its data was exchanged since. Take the gradient anew."
+            f" {parameter.numel()}: its data was replaced since. Compute the gradient again."
         )
         raise DTypeError(message)
-    if gradient.device != parameter.device and not gradient.is_cpu:  # those that came down
+    if gradient.device != parameter.device and not gradient.is_cpu:  # offloaded ones are
         message = (
             f"The gradient of {name} is on {gradient.device} and the parameter on"
             f" {parameter.device}: both must be on one device."
@@ -275,33 +324,33 @@ def refuse_change(
     else:
         message = (
             f"{name} has {parameter.numel()} elements now, another number than when the optimizer"
-            " was made: its data was exchanged. Make a new optimizer."
+            " was made: its data was replaced. Make a new optimizer."
         )
     raise OptionError(message)
 
 
 def refuse_accelerator(parameter: torch.Tensor, name: str) -> None:
-    """Raise DTypeError for a parameter on an accelerator, which ``CPUAdam`` is not for."""
+    """Raise DTypeError for a parameter on an accelerator: ``CPUAdam`` does not support it."""
     if device_link.is_remote(parameter):
         message = (
             f"{name} is on {parameter.device}, and CPUAdam is for parameters in host memory. Use"
-            " tensorstow.AdamW, which updates them on the host all the same, or HybridAdam, which"
+            " tensorstow.AdamW, which also updates them on the host, or HybridAdam, which"
             " leaves them to torch's fused Adam."
         )
         raise DTypeError(message)
 
 
 def list_params(group: dict[str, Any]) -> None:
-    """Make "params" of a new group a list; raise OptionError where it names a parameter twice."""
-    given = group.get("params")
-    if not isinstance(given, Iterable) or isinstance(given, torch.Tensor):
-        return  # which torch takes, or refuses
-    group["params"] = given = list(given)
+    """Make "params" of a new group a list; raise OptionError if it has a parameter twice."""
+    items = group.get("params")
+    if not isinstance(items, Iterable) or isinstance(items, torch.Tensor):
+        return  # torch checks it
+    group["params"] = items = list(items)
     seen: set[int] = set()
-    for index, item in enumerate(given):
+    for index, item in enumerate(items):
         parameter = item[1] if isinstance(item, tuple) else item
         if id(parameter) in seen:
-            message = f"Parameter {index} of a group is in it twice. Name each parameter once."
+            message = f"Parameter {index} of a group is in it twice. Pass each parameter once."
             raise OptionError(message)
         seen.add(id(parameter))
 
@@ -309,7 +358,7 @@ def list_params(group: dict[str, Any]) -> None:
 def check_saved(
     entry: Mapping[str, Any], parameter: torch.Tensor, name: str, *, amsgrad: bool
 ) -> None:
-    """Raise OptionError unless a saved state has Adam's tensors in the parameter's size."""
+    """Raise OptionError unless a saved state has Adam's tensors of the parameter's size."""
     for key in ("step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
         if key not in entry:
             message = (
@@ -327,9 +376,9 @@ def check_saved(
             )
             raise OptionError(message)
         if not isinstance(value, torch.Tensor) or value.numel() != parameter.numel():
-            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             message = (
-                f"The saved {key!r} of {name} is {found}, and the parameter is"
+                f"The saved {key!r} of {name} is {shape}, and the parameter is"
                 f" {tuple(parameter.shape)}: they are of different models."
             )
             raise OptionError(message)
@@ -341,14 +390,15 @@ def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) ->
     Autograd then accumulates ``.grad`` in that dtype: 16-bit gradients of fp32 parameters take
     half the memory. torch refuses such a ``.grad`` otherwise.
     """
+    read_value(torch.dtype, dtype, "grad_dtype")
     if dtype not in STATE_DTYPES:
-        message = f"grad_dtype={dtype} was given: float32, bfloat16 and float16 are taken."
+        message = f"grad_dtype={dtype} was given: it must be float32, bfloat16 or float16."
         raise DTypeError(message)
     for parameter in parameters:
         if is_lazy(parameter):
             message = (
                 "grad_dtype= was given with parameters of a lazy module, which have no dtype yet."
-                " Run a forward of the model before the optimizer is made."
+                " Run a forward of the model before you create the optimizer."
             )
             raise DTypeError(message)
         if parameter.dtype in STATE_DTYPES:  # a frozen one may be of any

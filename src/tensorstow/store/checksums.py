@@ -28,10 +28,10 @@ def weight_checksums(shape: ChunkShape, address: int) -> bytes:
     return _pack(shape, [(shape.weight, address)])
 
 
-def differing_runs(found: bytes, kept: bytes) -> Iterator[tuple[int, int]]:
+def differing_runs(actual: bytes, expected: bytes) -> Iterator[tuple[int, int]]:
     """Return the runs (first, last + 1) of blocks whose checksums differ or are missing."""
-    blocks = max(len(found), len(kept)) // 4
-    differs = [found[4 * k : 4 * k + 4] != kept[4 * k : 4 * k + 4] for k in range(blocks)]
+    blocks = max(len(actual), len(expected)) // 4
+    differs = [actual[4 * k : 4 * k + 4] != expected[4 * k : 4 * k + 4] for k in range(blocks)]
     for differ, run in groupby(range(blocks), key=differs.__getitem__):
         if differ:
             first, *rest = run

@@ -1,5 +1,6 @@
 """The data files: one per directory, with a label that names the run it belongs to."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, StoreFormatError
+from tensorstow.base.regular_file import regular_stream
 from tensorstow.io.files import File
 from tensorstow.store.durability import Disk
 from tensorstow.store.heads import find_head, first_pages, parse_head
@@ -37,14 +39,33 @@ def data_path(directory: Path, index: int) -> Path:
 
 
 def read_label(path: Path) -> Label | None:
-    """Read a data file's label; None where it has none: damaged, or never ours."""
-    with path.open("rb") as file:
+    """Read a data file's label; None if it has none: damaged, or never ours.
+
+    Raises DirectoryError for a pipe, a device, a directory or a symbolic link.
+    """
+    with regular_stream(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
         match = _HEADER.fullmatch(file.read(PAGE))
     return Label(match[1].decode("ascii"), int(match[2]), int(match[3])) if match else None
 
 
+def labels_of(run: str, count: int) -> list[Label]:
+    """Return the labels of the data files of a run in ``count`` directories."""
+    return [Label(run, index, count) for index in range(count)]
+
+
+def is_file_of(label: Label, path: Path) -> bool:
+    """Return whether ``path`` is the data file that ``label`` names.
+
+    Raises DirectoryError for a pipe, a device, a directory or a symbolic link.
+    """
+    try:
+        return read_label(path) == label
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def check_unused(directories: Sequence[Path]) -> None:
-    """Raise StoreFormatError where one of ``directories`` has states of some run."""
+    """Raise StoreFormatError if one of ``directories`` has states of some run."""
     for directory in directories:
         for path in directory.glob(PATTERN):
             _check_is_nothing(path, directories[0])
@@ -52,27 +73,26 @@ def check_unused(directories: Sequence[Path]) -> None:
 
 def create_files(disk: Disk, run: str, directories: Sequence[Path]) -> None:
     """Make the data files of a new store; nothing is durable yet."""
-    for index, directory in enumerate(directories):
-        path = data_path(directory, index)
-        disk.create(path, Label(run, index, len(directories)).page() + first_pages(run))
+    for label, directory in zip(labels_of(run, len(directories)), directories, strict=True):
+        disk.create(data_path(directory, label.index), label.page() + first_pages(run))
 
 
 def check_files(run: str, directories: Sequence[Path]) -> None:
     """Raise unless each of ``directories`` has its file of ``run``.
 
-    StoreFormatError where it is missing or another's, DamageError where its label is unreadable.
+    StoreFormatError if it is missing or another's, DamageError if its label is unreadable.
     """
     for index, directory in enumerate(directories):
         path = data_path(directory, index)
         wanted = Label(run, index, len(directories))
-        found = read_label(path) if path.is_file() else None
-        if found == wanted:
+        label = read_label(path) if os.path.lexists(path) else None
+        if label == wanted:
             continue
-        if found is None and path.is_file():
+        if label is None and os.path.lexists(path):
             raise _damaged(path, wanted)
         message = (
             f"{path} was requested as file {index} of {len(directories)} of run {run};"
-            f" {_describe(path, found)}. Name the directories of one run, in the order in which"
+            f" {_describe(path, label)}. Name the directories of one run, in the order in which"
             " they were named when it began (`tensorstow inspect` prints it)."
         )
         raise StoreFormatError(message)
@@ -95,7 +115,7 @@ def _check_is_nothing(path: Path, first: Path) -> None:
     # A store that was being made when its process died leaves first pages, perhaps torn, and no
     # manifest.
     label = read_label(path)
-    with path.open("rb") as file:
+    with regular_stream(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
         first_bytes = file.read(HEADER_BYTES + 1)
     pages = [first_bytes[k : k + PAGE].ljust(PAGE, b"\0") for k in range(0, len(first_bytes), PAGE)]
     if len(first_bytes) <= HEADER_BYTES and all(map(_says_nothing, pages)):

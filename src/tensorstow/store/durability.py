@@ -1,4 +1,4 @@
-"""Everything that makes writes durable, behind one interface that tests replace.
+"""Everything that makes writes durable, in one interface that tests replace.
 
 [Note: Durability] A commit is durable because three things happen in this order: data is written,
 `sync_file` returns, the manifest's transaction ends. A file exists because its directory was
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 import tensorstow._native as _native
-from tensorstow.io.files import File, open_file
+from tensorstow.base.regular_file import open_regular
+from tensorstow.io.files import File, compare_with_drive, open_file
 
 
 class Disk(Protocol):
@@ -34,19 +35,22 @@ class Disk(Protocol):
     def end_transaction(self, connection: sqlite3.Connection) -> None:
         """Make the manifest's open transaction durable, whole or not at all."""
 
+    def read_back(self, path: Path, start: int) -> None:
+        """Raise OSError unless the drive has the bytes of ``path`` from ``start`` on."""
+
 
 class SystemDisk:
     """The operating system's."""
 
     def create(self, path: Path, contents: bytes) -> None:
         """Make the new file ``path``, its owner's alone; nothing is durable yet."""
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(contents)
 
     def open(self, engine: _native.Engine, path: Path) -> File:
         """Open the data file ``path``, which exists."""
-        return open_file(engine, path)
+        return open_file(engine, path, access=os.O_RDWR | os.O_NOFOLLOW)
 
     def sync_file(self, file: File) -> None:
         """Return once all that was written to ``file`` before is durable."""
@@ -63,3 +67,7 @@ class SystemDisk:
     def end_transaction(self, connection: sqlite3.Connection) -> None:
         """Make the manifest's open transaction durable, whole or not at all."""
         connection.execute("COMMIT")
+
+    def read_back(self, path: Path, start: int) -> None:
+        """Raise OSError unless the drive has the bytes of ``path`` from ``start`` on."""
+        compare_with_drive(path, start)

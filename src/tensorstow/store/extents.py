@@ -15,14 +15,14 @@ class Extents:
     An extent that is held or referred to is never handed out; one that is neither is free at once.
     """
 
-    def __init__(self, sizes: Iterable[int], kept: Mapping[int, Iterable[Extent]]) -> None:
+    def __init__(self, sizes: Iterable[int], generations: Mapping[int, Iterable[Extent]]) -> None:
         """Begin with files of ``sizes`` bytes, and the extents of each generation by number."""
         self.sizes = list(sizes)
         self.free = [FreeList() for _ in self.sizes]
         self._held: Counter[Extent] = Counter()
         self._kept: dict[int, frozenset[Extent]] = {}
         self._references: Counter[Extent] = Counter()
-        for number, extents in kept.items():
+        for number, extents in generations.items():
             self.refer(number, extents)
         self._free_the_gaps()
 
@@ -93,7 +93,7 @@ class Extents:
                 self.free[extent.file].add(ends[extent.file], extent.offset)
             ends[extent.file] = max(ends[extent.file], extent.end)
         for file, end in enumerate(ends):
-            # A file that lost its end keeps its damage: what is handed out lies behind all that
-            # anything refers to.
+            # A file that lost its end keeps its damage: free bytes begin after the last referenced
+            # one.
             size, self.sizes[file] = self.sizes[file] // PAGE * PAGE, end
             self.grow(file, size)

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from tensorstow.base.errors import DamageError
+from tensorstow.base.regular_file import open_regular, regular_stream
 from tensorstow.io.files import File, IoFuture
 from tensorstow.store.durability import Disk
 from tensorstow.store.records import HEADER_BYTES, PAGE
@@ -78,7 +79,7 @@ def sync_heads(disk: Disk, files: Sequence[File], head: Head) -> None:
 
 def put_head(path: Path, head: Head) -> None:
     """Write ``head`` to the data file ``path``, durably, whatever is there."""
-    with path.open("r+b") as file:
+    with os.fdopen(open_regular(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
         file.seek(_slot_at(head.transaction))
         file.write(head.page())
         file.flush()
@@ -86,9 +87,9 @@ def put_head(path: Path, head: Head) -> None:
 
 
 def read_head(path: Path, run: str) -> Head:
-    """Return the newer head in the data file ``path``; raise DamageError where it has none."""
-    found = find_head(path, run)
-    if found is None:
+    """Return the newer head in the data file ``path``; raise DamageError if it has none."""
+    head = find_head(path, run)
+    if head is None:
         message = (
             f"{path} was requested, a data file of run {run}, and both records of what the manifest"
             f" must have, {HEADER_BYTES - PAGE} bytes at offset {PAGE}, are damaged. Look at"
@@ -96,12 +97,12 @@ def read_head(path: Path, run: str) -> Head:
             " directory) writes them anew; or put the file back from a copy of the directories."
         )
         raise DamageError(message)
-    return found
+    return head
 
 
 def find_head(path: Path, run: str) -> Head | None:
-    """Return the newer head of ``run`` in the data file ``path``; None where there is none."""
-    with path.open("rb") as file:
+    """Return the newer head of ``run`` in the data file ``path``; None if there is none."""
+    with regular_stream(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
         pages = [file.read(PAGE) for _ in range(1 + _SLOTS)][1:]
     heads = [head for page in pages if (head := parse_head(page)) is not None and head.run == run]
     return max(heads, key=lambda head: head.transaction, default=None)
@@ -127,7 +128,7 @@ def find_difference(heads: Sequence[tuple[Path, Head]], transaction: int) -> str
 
 
 def parse_head(page: bytes) -> Head | None:
-    """Return the head that a page is; None where it is none, or damaged."""
+    """Return the head that a page is; None if it is none, or damaged."""
     match = _TEXT.match(page)
     if match is None:
         return None

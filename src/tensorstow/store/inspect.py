@@ -1,5 +1,6 @@
 """What a store holds, read without taking its lock."""
 
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,16 +8,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, named
-from tensorstow.store.datafiles import Label, data_path, read_label
+from tensorstow.store.datafiles import data_path, is_file_of, labels_of
 from tensorstow.store.lock import peek
-from tensorstow.store.manifest import MANIFEST_NAME
 from tensorstow.store.records import HEADER_BYTES, Extent, Summary, chunk_shapes
 from tensorstow.store.rows import read_directories, read_extents, read_summaries
-from tensorstow.store.schema import check_marks, read_failure, read_format, read_meta
+from tensorstow.store.schema import (
+    MANIFEST_NAME,
+    check_marks,
+    connect_to_read,
+    read_failure,
+    read_format,
+    read_meta,
+)
 from tensorstow.store.verify import check_all, check_heads, load
 
 
@@ -26,9 +32,9 @@ class DataFileInfo:
 
     path: Path
     bytes: int | None
-    """Its size; None if it does not exist."""
+    """Its size; None if it does not exist, or is not this run's."""
     used_bytes: int
-    """What kept generations refer to."""
+    """The bytes that generations refer to."""
 
     @property
     def free_bytes(self) -> int | None:
@@ -41,12 +47,12 @@ class LayoutInfo:
     """The layout of the newest generation."""
 
     elements: int
-    """In all chunks."""
+    """The elements of all chunks."""
     chunks: int
     shapes: tuple[str, ...]
     """Each kind of chunk: bytes of states and of weight per element."""
     notes: dict[str, Any]
-    """What the writer's layout has beside chunks and is short enough to print."""
+    """Short entries of the writer's layout, other than its chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +68,13 @@ class StoreInfo:
     generations: tuple[Summary, ...]
     files: tuple[DataFileInfo, ...]
     layout: LayoutInfo | None
-    """None where nothing is committed."""
+    """None if nothing is committed."""
 
 
 def inspect_store(directory: Path) -> StoreInfo:
     """Inspect the store in ``directory``, also of a live run, without writes or locks.
 
-    Raises StoreFormatError where there is none.
+    Raises StoreFormatError if there is none.
     """
     path = inspect_directory(directory).path
     with named("The store in", path), read_only(path) as (connection, holder):
@@ -76,6 +82,7 @@ def inspect_store(directory: Path) -> StoreInfo:
         used = _used_bytes(read_extents(connection))
         run = read_meta(connection, "run")
         newest = load(connection, path, run, summaries[-1].number) if summaries else None
+        paths = data_paths(read_directories(connection), path)
         return StoreInfo(
             directory=path,
             run=run,
@@ -85,9 +92,11 @@ def inspect_store(directory: Path) -> StoreInfo:
             generations=tuple(summaries),
             files=tuple(
                 DataFileInfo(
-                    name, name.stat().st_size if name.is_file() else None, used.get(file, 0)
+                    name,
+                    name.stat().st_size if is_file_of(label, name) else None,
+                    used.get(label.index, 0),
                 )
-                for file, name in enumerate(data_paths(read_directories(connection), path))
+                for label, name in zip(labels_of(run, len(paths)), paths, strict=True)
             ),
             layout=_look_at(newest.layout) if newest else None,
         )
@@ -106,7 +115,7 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
     """Open a manifest for reading; yield it with the holder of the store, if any."""
     path = directory / MANIFEST_NAME
     with peek(directory) as holder:
-        if not path.is_file():
+        if not os.path.lexists(path):
             message = f"A store was requested in {directory}: there is no {MANIFEST_NAME} in it."
             raise StoreFormatError(message)
         try:
@@ -121,25 +130,23 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
                 if holder is None:  # else a commit may be between its transaction and its head
                     noted = data_paths(read_directories(connection), directory)
                     run = read_meta(connection, "run")
-                    there = [p for k, p in enumerate(noted) if _is_of(run, k, len(noted), p)]
-                    check_heads(connection, path, there, transaction)
+                    labels = labels_of(run, len(noted))
+                    data_files = [
+                        p for p, label in zip(noted, labels, strict=True) if is_file_of(label, p)
+                    ]
+                    check_heads(connection, path, data_files, transaction)
                 yield connection, holder
         except sqlite3.Error as error:
             raise read_failure(path, error) from error
 
 
-def _is_of(run: str, index: int, count: int, path: Path) -> bool:
-    return path.is_file() and read_label(path) == Label(run, index, count)
-
-
 @contextmanager
 def _connect(path: Path, holder: str | None) -> Iterator[sqlite3.Connection]:
     # Without a holder and without a log of a killed one, nothing changes under us (`peek` keeps
-    # others out), and saying so keeps SQLite from making files beside it.
+    # others out). `immutable` keeps SQLite from making files next to it.
     log = path.with_name(f"{path.name}-wal")
     is_still = holder is None and not (log.exists() and log.stat().st_size)
-    uri = f"file:{quote(str(path))}?mode=ro" + ("&immutable=1" if is_still else "")
-    connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+    connection = connect_to_read(path, "&immutable=1" if is_still else "")
     try:
         connection.execute("BEGIN")  # one state of it, though a run may be committing
         yield connection
@@ -149,7 +156,7 @@ def _connect(path: Path, holder: str | None) -> Iterator[sqlite3.Connection]:
 
 def _used_bytes(extents: dict[int, list[Extent]]) -> dict[int, int]:
     used: dict[int, int] = {}
-    for extent in {extent for kept in extents.values() for extent in kept}:
+    for extent in {extent for listed in extents.values() for extent in listed}:
         used[extent.file] = used.get(extent.file, 0) + extent.nbytes
     return used
 

@@ -24,20 +24,20 @@ class Links:
     def check(self) -> None:
         """Raise UnlinkedError unless every path leads to the file that is open."""
         for path, opened in self._wanted.items():
-            found = _difference(path, opened)
-            if found is not None:
+            difference = _difference(path, opened)
+            if difference is not None:
                 message = (
-                    f"The run commits to {path}, and {found}: the file that this process has open"
-                    " was deleted or moved, and so was what is committed in it. Put it back where"
-                    " it was; or go on in another directory with optimizer.commit_to(directory),"
-                    " which writes all that a resume needs there."
+                    f"The run commits to {path}, and {difference}: the file that this process has"
+                    " open was deleted or moved, and so was what is committed in it. Put it back"
+                    " where it was; or go on in another directory with"
+                    " optimizer.commit_to(directory), which writes all that a resume needs there."
                 )
                 raise UnlinkedError(message)
 
 
 def _difference(path: Path, opened: os.stat_result) -> str | None:
     try:
-        found = path.stat()
+        facts = path.stat()
     except OSError as error:
         return f"it is not there any more ({error.strerror})"
-    return None if os.path.samestat(found, opened) else "another file is there now"
+    return None if os.path.samestat(facts, opened) else "another file is there now"

@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, advice_for
+from tensorstow.base.regular_file import open_regular, read_regular
 from tensorstow.store import at_fork
 
 LOCK_NAME = "lock"
 _TEXT_BYTES = 400  # more than a host name may have
+_MOST_BYTES = 1 << 20  # a lock is a line of text
 _PATIENCE_SECONDS = 1.0  # `peek` holds a shared lock for a few milliseconds
 
 
@@ -50,8 +52,8 @@ class DirectoryLock:
             os.pwrite(self._fd, text.encode().ljust(_TEXT_BYTES), 0)
 
     def _check_is_ours(self) -> None:
-        found = os.pread(self._fd, 4, 0)
-        if found not in {b"", b"pid "}:
+        mark = os.pread(self._fd, 4, 0)
+        if mark not in {b"", b"pid "}:
             message = (
                 f"The lock {self.path} was requested and there is another program's file of that"
                 " name. It was not touched: name another directory."
@@ -91,7 +93,9 @@ def peek(directory: Path) -> Iterator[str | None]:
     path = directory / LOCK_NAME
     try:
         with at_fork.guard:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW, most=_MOST_BYTES)
+    except DirectoryError:
+        raise  # no answer: something else has the lock's name
     except OSError:
         yield None  # no lock was ever taken here
         return
@@ -104,7 +108,8 @@ def peek(directory: Path) -> Iterator[str | None]:
 def read_holder(path: Path) -> str:
     """Return the text that the holder wrote to the lock file ``path``."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace").strip()
+        data = read_regular(path, _MOST_BYTES, os.O_RDONLY | os.O_NOFOLLOW)
+        text = data.decode(errors="replace").strip()
     except OSError:
         text = ""
     if text.startswith(f"pid {os.getpid()} on {socket.gethostname()} "):
@@ -114,7 +119,10 @@ def read_holder(path: Path) -> str:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        return open_regular(path, flags, 0o600, most=_MOST_BYTES)
+    except DirectoryError:
+        raise
     except OSError as error:
         message = (
             f"The lock {path} was requested: {error.strerror}."

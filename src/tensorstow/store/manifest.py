@@ -1,6 +1,7 @@
 """The manifest: an SQLite file with all generations and what each refers to."""
 
 import ctypes
+import errno as codes
 import logging
 import sqlite3
 import threading
@@ -11,9 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tensorstow.base.directories import DirectoryFacts
+from tensorstow.base.errors import CommitError, SyncError, advice_for
 from tensorstow.store import at_fork
 from tensorstow.store.durability import Disk
 from tensorstow.store.heads import Head
+from tensorstow.store.manifest_copy import COPY_NAME, ManifestCopy
 from tensorstow.store.records import Content, Extent, Generation, Summary
 from tensorstow.store.rows import (
     delete_generations,
@@ -29,15 +32,17 @@ from tensorstow.store.schema import (
     FORMAT,
     TABLES,
     check_marks,
+    connect,
     read_failure,
     read_meta,
+    set_journal,
+    with_suffix,
     write_failure,
 )
 from tensorstow.store.verify import check_all, check_heads, check_shared, load, seal
 
 logger = logging.getLogger("tensorstow")
 
-MANIFEST_NAME = "manifest.sqlite"
 _LONG_LOG_BYTES = 4 << 20
 _NETWORK = (
     "nfs",
@@ -90,17 +95,17 @@ class Manifest:
     ) -> None:
         """Open ``path``; raise StoreFormatError unless it is empty or a manifest.
 
-        DamageError where it is damaged; not looked for where it ``is_checked``.
+        DamageError if it is damaged; not looked for if it ``is_checked``.
         """
         self.path = path
         self._disk = disk
+        self.second = SecondManifest(path, disk, journal)
+        """Its copy ([Note: Two manifests])."""
         self.lock = threading.RLock()
         """Held for several queries of one state."""
         try:
             with at_fork.guard:
-                self._connection = sqlite3.connect(
-                    path, timeout=30, isolation_level=None, check_same_thread=False
-                )
+                self._connection = connect(path)
                 at_fork.abandon_in_children(self)
         except sqlite3.Error as error:
             raise read_failure(path, error) from error
@@ -113,19 +118,17 @@ class Manifest:
                 """The number of the last one."""
                 self.run = "" if self.is_new else read_meta(connection, "run")
                 """The id that the data files carry too."""
-                mode, synchronous = journal.value
-                connection.execute(f"PRAGMA journal_mode = {mode}")
-                connection.execute(f"PRAGMA synchronous = {synchronous}")
-                # By hand, behind commits: else a pin could be what has to copy the whole log.
-                connection.execute("PRAGMA wal_autocheckpoint = 0")
+                set_journal(connection, journal.value)
         except BaseException:
             self.close()
             raise
 
     def files(self) -> list[Path]:
-        """Return the files that SQLite has open, with the log if there is one."""
-        beside = (self.path.with_name(self.path.name + suffix) for suffix in ("-wal", "-shm"))
-        return [self.path, *(path for path in beside if path.exists())]
+        """Return the files that SQLite has open, with the logs if there are any."""
+        paths = [
+            with_suffix(path, end) for path in self.second.paths() for end in ("", "-wal", "-shm")
+        ]
+        return [path for path in paths if path.exists()]
 
     def begin_run(self, run: str, directories: Sequence[Path]) -> None:
         """Make the tables of a new store."""
@@ -183,7 +186,7 @@ class Manifest:
             return read_extents(connection)
 
     def add(self, content: Content, created: float, drop: Sequence[int]) -> int:
-        """In one transaction add a generation and remove others; return its number."""
+        """Add a generation and remove others in one transaction; return its number."""
         with self._transaction() as connection:
             number = insert_generation(connection, self.run, content, created)
             delete_generations(connection, drop)
@@ -213,7 +216,7 @@ class Manifest:
             insert_name(connection, self.run, name, number)
 
     def drop_snapshot(self, name: str, drop: Sequence[int]) -> None:
-        """In one transaction remove a snapshot and generations."""
+        """Remove a snapshot and generations in one transaction."""
         with self._transaction() as connection:
             connection.execute("DELETE FROM snapshots WHERE name = ?", (name,))
             delete_generations(connection, drop)
@@ -231,12 +234,14 @@ class Manifest:
             try:
                 if log.exists() and log.stat().st_size > least:
                     self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                    self.second.checkpoint()
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
         with self.lock:
+            self.second.close()
             self._connection.close()
 
     def abandon(self) -> None:
@@ -269,3 +274,111 @@ class Manifest:
                         connection.execute("ROLLBACK")
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
+
+
+class SecondManifest:
+    """The copy of a manifest, and the check that the drive returns both."""
+
+    def __init__(self, path: Path, disk: Disk, journal: Journal) -> None:
+        """Keep no copy yet of the manifest at ``path``."""
+        self.path = path
+        self._disk = disk
+        self._journal = journal
+        self._copy: ManifestCopy | None = None
+        self._read_back: dict[Path, int] = {}
+        """Bytes of each log that came back from the drive."""
+
+    def paths(self) -> list[Path]:
+        """Return the manifest, and its copy if there is one."""
+        return [self.path, *([] if self._copy is None else [self._copy.path])]
+
+    def keep(self) -> None:
+        """Keep a copy of it from now on: [Note: Two manifests]. A full disk is logged."""
+        path = self.path.with_name(COPY_NAME)
+        failure: Exception
+        try:
+            self._copy = ManifestCopy(self.path, self._disk, self._journal.value)
+        except sqlite3.Error as error:
+            failure = write_failure(path, error)
+            if not isinstance(failure, CommitError):
+                raise failure from error
+        except OSError as error:
+            if error.errno not in {codes.ENOSPC, codes.EDQUOT}:
+                raise
+            failure = error
+        else:
+            return
+        logger.warning(
+            "The manifest has no second copy until %s is opened again: %s", path, failure
+        )
+
+    def checkpoint(self) -> None:
+        """Write the log of the copy into it."""
+        if self._copy is not None:
+            self._copy.checkpoint()
+
+    def close(self) -> None:
+        """Close the copy."""
+        if self._copy is not None:
+            self._copy.close()
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Write the last transaction to the copy, and read both back, while the block runs.
+
+        Raises SyncError if the drive fails. A full disk is logged: the next transaction may find
+        room, and the copy is complete then.
+        """
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                self._update_copy()
+                self._check_drive()
+            except BaseException as error:  # noqa: BLE001  # raised below
+                failures.append(error)
+
+        # Both wait for the drive, which has one flush for both.
+        thread = threading.Thread(target=work, name="tensorstow-manifest-copy")
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter ends, and starts none any more
+            work()
+        try:
+            yield
+        finally:
+            if thread.ident is not None:
+                thread.join()
+        for error in failures:
+            raise error
+
+    def _update_copy(self) -> None:
+        if self._copy is None:
+            return
+        try:
+            self._copy.update()
+        except sqlite3.Error as error:
+            failure = write_failure(self._copy.path, error)
+            if not isinstance(failure, CommitError):
+                raise failure from error
+            logger.warning("The manifest has no second copy of its last transaction: %s", failure)
+
+    def _check_drive(self) -> None:
+        """Raise SyncError unless the drive returns what was written since the last time."""
+        for path in self.paths():
+            log = with_suffix(path, "-wal")
+            written = log if log.exists() else path
+            try:
+                size = written.stat().st_size
+                start = self._read_back.get(written, 0)
+                self._disk.read_back(written, start if log == written and size > start else 0)
+            except FileNotFoundError:
+                continue  # `links` says so
+            except OSError as error:
+                message = (
+                    f"{written} was written, and did not come back from the drive as it was:"
+                    f" {error.strerror}. {advice_for(codes.EIO)} Opening the store again finds the"
+                    " last transaction that is whole."
+                )
+                raise SyncError(message) from error
+            self._read_back[written] = size

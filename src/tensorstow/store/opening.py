@@ -1,5 +1,6 @@
 """Opens or creates the parts of a store, in an order that survives a crash at any point."""
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
-from tensorstow.base.errors import OptionError, named
+from tensorstow.base.errors import OptionError, StoreError, StoreFormatError, named
 from tensorstow.io.files import File
 from tensorstow.store.datafiles import (
     check_files,
@@ -22,8 +23,12 @@ from tensorstow.store.durability import Disk
 from tensorstow.store.heads import sync_heads
 from tensorstow.store.links import Links
 from tensorstow.store.lock import DirectoryLock
-from tensorstow.store.manifest import MANIFEST_NAME, Manifest, choose_journal
+from tensorstow.store.manifest import Manifest, choose_journal
+from tensorstow.store.manifest_copy import COPY_NAME, DAMAGED_NAME, put_copy_in_place
+from tensorstow.store.schema import MANIFEST_NAME, check_database
 from tensorstow.store.verify import check_at_rest
+
+logger = logging.getLogger("tensorstow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Parts:
     manifest: Manifest
     disk: Disk
     links: Links
-    """Of all files that are open."""
+    """The links to all files that are open."""
     resources: ExitStack
     """Closes all of it, the lock last."""
 
@@ -53,13 +58,28 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
             resources.callback(lock.release)
             links.expect(lock.path, lock.opened())
         path = paths[0] / MANIFEST_NAME
-        if not path.exists():
-            check_unused(paths)  # before anything is made
-            disk.create(path, b"")
-        is_checked = check_at_rest(path, paths)
+        check_database(path)
+        check_database(path.with_name(COPY_NAME))
+        if not path.exists() or not path.stat().st_size:
+            _begin(path, paths, disk)
+        try:
+            is_checked = check_at_rest(path, paths)
+        except StoreError as error:  # a bit of its header may make it another format, too
+            if not put_copy_in_place(path, paths, disk):
+                raise
+            logger.warning(
+                "The manifest in %s was damaged and is %s now; its copy, which has all that was"
+                " reported, is in its place. What was found: %s",
+                paths[0],
+                DAMAGED_NAME,
+                error,
+            )
+            is_checked = True  # as the copy, which was read for that
         manifest = Manifest(path, disk, choose_journal(facts[0]), is_checked=is_checked)
         resources.callback(manifest.close)
         files = _open_files(manifest, paths, engine, disk)
+        with _closed_unless_well(files):
+            manifest.second.keep()
         for file in files:
             resources.callback(file.close)
             links.expect(file.path, os.fstat(file.fd))
@@ -69,15 +89,33 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
         return Parts(files, manifest, disk, links, resources.pop_all())
 
 
+def _begin(path: Path, directories: Sequence[Path], disk: Disk) -> None:
+    """Make an empty manifest, before anything else is made; or put the copy of a lost one there."""
+    if put_copy_in_place(path, directories, disk):
+        logger.warning(
+            "%s was gone; its copy, which has all that was reported, is in its place", path
+        )
+        return
+    check_unused(directories)
+    copy = path.with_name(COPY_NAME)
+    if copy.exists() and copy.stat().st_size:
+        message = (
+            f"A store was requested in {path.parent}: there is {copy}, and no manifest that it is a"
+            " copy of. It was not touched: name another directory."
+        )
+        raise StoreFormatError(message)
+    disk.create(path, b"")
+
+
 def _open_files(
     manifest: Manifest, paths: Sequence[Path], engine: _native.Engine, disk: Disk
 ) -> tuple[File, ...]:
     if not manifest.is_new:
         check_files(manifest.run, paths)
-        known = manifest.check_heads([data_path(path, k) for k, path in enumerate(paths)])
+        oldest = manifest.check_heads([data_path(path, k) for k, path in enumerate(paths)])
         with _closed_unless_well(open_files(disk, engine, paths)) as files:
-            # First, so that no head is ever two transactions behind.
-            if known < manifest.transaction:
+            # First, so that no head ever lacks two transactions.
+            if oldest < manifest.transaction:
                 sync_heads(disk, files, manifest.head())
             if manifest.note_directories(paths):
                 sync_heads(disk, files, manifest.head())
@@ -90,7 +128,7 @@ def _open_files(
             disk.sync_file(file)
         for path in paths:
             disk.sync_directory(path)
-        # Last: where there are tables, there are the files that they name.
+        # Last: a manifest with tables has the files that they name.
         manifest.begin_run(run, paths)
         sync_heads(disk, files, manifest.head())
     return files

@@ -1,11 +1,9 @@
 """The pieces that a scrub reads, and how each is checked."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import tensorstow._native as _native
-from tensorstow.base.errors import StoreFormatError
 from tensorstow.store.checksums import (
     PIECE_BYTES,
     block_checksums,
@@ -13,7 +11,7 @@ from tensorstow.store.checksums import (
     weight_checksums,
 )
 from tensorstow.store.records import ChunkRecord, ChunkShape, TensorRecord
-from tensorstow.store.tensors import dtype_of
+from tensorstow.store.tensors import plain_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +19,9 @@ class Flaw:
     """Bytes of an extent that are not those that were written."""
 
     offset: int
-    """In the file."""
+    """The offset in the file."""
     nbytes: int
-    what: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +36,10 @@ class ScrubPiece:
     """Judges the bytes, which are at an address."""
 
 
-def chunk_pieces(record: ChunkRecord, shape: ChunkShape | None) -> list[ScrubPiece]:
+def chunk_pieces(record: ChunkRecord, shape: ChunkShape) -> list[ScrubPiece]:
     """Return one piece: all of the chunk, or its weights where its states are blank."""
-    if record.blank and shape is not None and not shape.weight.bytes:
+    if record.blank and not shape.weight.bytes:
         return []
-    if shape is None or record.extent.nbytes < shape.nbytes:
-        message = (
-            f"Chunk {record.chunk} was to be read and its extent of {record.extent.nbytes} bytes"
-            f" does not fit its layout ({shape}). Something else wrote this manifest."
-        )
-        raise StoreFormatError(message)
     skipped = shape.weight_offset if record.blank else 0
     start = record.extent.offset + skipped
 
@@ -62,7 +54,7 @@ def chunk_pieces(record: ChunkRecord, shape: ChunkShape | None) -> list[ScrubPie
 
 def tensor_pieces(record: TensorRecord) -> Iterator[ScrubPiece]:
     """Return the pieces of a tensor; they must be checked in order."""
-    nbytes = math.prod(record.shape) * dtype_of(record).itemsize
+    nbytes = plain_bytes(record)
     whose = f"{record.kind} tensor {record.name!r}"
     seed = 0
     for start in range(0, nbytes, PIECE_BYTES):
@@ -74,8 +66,8 @@ def tensor_pieces(record: TensorRecord) -> Iterator[ScrubPiece]:
             seed = _native.checksum(address, length, seed)
             if not is_last or seed == record.checksum:
                 return []
-            what = f"{whose} has checksum {seed:08x} instead of {record.checksum:08x}"
-            return [Flaw(record.extent.offset, nbytes, what)]
+            description = f"{whose} has checksum {seed:08x} instead of {record.checksum:08x}"
+            return [Flaw(record.extent.offset, nbytes, description)]
 
         yield ScrubPiece(record.extent.file, record.extent.offset + start, length, whose, check)
 
@@ -85,8 +77,8 @@ def _state_flaws(record: ChunkRecord, shape: ChunkShape, address: int) -> Iterat
     first = shape.streams[0] if shape.streams else shape.weight
     for start, stop in _bad(shape, block_checksums(shape, address), record.checksums):
         offset, end = (record.extent.offset + first.span(n) for n in (start, stop))
-        what = f"chunk {record.chunk}, states of elements {start} to {stop - 1} differ"
-        yield Flaw(offset, end - offset, what)
+        description = f"chunk {record.chunk}, states of elements {start} to {stop - 1} differ"
+        yield Flaw(offset, end - offset, description)
 
 
 def _weight_flaws(record: ChunkRecord, shape: ChunkShape, address: int) -> Iterator[Flaw]:
@@ -95,11 +87,11 @@ def _weight_flaws(record: ChunkRecord, shape: ChunkShape, address: int) -> Itera
     begin = record.extent.offset + shape.weight_offset
     for start, stop in _bad(shape, weight_checksums(shape, address), record.weight_checksums):
         offset, end = (begin + shape.weight.span(n) for n in (start, stop))
-        what = f"chunk {record.chunk}, weights of elements {start} to {stop - 1} differ"
-        yield Flaw(offset, end - offset, what)
+        description = f"chunk {record.chunk}, weights of elements {start} to {stop - 1} differ"
+        yield Flaw(offset, end - offset, description)
 
 
-def _bad(shape: ChunkShape, found: bytes, kept: bytes) -> Iterator[tuple[int, int]]:
+def _bad(shape: ChunkShape, actual: bytes, expected: bytes) -> Iterator[tuple[int, int]]:
     """Return the ranges of elements whose checksums differ."""
-    for first, last in differing_runs(found, kept):
+    for first, last in differing_runs(actual, expected):
         yield first * shape.block, min(last * shape.block, shape.elements)

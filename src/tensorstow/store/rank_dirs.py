@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tensorstow.base.errors import OptionError, named
 from tensorstow.base.sizes import format_count
-from tensorstow.store.manifest import MANIFEST_NAME
+from tensorstow.store.schema import MANIFEST_NAME
 
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 
@@ -18,23 +18,24 @@ def rank_directory(base: Path, rank: int, world: int) -> Path:
 def stores_in(base: Path) -> list[Path]:
     """Return the directories of the stores of the run in ``base``, by rank.
 
-    ``base`` itself where it is a store, or where there is none at all.
+    ``base`` itself if it is a store, or if there is none.
     """
     ranks = [path for _, _, path in _ranks_in(base)]
     return ranks if ranks and not _has_store(base) else [base]
 
 
 def refuse_other_worlds(base: Path, world: int) -> None:
-    """Raise OptionError where ``base`` holds a run of another number of ranks."""
-    others = {count for count, _, _ in _ranks_in(base)} | ({1} if _has_store(base) else set())
-    others.discard(world)
-    if others:
+    """Raise OptionError if ``base`` holds a run of another number of ranks."""
+    other_worlds = {count for count, _, _ in _ranks_in(base)} | ({1} if _has_store(base) else set())
+    other_worlds.discard(world)
+    if other_worlds:
         message = (
             f"{base} was named for a run of {_ranks(world)}, and it holds one of"
-            f" {' and one of '.join(map(_ranks, sorted(others)))}: each rank has its own shards in"
-            " its own store. Start as many as before; or, to go on with another number, resume"
-            " there, save by torch.distributed.checkpoint, and load that into a run in another"
-            " directory (docs/guides/durable-runs.md). `tensorstow clean` removes a dead run."
+            f" {' and one of '.join(map(_ranks, sorted(other_worlds)))}: each rank has its own"
+            " shards in its own store. Start as many as before; or, to go on with another number,"
+            " resume there, save by torch.distributed.checkpoint, and load that into a run in"
+            " another directory (docs/guides/durable-runs.md). `tensorstow clean` removes a dead"
+            " run."
         )
         raise OptionError(message)
 
@@ -51,5 +52,5 @@ def _has_store(directory: Path) -> bool:
 def _ranks_in(base: Path) -> list[tuple[int, int, Path]]:
     """Return number of ranks, rank and directory of each store of a rank, in that order."""
     with named("Directory", base):
-        found = [(m, path) for path in base.glob("rank-*") if (m := _NAME.fullmatch(path.name))]
-        return sorted((int(m[2]), int(m[1]), path) for m, path in found if _has_store(path))
+        matches = [(m, path) for path in base.glob("rank-*") if (m := _NAME.fullmatch(path.name))]
+        return sorted((int(m[2]), int(m[1]), path) for m, path in matches if _has_store(path))

@@ -15,6 +15,10 @@ HEADER_BYTES = 3 * PAGE
 """What a data file begins with: its label and two heads, a page each."""
 
 
+MOST_ELEMENTS = 1 << 48
+"""More than a model has."""
+
+
 def padded(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a whole page."""
     return round_up(nbytes, PAGE)
@@ -102,13 +106,13 @@ class TensorRecord:
     """As torch calls it, without the "torch."."""
     shape: tuple[int, ...]
     extent: Extent
-    """Of no bytes where the tensor has no elements."""
+    """Where its bytes are: an extent of 0 bytes if it has no elements."""
     checksum: int
 
 
 @dataclass(frozen=True)
 class Content:
-    """Everything that one generation holds."""
+    """The content of one generation."""
 
     step: int
     layout: dict[str, Any]
@@ -149,14 +153,14 @@ class Summary:
     names: tuple[str, ...]
     chunk_count: int
     bytes: int
-    """Of all its extents."""
+    """The bytes of all its extents."""
 
 
 def chunk_shapes(layout: Mapping[str, Any]) -> tuple[ChunkShape, ...]:
     """Read ``layout["chunks"]``; raise StoreFormatError if it is malformed."""
     try:
         return tuple(_shape(entry) for entry in layout["chunks"])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         message = (
             f"The layout's chunks cannot be read: {error!r}. Something else wrote them, or"
             " another version: open the store with the version that made it."
@@ -166,17 +170,24 @@ def chunk_shapes(layout: Mapping[str, Any]) -> tuple[ChunkShape, ...]:
 
 def _shape(entry: Mapping[str, Any]) -> ChunkShape:
     shape = ChunkShape(
-        elements=int(entry["elements"]),
-        block=int(entry["block"]),
+        elements=_whole(entry["elements"], 0),
+        block=_whole(entry["block"], 1),
         streams=tuple(_stream(stream) for stream in entry["streams"]),
         weight=_stream(entry["weight"]),
     )
     groups = [stream.per for stream in (*shape.streams, shape.weight)]
-    if shape.block < 1 or shape.elements < 0 or any(shape.block % per for per in groups):
+    if any(shape.block % per for per in groups):
         message = f"blocks of {shape.block} elements cut groups of {groups}"
         raise ValueError(message)
     return shape
 
 
 def _stream(entry: Mapping[str, Any]) -> StreamShape:
-    return StreamShape(bytes=int(entry["bytes"]), per=int(entry["per"]))
+    return StreamShape(bytes=_whole(entry["bytes"], 0), per=_whole(entry["per"], 1))
+
+
+def _whole(value: object, least: int) -> int:
+    if type(value) is not int or not least <= value <= MOST_ELEMENTS:
+        message = f"{repr(value)[:40]} is no number of elements or bytes"
+        raise ValueError(message)
+    return value

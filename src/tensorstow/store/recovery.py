@@ -1,70 +1,82 @@
-"""Rebuilds a damaged manifest from its intact rows, when asked to.
+"""Rebuilds a damaged manifest from what is intact of it and of its copy, when asked to.
 
-The old one is kept beside it. Of the data files only the heads are written; what the new manifest
-does not refer to is free from then on.
+All bytes that the new manifest refers to are read first. The old one is kept next to it. Of the
+data files only the heads are written; what the new manifest does not refer to is free from then on.
 """
 
+import os
 import shutil
 import sqlite3
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
+from tensorstow.base.regular_file import regular_stream
+from tensorstow.store.bounds import without_overlaps
 from tensorstow.store.datafiles import check_files, data_path, read_label
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head, find_head, put_head
 from tensorstow.store.lock import DirectoryLock
-from tensorstow.store.manifest import MANIFEST_NAME, Journal, Manifest
-from tensorstow.store.pieces import chunk_pieces, tensor_pieces
-from tensorstow.store.records import Generation, chunk_shapes
-from tensorstow.store.rows import read_directories
-from tensorstow.store.schema import check_marks
+from tensorstow.store.manifest import Journal, Manifest
+from tensorstow.store.manifest_copy import (
+    COPY_NAME,
+    DAMAGED_NAME,
+    copy_database,
+    replace_manifest,
+)
+from tensorstow.store.records import Generation
+from tensorstow.store.rows import read_names
+from tensorstow.store.schema import MANIFEST_NAME, MOST_BYTES, check_marks, connect, with_suffix
+from tensorstow.store.scrub import ScrubProgress, open_for_reading, scrub
 from tensorstow.store.verify import MALFORMED, check_all, check_heads, whole_generations
 
-DAMAGED_NAME = f"{MANIFEST_NAME}.damaged"
-_NEW_NAME = f"{MANIFEST_NAME}.new"
 _BESIDE = ("-wal", "-journal")
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """The intact part of a store's manifest."""
+    """The intact part of a store, all of which was read."""
 
     run: str
     directories: tuple[Path, ...]
     whole: tuple[Generation, ...]
-    """Oldest first; their data too, where anything is damaged."""
-    overwritten: tuple[Generation, ...]
-    """Whose records are whole and whose data are not: dropped since, by a commit that is lost."""
+    """Oldest first: records and bytes."""
+    damaged: tuple[Generation, ...]
+    """Those with whole records and other bytes: damaged, or written over since."""
     newest: Head
     """The newest transaction that a data file records."""
+    lost: tuple[str, ...]
+    """What was reported or has a name, and is not whole."""
     damage: str | None
-    """What is wrong; None where nothing is."""
+    """What is wrong; None if nothing is."""
 
-    @property
-    def has_newest(self) -> bool:
-        """Return whether the newest generation that was ever reported is among the whole ones."""
-        return not self.newest.generation or any(
-            generation.number >= self.newest.generation for generation in self.whole
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The contents of a manifest or its copy."""
+
+    whole: tuple[Generation, ...]
+    names: tuple[tuple[str, int], ...]
+    damage: str | None
 
 
 @contextmanager
-def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
-    """Lock the store in ``directories`` and return what is intact in its manifest.
+def hold_recovery(
+    directories: Sequence[Path], report: Callable[[ScrubProgress], object] = lambda _: None
+) -> Iterator[Recovery]:
+    """Lock the store in ``directories``, read all of it and return what is intact.
 
-    The first directory is enough if none was moved or copied. Raises StoreFormatError where there
-    is no store or one of another format, LockedError where its run is live.
+    Name all directories, in their order. ``report`` is called with the progress of reading. Raises
+    StoreFormatError if there is no store, one of another format, or one with more directories;
+    LockedError if its run is live.
     """
-    first, *others = (inspect_directory(directory).path for directory in directories)
+    first, *rest = (inspect_directory(directory).path for directory in directories)
     with named("A recovery of the store in", first), ExitStack() as resources:
-        label = read_label(data_path(first, 0)) if data_path(first, 0).is_file() else None
+        label = read_label(data_path(first, 0)) if os.path.lexists(data_path(first, 0)) else None
         if label is None:
             message = (
                 f"A store was requested in {first}: there is no states-0.bin in it that says which"
@@ -72,94 +84,140 @@ def hold_recovery(directories: Sequence[Path]) -> Iterator[Recovery]:
             )
             raise StoreFormatError(message)
         resources.callback(DirectoryLock(first).release)
-        scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=first)))
-        copy = _copy_manifest(first, scratch)
-        with closing(sqlite3.connect(copy, isolation_level=None)) as connection:
-            whole, _ = whole_generations(connection, label.run)
-            paths = [first, *(others or _others(connection, first, label.count))]
-            check_files(label.run, paths)
-            for path in paths[1:]:
-                resources.callback(DirectoryLock(path).release)
-            data_files = [data_path(path, k) for k, path in enumerate(paths)]
-            damage = _find_damage(connection, first / MANIFEST_NAME, data_files)
-        heads = [head for file in data_files if (head := find_head(file, label.run)) is not None]
-        newest = max(heads, key=lambda head: head.transaction, default=Head(label.run))
-        good = [g for g in whole if damage is None or _has_its_data(g, data_files)]
-        bad = [g for g in whole if g not in good]
-        yield Recovery(label.run, tuple(paths), tuple(good), tuple(bad), newest, damage)
+        if label.count > 1 and not rest:
+            raise StoreFormatError(_unnamed(first, label.count))
+        paths = [first, *rest]
+        check_files(label.run, paths)
+        for path in paths[1:]:
+            resources.callback(DirectoryLock(path).release)
+        yield _find(label.run, paths, report)
 
 
-def recover(found: Recovery) -> None:
-    """Write a manifest of the intact generations; call it while ``found`` is held."""
-    first, disk = found.directories[0], SystemDisk()
-    with named("A recovery of the store in", first):
-        new = first / _NEW_NAME
-        for path in (new, new.with_name(f"{_NEW_NAME}-journal")):
-            path.unlink(missing_ok=True)
-        numbers = [found.newest.generation, *(generation.number for generation in found.whole)]
+def _find(run: str, paths: Sequence[Path], report: Callable[[ScrubProgress], object]) -> Recovery:
+    data_files = [data_path(path, k) for k, path in enumerate(paths)]
+    rows = _choose_rows(paths[0], run, data_files)
+    damage, whole = rows.damage, rows.whole
+    bad: set[int] = set()
+    with open_for_reading(data_files) as files:
+        for progress in scrub(files, whole):
+            report(progress)
+            for flawed in progress.damages:
+                damage = damage or str(flawed)
+                bad.update(flawed.generations)
+    good = [generation for generation in whole if generation.number not in bad]
+    heads = [head for file in data_files if (head := find_head(file, run)) is not None]
+    newest = max(heads, key=lambda head: head.transaction, default=Head(run))
+    return Recovery(
+        run=run,
+        directories=tuple(paths),
+        whole=tuple(good),
+        damaged=tuple(generation for generation in whole if generation.number in bad),
+        newest=newest,
+        lost=tuple(_lost(newest, rows.names, good)) if damage is not None else (),
+        damage=damage,
+    )
+
+
+def _choose_rows(first: Path, run: str, data_files: Sequence[Path]) -> _Rows:
+    """Return the manifest's rows if it is whole, else the whole rows of it and of its copy."""
+    try:
+        copy = _read_rows(first, COPY_NAME, run, data_files)
+    except StoreFormatError as error:
+        copy = _Rows((), (), str(error))
+    try:
+        rows = _read_rows(first, MANIFEST_NAME, run, data_files)
+    except StoreFormatError as error:
+        if copy.damage is not None:
+            raise  # intact but unreadable for us: what it refers to must not be overwritten
+        return _Rows(copy.whole, copy.names, str(error))
+    if rows.damage is None:
+        return rows
+    better, other = (copy, rows) if copy.damage is None else (rows, copy)
+    return _Rows(tuple(_united(better.whole, other.whole)), better.names, rows.damage)
+
+
+def _united(*manifests: Sequence[Generation]) -> list[Generation]:
+    """Return the generations of several manifests, oldest first; of one number, the first."""
+    by_number: dict[int, Generation] = {}
+    for generation in (generation for whole in manifests for generation in whole):
+        by_number.setdefault(generation.number, generation)
+    return without_overlaps([by_number[number] for number in sorted(by_number)])
+
+
+def _lost(
+    newest: Head, names: Sequence[tuple[str, int]], whole: Sequence[Generation]
+) -> Iterator[str]:
+    numbers = {generation.number for generation in whole}
+    if newest.generation and max(numbers, default=0) < newest.generation:
+        yield (f"generation {newest.generation} (step {newest.step}), the newest that was reported")
+    for name, number in names:
+        if number not in numbers:
+            yield f"snapshot {name!r} (generation {number})"
+
+
+def recover(recovery: Recovery) -> None:
+    """Write a manifest of the intact generations; call it while ``recovery`` is held."""
+    first, disk = recovery.directories[0], SystemDisk()
+    with (
+        named("A recovery of the store in", first),
+        tempfile.TemporaryDirectory(dir=first) as scratch,
+    ):
+        new = Path(scratch) / MANIFEST_NAME
+        numbers = [
+            recovery.newest.generation,
+            *(generation.number for generation in recovery.whole),
+        ]
         with closing(Manifest(new, disk, Journal.ROLLBACK)) as manifest:
-            manifest.begin_run(found.run, found.directories)
+            manifest.begin_run(recovery.run, recovery.directories)
             # Far from any used number, so that older copies can be told apart.
-            manifest.put_back(found.whole, found.newest.transaction + 1000, max(numbers))
+            manifest.put_back(recovery.whole, recovery.newest.transaction + 1000, max(numbers))
             head = manifest.head()
-        disk.sync_directory(first)
-        # The old one goes before its log, and that before the new one comes: SQLite would put the
-        # log of one into the other.
-        for suffix in ("", *_BESIDE):
-            old = first / f"{MANIFEST_NAME}{suffix}"
-            if old.exists():
-                old.replace(first / f"{DAMAGED_NAME}{suffix}")
-        (first / f"{MANIFEST_NAME}-shm").unlink(missing_ok=True)
-        new.replace(first / MANIFEST_NAME)
-        disk.sync_directory(first)
-        for index, path in enumerate(found.directories):
+        disk.sync_directory(new.parent)
+        replace_manifest(first / MANIFEST_NAME, new, disk)
+        for index, path in enumerate(recovery.directories):
             put_head(data_path(path, index), head)
+        copy_database(first / MANIFEST_NAME, first / COPY_NAME, disk)
+        disk.sync_directory(first)
 
 
-def _copy_manifest(first: Path, scratch: Path) -> Path:
-    """Copy the manifest, or an earlier recovery's backup, with its log, as SQLite writes to it."""
-    copy = scratch / MANIFEST_NAME
+def _read_rows(first: Path, name: str, run: str, data_files: Sequence[Path]) -> _Rows:
+    """Return what is whole of the manifest ``name``, from a copy, as SQLite writes to its log."""
+    with tempfile.TemporaryDirectory(dir=first) as scratch:
+        copy = _copy_manifest(first, name, Path(scratch))
+        with closing(connect(copy)) as connection:
+            whole = whole_generations(connection, run)
+            try:
+                names = read_names(connection, run)
+            except MALFORMED:
+                names = []
+            damage = _find_damage(connection, first / name, data_files)
+    return _Rows(tuple(whole), tuple(names), damage)
+
+
+def _copy_manifest(first: Path, name: str, scratch: Path) -> Path:
+    """Copy a manifest, or an earlier recovery's backup, with its log."""
+    copy = scratch / name
     for suffix in ("", *_BESIDE):
-        names = (f"{MANIFEST_NAME}{suffix}", f"{DAMAGED_NAME}{suffix}")
-        # One that was put aside is of use only while there is no other.
-        candidates = names if not (first / MANIFEST_NAME).exists() else names[:1]
-        source = next((first / name for name in candidates if (first / name).exists()), None)
+        # A backup is of use only while there is no manifest.
+        backup = name == MANIFEST_NAME and not os.path.lexists(first / name)
+        candidates = (f"{name}{suffix}", *((f"{DAMAGED_NAME}{suffix}",) if backup else ()))
+        source = next((first / name for name in candidates if os.path.lexists(first / name)), None)
         if source is not None:
-            shutil.copyfile(source, copy.with_name(f"{MANIFEST_NAME}{suffix}"))
+            flags = os.O_RDONLY | os.O_NOFOLLOW
+            with (
+                regular_stream(source, flags, most=MOST_BYTES) as old,
+                with_suffix(copy, suffix).open("xb") as new,
+            ):
+                shutil.copyfileobj(old, new, 1 << 20)
     return copy
 
 
-def _others(connection: sqlite3.Connection, first: Path, count: int) -> Sequence[Path]:
-    if count == 1:
-        return []
-    try:
-        noted = read_directories(connection)
-    except MALFORMED:
-        noted = []
-    # The manifest of a copied or moved run may refer to the original's files.
-    if len(noted) != count or noted[0] != first:
-        message = (
-            f"A recovery was requested of the store in {first}, which has {count} directories, and"
-            " its manifest does not say where they are now. Name all of them, in their order."
-        )
-        raise StoreFormatError(message)
-    return noted[1:]
-
-
-def _has_its_data(generation: Generation, data_files: Sequence[Path]) -> bool:
-    """Return whether the bytes that a generation refers to are intact."""
-    shapes = dict(enumerate(chunk_shapes(generation.layout)))
-    pieces = [p for r in generation.chunks for p in chunk_pieces(r, shapes.get(r.chunk))]
-    pieces += [p for r in generation.tensors for p in tensor_pieces(r)]
-    with ExitStack() as opened:
-        files = [opened.enter_context(path.open("rb")) for path in data_files]
-        for piece in pieces:
-            data = torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
-            files[piece.file].seek(piece.offset)
-            read = files[piece.file].readinto(data.numpy().data)
-            if read < piece.nbytes or piece.check(data.data_ptr()):
-                return False
-    return True
+def _unnamed(first: Path, count: int) -> str:
+    return (
+        f"A recovery was requested of the store in {first}, which has {count} directories: only"
+        " directories that are named are changed. Name all of them, in their order (`tensorstow"
+        " inspect` prints them)."
+    )
 
 
 def _find_damage(
@@ -170,7 +228,7 @@ def _find_damage(
             return f"{path} is empty or gone"
         check_heads(connection, path, data_files, check_all(connection, path))
     except StoreFormatError:
-        raise  # intact but unreadable for us: what it refers to must not be overwritten
+        raise
     except (StowError, *MALFORMED) as error:
         return str(error)
     return None

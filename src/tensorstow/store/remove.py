@@ -1,22 +1,20 @@
 """Removes the files of a dead run's store, and nothing else."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import LockedError, named
-from tensorstow.store.datafiles import PATTERN, Label, read_label
+from tensorstow.base.errors import LockedError, OptionError, named
+from tensorstow.store.datafiles import PATTERN, Label, is_file_of, labels_of
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.inspect import data_paths, read_only
 from tensorstow.store.lock import LOCK_NAME, DirectoryLock
-from tensorstow.store.manifest import MANIFEST_NAME
+from tensorstow.store.manifest_copy import COPY_NAME
 from tensorstow.store.records import Summary
 from tensorstow.store.rows import read_directories, read_summaries
-from tensorstow.store.schema import read_meta
-
-_COMPANIONS = ("-wal", "-shm", "-journal", "")  # the manifest last: it lists what is left
+from tensorstow.store.schema import MANIFEST_NAME, SUFFIXES, read_meta, with_suffix
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +23,29 @@ class Removal:
 
     run: str
     generations: tuple[Summary, ...]
-    """What would be lost."""
+    """The generations that would be lost."""
     files: tuple[Path, ...]
     nbytes: int
     foreign: tuple[Path, ...]
-    """In the same directories, and not this run's."""
+    """Files in the same directories that are not this run's."""
 
 
 @contextmanager
-def hold_dead_run(directory: Path) -> Iterator[Removal]:
+def hold_dead_run(directory: Path, other_directories: Sequence[Path] = ()) -> Iterator[Removal]:
     """Lock the store in ``directory`` and return what it consists of.
 
-    Raises StoreFormatError where there is no store, LockedError where its run is live.
+    Files in other directories that the manifest lists are part of it if those are among
+    ``other_directories``, or in one of them: only what the user names is changed. Raises
+    StoreFormatError if there is no store, LockedError if its run is live, OptionError if the store
+    has further directories.
     """
-    first = inspect_directory(directory).path
-    with named("The removal of the store in", first), _hold(first) as removal:
+    first, *rest = (inspect_directory(path).path for path in (directory, *other_directories))
+    with named("The removal of the store in", first), _hold(first, rest) as removal:
         yield removal
 
 
 @contextmanager
-def _hold(first: Path) -> Iterator[Removal]:
+def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
     with read_only(first) as (connection, holder):
         if holder is not None:
             message = (
@@ -53,11 +54,27 @@ def _hold(first: Path) -> Iterator[Removal]:
             )
             raise LockedError(message)
         run, generations = read_meta(connection, "run"), read_summaries(connection)
-        paths = data_paths(read_directories(connection), first)
+        noted = read_directories(connection)
+    paths = dict(zip(labels_of(run, len(noted)), data_paths(noted, first), strict=True))
+    unnamed = {
+        label: path
+        for label, path in paths.items()
+        if path.parent != first and not any(path.is_relative_to(other) for other in rest)
+    }
+    # A store that was moved or copied names the files of the original.
+    if noted[0] == first and any(is_file_of(label, path) for label, path in unnamed.items()):
+        listed = " ".join(str(path.parent) for path in paths.values())
+        message = (
+            f"The store in {first} was to be removed, and by its manifest it has files in"
+            f" {', '.join(str(path.parent) for path in unnamed.values())}, which was not named."
+            f" If they are its own, name all directories: tensorstow clean {listed}"
+        )
+        raise OptionError(message)
+    mine = {label: path for label, path in paths.items() if label not in unnamed}
     with ExitStack() as locks:
-        for parent in dict.fromkeys(path.parent for path in paths if path.parent.is_dir()):
+        for parent in dict.fromkeys(p.parent for p in mine.values() if p.parent.is_dir()):
             locks.callback(DirectoryLock(parent).release)
-        yield _plan(run, generations, paths)
+        yield _plan(run, generations, mine)
 
 
 def remove(removal: Removal) -> None:
@@ -68,16 +85,13 @@ def remove(removal: Removal) -> None:
         SystemDisk().sync_directory(parent)
 
 
-def _plan(run: str, generations: list[Summary], paths: list[Path]) -> Removal:
-    ours = [
-        path
-        for index, path in enumerate(paths)
-        if path.is_file() and read_label(path) == Label(run, index, len(paths))
-    ]
-    manifest = paths[0].with_name(MANIFEST_NAME)
-    ours += [manifest.with_name(manifest.name + suffix) for suffix in _COMPANIONS]
-    parents = dict.fromkeys(path.parent for path in paths if path.parent.is_dir())
-    # Last of all, and not where another store may live: a run that waits for it sees it go.
+def _plan(run: str, generations: list[Summary], paths: dict[Label, Path]) -> Removal:
+    ours = [path for label, path in paths.items() if is_file_of(label, path)]
+    manifest = next(iter(paths.values())).with_name(MANIFEST_NAME)
+    databases = (manifest.with_name(COPY_NAME), manifest)  # last: it lists what is left
+    ours += [with_suffix(path, end) for path in databases for end in reversed(SUFFIXES)]
+    parents = dict.fromkeys(p.parent for p in paths.values() if p.parent.is_dir())
+    # Last, and not if another store may be there: a run that waits for it sees it go.
     ours += [parent / LOCK_NAME for parent in parents if not _has_another(parent, ours)]
     ours = [path for path in ours if path.exists()]
     return Removal(

@@ -12,12 +12,22 @@ from tensorstow.store.digests import SqlRow, digest_of
 from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, Summary, TensorRecord
 
 _TABLES_OF_RECORDS = ("chunks", "tensors")
+_FLAGS = {0: False, 1: True}
 
 
 def read_directories(connection: sqlite3.Connection) -> list[Path]:
-    """Return the paths of the data files when the store was last opened."""
-    rows = connection.execute("SELECT directory FROM files ORDER BY file")
-    return [Path(directory) for (directory,) in rows]
+    """Return the paths of the data files when the store was last opened.
+
+    Nobody vouches for them: whoever changes a file there checks that its user has named the
+    directory, and that the file is of this run.
+    """
+    rows = connection.execute("SELECT file, directory FROM files ORDER BY file").fetchall()
+    for number, (file, directory) in enumerate(rows):
+        is_path = type(directory) is str and directory.startswith("/") and "\0" not in directory
+        if file != number or not is_path:
+            message = f"{repr(directory)[:80]} cannot be the directory of data file {file}"
+            raise DamageError(message)
+    return [Path(directory) for _, directory in rows]
 
 
 def read_summaries(connection: sqlite3.Connection) -> list[Summary]:
@@ -37,14 +47,14 @@ def read_summaries(connection: sqlite3.Connection) -> list[Summary]:
 def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Generation:
     """Return a generation of ``run``; raise DamageError if its rows were changed."""
     row, body, chunks, tensors = _read_checked(connection, run, number)
-    step, created, hyper, extra, _, _ = row
-    return Generation(
+    step, created, hyper, extra, *counts = row
+    generation = Generation(
         step=step,
         layout=json.loads(body),
         hyper=json.loads(hyper),
         extra=json.loads(extra),
         chunks=tuple(
-            ChunkRecord(chunk, Extent(f, o, n), bool(blank), sums, weight_sums)
+            ChunkRecord(chunk, Extent(f, o, n), _FLAGS[blank], sums, weight_sums)
             for chunk, f, o, n, blank, sums, weight_sums in chunks
         ),
         tensors=tuple(
@@ -55,19 +65,17 @@ def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Ge
         created=created,
         names=tuple(name for name, pinned in read_names(connection, run) if pinned == number),
     )
-
-
-def check_generation(connection: sqlite3.Connection, run: str, number: int) -> None:
-    """Raise DamageError if the rows of a generation of ``run`` were changed."""
-    _read_checked(connection, run, number)
+    if tuple(counts) != _counts(generation):
+        raise _damaged(number)
+    return generation
 
 
 def _read_checked(
     connection: sqlite3.Connection, run: str, number: int
 ) -> tuple[SqlRow, str, Sequence[SqlRow], Sequence[SqlRow]]:
     """Return a generation's row, layout, chunks and tensors, which have its digest."""
-    found = connection.execute(
-        "SELECT step, created, hyper, extra, chunks, bytes, digest, body"
+    stored = connection.execute(
+        "SELECT step, created, hyper, extra, chunks, bytes, digest, hash, body"
         " FROM generations LEFT JOIN layouts USING (layout) WHERE generation = ?",
         (number,),
     ).fetchone()
@@ -81,12 +89,14 @@ def _read_checked(
         " WHERE generation = ? ORDER BY kind, name",
         (number,),
     ).fetchall()
-    if found is None or found[7] is None:
+    if stored is None:
         raise _damaged(number)
-    *row, digest, body = found
-    if digest != _digest(run, number, row, str(body), chunks, tensors):
+    *row, digest, layout, body = stored
+    if type(body) is not str or layout != _hash(body):
         raise _damaged(number)
-    return row, str(body), chunks, tensors
+    if digest != _digest(run, number, row, body, chunks, tensors):
+        raise _damaged(number)
+    return row, body, chunks, tensors
 
 
 def _digest(
@@ -97,8 +107,16 @@ def _digest(
     chunks: Iterable[SqlRow],
     tensors: Iterable[SqlRow],
 ) -> bytes:
-    layout = hashlib.sha256(body.encode()).hexdigest()
-    return digest_of([(run, number, *row, layout)], chunks, tensors)
+    return digest_of([(run, number, *row, _hash(body))], chunks, tensors)
+
+
+def _hash(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _counts(content: Content) -> tuple[int, int]:
+    """Return what a summary says of its size."""
+    return len(content.chunks), sum(extent.nbytes for extent in set(content.extents()))
 
 
 def _damaged(number: int) -> DamageError:
@@ -107,7 +125,7 @@ def _damaged(number: int) -> DamageError:
 
 def read_extents(connection: sqlite3.Connection) -> dict[int, list[Extent]]:
     """Return the extents of every kept generation by its number."""
-    found: dict[int, list[Extent]] = {
+    extents: dict[int, list[Extent]] = {
         number: [] for (number,) in connection.execute("SELECT generation FROM generations")
     }
     for table in _TABLES_OF_RECORDS:
@@ -115,8 +133,8 @@ def read_extents(connection: sqlite3.Connection) -> dict[int, list[Extent]]:
             f"SELECT generation, file, offset, nbytes FROM {table} WHERE nbytes > 0"  # noqa: S608
         )
         for number, *place in rows:
-            found[number].append(Extent(*place))
-    return found
+            extents[number].append(Extent(*place))
+    return extents
 
 
 def insert_generation(
@@ -143,8 +161,7 @@ def insert_generation(
         float(created),
         to_json(content.hyper, "hyper"),
         to_json(content.extra, "extra"),
-        len(chunks),
-        sum(extent.nbytes for extent in set(content.extents())),
+        *_counts(content),
     )
     connection.execute(
         "INSERT INTO generations"
@@ -204,7 +221,7 @@ def delete_generations(connection: sqlite3.Connection, numbers: Sequence[int]) -
 
 
 def to_json(value: object, name: str) -> str:
-    """Return ``value`` as text; raise OptionError where JSON cannot hold it."""
+    """Return ``value`` as text; raise OptionError if JSON cannot hold it."""
     try:
         return json.dumps(value, separators=(",", ":"))
     except (TypeError, ValueError) as error:
@@ -217,7 +234,7 @@ def to_json(value: object, name: str) -> str:
 
 def _layout_number(connection: sqlite3.Connection, body: str) -> int:
     """Return the number of the layout ``body``; generations mostly share one."""
-    digest = hashlib.sha256(body.encode()).hexdigest()
+    digest = _hash(body)
     select = "SELECT layout FROM layouts WHERE hash = ?"
     row: tuple[Any, ...] | None = connection.execute(select, (digest,)).fetchone()
     if row is None:

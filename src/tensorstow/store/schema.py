@@ -2,7 +2,9 @@
 
 import errno as codes
 import sqlite3
+from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from tensorstow.base.errors import (
     CommitError,
@@ -13,7 +15,13 @@ from tensorstow.base.errors import (
     SyncError,
     advice_for,
 )
+from tensorstow.base.regular_file import check_regular
 
+MANIFEST_NAME = "manifest.sqlite"
+SUFFIXES = ("", "-wal", "-shm", "-journal")
+"""Suffixes of a database and of the files that SQLite makes next to it."""
+MOST_BYTES = 16 << 30
+"""No manifest is larger: it has 4 bytes of checksums for each block of each kept generation."""
 FORMAT = 2
 """Counts up with every change that an older reader would misread."""
 APPLICATION = 0x73746F77  # "stow": distinguishes a manifest from other SQLite files
@@ -47,18 +55,63 @@ CREATE TABLE snapshots (
 """
 
 
+def with_suffix(path: Path, suffix: str) -> Path:
+    """Return the path of a file that SQLite makes next to the database ``path``."""
+    return path.with_name(f"{path.name}{suffix}")
+
+
+def check_database(path: Path) -> None:
+    """Raise DirectoryError unless a database and the files next to it are plausible files.
+
+    Files that do not exist are. They are not opened: closing one would end SQLite's locks of it.
+    """
+    for suffix in SUFFIXES:
+        with suppress(FileNotFoundError):
+            check_regular(with_suffix(path, suffix), most=MOST_BYTES, follow_links=False)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open a database that any thread may use and write to; create it if it does not exist.
+
+    Raises sqlite3.Error, or DirectoryError for a pipe, a device or a file of implausible size.
+    """
+    check_database(path)
+    return sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+
+
+def connect_to_read(path: Path, parameters: str = "") -> sqlite3.Connection:
+    """Open a database that is only read: SQLite leaves its log alone, also at the end.
+
+    ``parameters``: more of the URI's. Raises as ``connect``.
+    """
+    check_database(path)
+    uri = f"file:{quote(str(path))}?mode=ro{parameters}"
+    return sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+
+
+def set_journal(connection: sqlite3.Connection, journal: tuple[str, str]) -> None:
+    """Set how a transaction is made whole: the modes of SQLite's journal and of its syncs."""
+    mode, synchronous = journal
+    connection.execute(f"PRAGMA journal_mode = {mode}")
+    connection.execute(f"PRAGMA synchronous = {synchronous}")
+    # The log is copied by hand after commits: else adding a snapshot might copy all of it. A log
+    # that begins anew is as long as what was written since.
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute("PRAGMA journal_size_limit = 0")
+
+
 def check_marks(connection: sqlite3.Connection, path: Path) -> bool:
     """Return whether there is a manifest: False for an empty database, a store under creation.
 
-    Raises StoreFormatError where it is another program's, newer than this version, or damaged.
+    Raises StoreFormatError if it is another program's, newer than this version, or damaged.
     """
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not application and not tables:
         return False
     if application != APPLICATION:
-        found = f"it is another program's database (mark {application:#010x})"
-        raise damaged(path, found) if _is_ours(path) else _foreign(path, found)
+        reason = f"it is another program's database (mark {application:#010x})"
+        raise damaged(path, reason) if _is_ours(path) else _foreign(path, reason)
     version = read_format(connection)
     if version < FORMAT:
         message = (
@@ -90,9 +143,11 @@ def read_meta(connection: sqlite3.Connection, key: str) -> str:
 
 def read_failure(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the exception for ``error``, met while nothing was being written."""
-    if _primary(error) == sqlite3.SQLITE_NOTADB and not _is_ours(path):
+    # Our statements are right for our tables: if one is wrong, the tables are others.
+    is_other = _primary(error) in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
+    if is_other and not _is_ours(path):
         return _foreign(path, str(error))
-    if _primary(error) in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+    if is_other or _primary(error) == sqlite3.SQLITE_CORRUPT:
         return damaged(path, str(error))
     message = (
         f"The manifest {path} was to be read: {error} ({_name(error)}). Look at the permissions of"
@@ -131,10 +186,10 @@ def write_failure(path: Path, error: sqlite3.Error) -> StoreError | OptionError:
     return CommitError(f"{text} What was committed before is whole. {advice}")
 
 
-def damaged(path: Path, found: str) -> DamageError:
-    """Return the exception for a manifest in which something else was found than was written."""
+def damaged(path: Path, difference: str) -> DamageError:
+    """Return the exception for a manifest whose contents are not those that were written."""
     message = (
-        f"The manifest {path} was to be read and is damaged: {found}. Nothing was changed."
+        f"The manifest {path} was to be read and is damaged: {difference}. Nothing was changed."
         f" `tensorstow recover {path.parent}` says what is whole, and makes a manifest of that; or"
         " restore the directories from a copy, or name another one for a new run."
     )
@@ -142,13 +197,13 @@ def damaged(path: Path, found: str) -> DamageError:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether states lie beside a file, so that it was a manifest once."""
+    """Return whether states lie next to a file, so that it was a manifest once."""
     return path.with_name("states-0.bin").exists()
 
 
-def _foreign(path: Path, found: str) -> StoreFormatError:
+def _foreign(path: Path, reason: str) -> StoreFormatError:
     message = (
-        f"{path} was requested as a store's manifest: {found}. It was not touched: name another"
+        f"{path} was requested as a store's manifest: {reason}. It was not touched: name another"
         " directory."
     )
     return StoreFormatError(message)

@@ -1,18 +1,32 @@
 """Reads back everything that is stored, and reports what is damaged."""
 
+import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tensorstow.base.errors import TransferError
+from tensorstow.base.directories import inspect_directory
+from tensorstow.base.errors import LockedError, TransferError, named
 from tensorstow.io.arena import Arena
-from tensorstow.io.files import IoFuture
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import File, IoFuture, open_file
+from tensorstow.store.datafiles import check_files
+from tensorstow.store.inspect import data_paths, read_only
 from tensorstow.store.pieces import Flaw, ScrubPiece, chunk_pieces, tensor_pieces
-from tensorstow.store.records import ChunkRecord, ChunkShape, TensorRecord, chunk_shapes
-from tensorstow.store.store import Store
+from tensorstow.store.records import (
+    ChunkRecord,
+    ChunkShape,
+    Generation,
+    TensorRecord,
+    chunk_shapes,
+)
+from tensorstow.store.rows import read_directories, read_summaries
+from tensorstow.store.schema import MANIFEST_NAME, read_meta
+from tensorstow.store.verify import load
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,48 +37,92 @@ class Damage:
     offset: int
     nbytes: int
     what: str
-    """Which chunk and elements, or which tensor; and what was found."""
+    """The chunk and its elements, or the tensor; and the difference."""
     generations: tuple[int, ...]
 
     def __str__(self) -> str:
         """Return one line for people."""
         numbers = ", ".join(map(str, self.generations))
-        where = f"{self.path}, {self.nbytes} bytes at offset {self.offset}"
-        return f"{where}: {self.what} (generation {numbers})"
+        location = f"{self.path}, {self.nbytes} bytes at offset {self.offset}"
+        return f"{location}: {self.what} (generation {numbers})"
 
 
 @dataclass(frozen=True, slots=True)
 class ScrubProgress:
-    """How far a scrub is."""
+    """The progress of a scrub."""
 
     done_bytes: int
     total_bytes: int
-    found: tuple[Damage, ...]
-    """Since the one before."""
+    damages: tuple[Damage, ...]
+    """The damages since the previous report."""
 
 
-def scrub(store: Store, numbers: Sequence[int] | None = None) -> Iterator[ScrubProgress]:
-    """Read back the bytes of the generations ``numbers`` (default: all), each once.
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """A store whose run is over, open for reading."""
+
+    directory: Path
+    files: tuple[File, ...]
+    generations: tuple[Generation, ...]
+    """Oldest first."""
+
+
+@contextmanager
+def open_contents(directory: Path) -> Iterator[StoreContents]:
+    """Open the store in ``directory`` for reading; no run can open it meanwhile.
+
+    Nothing is written, and no lock is made. The manifest lists the other directories, and a file in
+    one is read if it is of this run. Raises LockedError if the run is live.
+    """
+    first = inspect_directory(directory).path
+    with named("The store in", first), read_only(first) as (connection, holder):
+        if holder is not None:
+            message = (
+                f"A scrub of {first} was requested but the store is held by {holder}: wait until"
+                " that is over. (A run checks what it reads by itself.)"
+            )
+            raise LockedError(message)
+        run = read_meta(connection, "run")
+        paths = data_paths(read_directories(connection), first)
+        check_files(run, [path.parent for path in paths])
+        numbers = [summary.number for summary in read_summaries(connection)]
+        generations = tuple(load(connection, first / MANIFEST_NAME, run, n) for n in numbers)
+        with open_for_reading(paths) as files:
+            yield StoreContents(first, files, generations)
+
+
+@contextmanager
+def open_for_reading(paths: Iterable[Path]) -> Iterator[tuple[File, ...]]:
+    """Open data files, which exist, for ``scrub``."""
+    engine = open_engine()
+    with ExitStack() as opened:
+        yield tuple(
+            opened.enter_context(open_file(engine, path, access=os.O_RDONLY)) for path in paths
+        )
+
+
+def scrub(files: Sequence[File], generations: Iterable[Generation]) -> Iterator[ScrubProgress]:
+    """Read back the bytes of ``generations`` in ``files``, each once.
 
     Memory: two extents of the largest chunk. Nothing is written.
     """
-    pieces = _list_pieces(store, numbers)
+    pieces = _list_pieces(generations)
     total = sum(piece.nbytes for piece, _ in pieces)
     largest = max((piece.nbytes for piece, _ in pieces), default=0)
     arena = Arena(2 * largest, in_children=False)
     futures: deque[IoFuture] = deque()
     done = 0
-    for index, (piece, generations) in enumerate(pieces):
-        # The next one is read while this one is summed up.
+    for index, (piece, owners) in enumerate(pieces):
+        # The next piece is read while this one is checked.
         for ahead in range(index + len(futures), min(index + 2, len(pieces))):
             upcoming, _ = pieces[ahead]
             slot = arena.tensor(ahead % 2 * largest, upcoming.nbytes, torch.uint8)
-            futures.append(store.files[upcoming.file].read(slot, upcoming.offset))
+            futures.append(files[upcoming.file].read(slot, upcoming.offset))
         flaws = _judge(piece, futures.popleft(), arena.address + index % 2 * largest)
         done += piece.nbytes
-        path = store.files[piece.file].path
-        found = tuple(Damage(path, f.offset, f.nbytes, f.what, generations) for f in flaws)
-        yield ScrubProgress(done, total, found)
+        path = files[piece.file].path
+        damages = tuple(Damage(path, f.offset, f.nbytes, f.description, owners) for f in flaws)
+        yield ScrubProgress(done, total, damages)
 
 
 def _judge(piece: ScrubPiece, future: IoFuture, address: int) -> list[Flaw]:
@@ -75,27 +133,16 @@ def _judge(piece: ScrubPiece, future: IoFuture, address: int) -> list[Flaw]:
     return piece.check(address)
 
 
-def _list_pieces(
-    store: Store, numbers: Sequence[int] | None
-) -> list[tuple[ScrubPiece, tuple[int, ...]]]:
+def _list_pieces(generations: Iterable[Generation]) -> list[tuple[ScrubPiece, tuple[int, ...]]]:
     """List the bytes to read, in the order on disk; shared bytes are listed once."""
-    owners: dict[tuple[ChunkRecord | TensorRecord, ChunkShape | None], list[int]] = {}
-    for summary in store.generations():
-        if numbers is not None and summary.number not in numbers:
-            continue
-        generation = store.load(summary)
-        shapes = dict(enumerate(chunk_shapes(generation.layout)))
+    of_chunks: dict[tuple[ChunkRecord, ChunkShape], list[int]] = {}
+    of_tensors: dict[TensorRecord, list[int]] = {}
+    for generation in generations:
+        shapes = chunk_shapes(generation.layout)
         for chunk in generation.chunks:
-            owners.setdefault((chunk, shapes.get(chunk.chunk)), []).append(summary.number)
+            of_chunks.setdefault((chunk, shapes[chunk.chunk]), []).append(generation.number)
         for tensor in generation.tensors:
-            owners.setdefault((tensor, None), []).append(summary.number)
-    pieces = (
-        (piece, tuple(generations))
-        for (record, shape), generations in owners.items()
-        for piece in (
-            tensor_pieces(record)
-            if isinstance(record, TensorRecord)
-            else chunk_pieces(record, shape)
-        )
-    )
+            of_tensors.setdefault(tensor, []).append(generation.number)
+    pieces = [(p, tuple(n)) for key, n in of_chunks.items() for p in chunk_pieces(*key)]
+    pieces += [(p, tuple(n)) for tensor, n in of_tensors.items() for p in tensor_pieces(tensor)]
     return sorted(pieces, key=lambda pair: (pair[0].file, pair[0].offset))

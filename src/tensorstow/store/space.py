@@ -10,21 +10,21 @@ from tensorstow.store.extents import Extents
 from tensorstow.store.records import Extent, padded
 
 GROWTH_BYTES = 16 << 20
-"""Files grow by at least this much where there is room: fewer and longer runs on the disk."""
+"""Files grow by at least this much if there is room: fewer and longer runs on the disk."""
 
 
 class StoreSpace:
     """The extents of a store's files. Any thread may call any method, also during a commit."""
 
-    def __init__(self, files: Sequence[File], kept: Mapping[int, Iterable[Extent]]) -> None:
+    def __init__(self, files: Sequence[File], generations: Mapping[int, Iterable[Extent]]) -> None:
         """Begin with ``files`` and the extents of each generation; all other bytes are free."""
         self._files = files
-        self._extents = Extents([file.path.stat().st_size for file in files], kept)
+        self._extents = Extents([file.path.stat().st_size for file in files], generations)
         self._turn = 0
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent:
-        """Hand out a free extent; files go round. Raises DirectoryError where none can grow."""
+        """Hand out a free extent; files go round. Raises DirectoryError if none can grow."""
         if nbytes < 0:
             message = f"An extent of {nbytes} bytes was requested: give 0 or more."
             raise OptionError(message)

@@ -14,7 +14,9 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.errors import named
 from tensorstow.io.files import File
+from tensorstow.store.bounds import check_inside
 from tensorstow.store.durability import Disk, SystemDisk
+from tensorstow.store.manifest import Manifest
 from tensorstow.store.opening import Parts, open_parts
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
 from tensorstow.store.retention import check_name, droppable, find
@@ -54,9 +56,9 @@ class Store:
     ) -> Self:
         """Open the store in ``directories``, which exist, or create one there.
 
-        The manifest is in the first. Raises LockedError where the store is in use, DirectoryError
-        where a directory cannot hold one, StoreFormatError where other things are in it,
-        DamageError where a data file's header is damaged.
+        The manifest is in the first. Raises LockedError if the store is in use, DirectoryError
+        if a directory cannot hold one, StoreFormatError if other things are in it, DamageError if
+        a data file's header is damaged.
         """
         parts = open_parts(directories, engine, disk or SystemDisk())
         try:
@@ -74,7 +76,7 @@ class Store:
     def allocate(self, nbytes: int) -> Extent:
         """Return a free extent of at least ``nbytes``, the caller's until `release`.
 
-        Raises DirectoryError where no directory has room.
+        Raises DirectoryError if no directory has room.
         """
         self._transactions.check_sound()
         return self._space.allocate(nbytes)
@@ -113,31 +115,30 @@ class Store:
             gone = droppable(self._manifest.summaries()[:-1])
             self._transactions.change(lambda: self._manifest.drop(gone), gone)
 
-    def discard(self, number: int) -> None:
-        """Drop a generation that no snapshot pins, the newest one too: other ranks have it not."""
-        self._transactions.check_sound()
-        with self._transactions.lock:
-            gone = droppable([find(self._manifest.summaries(), number)])
-            self._transactions.change(lambda: self._manifest.drop(gone), gone)
-
     def generation(self, which: str | int | None = None) -> Generation | None:
         """Return a generation by snapshot's name or number; without one the newest.
 
-        None where nothing was ever committed and none was named. Raises OptionError for one that
-        is not there.
+        None if nothing was ever committed and none was named. Raises OptionError if it does not
+        exist, DamageError if its bytes or records are damaged.
         """
         self._transactions.check()
         with self._manifest.lock:  # not that of commits: a query does not wait for the disk
-            kept = self._manifest.summaries()
-            if which is None and not kept:
+            summaries = self._manifest.summaries()
+            if which is None and not summaries:
                 return None
-            return self._manifest.load(kept[-1] if which is None else find(kept, which))
+            return _load(
+                self.files,
+                self._manifest,
+                summaries[-1] if which is None else find(summaries, which),
+            )
 
     def load(self, summary: Summary) -> Generation:
         """Return all of the generation that ``summary`` is of."""
         self._transactions.check()
         with self._manifest.lock:
-            return self._manifest.load(find(self._manifest.summaries(), summary.number))
+            return _load(
+                self.files, self._manifest, find(self._manifest.summaries(), summary.number)
+            )
 
     def generations(self) -> list[Summary]:
         """Return all kept generations, oldest first."""
@@ -158,9 +159,9 @@ class Store:
         """Drop a snapshot, and its generation if that has no other name and is not the newest."""
         self._transactions.check_sound()
         with self._transactions.lock:
-            kept = self._manifest.summaries()
-            summary = find(kept, name)
-            gone = [] if len(summary.names) > 1 or summary == kept[-1] else [summary.number]
+            summaries = self._manifest.summaries()
+            summary = find(summaries, name)
+            gone = [] if len(summary.names) > 1 or summary == summaries[-1] else [summary.number]
             self._transactions.change(lambda: self._manifest.drop_snapshot(name, gone), gone)
 
     def copy(self, other: "Store", content: Content) -> Content:
@@ -215,6 +216,14 @@ class Store:
     def __exit__(self, *exc: object) -> None:
         """Close."""
         self.close()
+
+
+def _load(files: Sequence[File], manifest: Manifest, summary: Summary) -> Generation:
+    generation = manifest.load(summary)
+    with named("The store in", files[0].path.parent):
+        sizes = [os.fstat(file.fd).st_size for file in files]
+    check_inside(generation, sizes)
+    return generation
 
 
 def _release(resources: ExitStack, owner: int) -> None:

@@ -1,5 +1,6 @@
 """Writes whole tensors to a store's files and reads them back, piece by piece."""
 
+import math
 from collections import deque
 
 import torch
@@ -11,11 +12,23 @@ from tensorstow.store.checksums import PIECE_BYTES
 from tensorstow.store.records import Extent, TensorRecord
 
 _IN_FLIGHT = 4
+_NAMES = """
+    bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16
+    complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz
+    float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2
+    uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
+"""
+DTYPES: dict[str, torch.dtype] = {
+    name: dtype for name in _NAMES.split() if (dtype := getattr(torch, name, None))
+}
+"""Dtypes of plain elements, by name. Others (quantized ones) have more than their bytes: memory of
+such a dtype is read wrongly, or ends the process."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of ``tensor``'s elements; raise DTypeError where it has no plain ones."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+    """Return the bytes of ``tensor``'s elements; raise DTypeError if it has no plain ones."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta
+    if not is_plain or tensor.dtype not in DTYPES.values():
         message = (
             f"A tensor of layout {tensor.layout} and dtype {tensor.dtype} on {tensor.device} was to"
             " be kept: only dense ones with plain elements can be. Convert it first."
@@ -47,19 +60,24 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> int:
 
 
 def dtype_of(record: TensorRecord) -> torch.dtype:
-    """Return the dtype of ``record``; raise StoreFormatError where this torch has no such."""
-    dtype = getattr(torch, record.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+    """Return the dtype of ``record``; raise StoreFormatError if it is none of plain elements."""
+    if record.dtype not in DTYPES:
         message = (
-            f"Tensor {record.name!r} was requested and is of dtype {record.dtype}, which torch"
-            f" {torch.__version__} does not have. Use the torch that wrote it, or a newer one."
+            f"Tensor {record.name!r} was requested and is of dtype {repr(record.dtype)[:40]}, which"
+            f" is none of those that are kept with torch {torch.__version__}. Use the torch that"
+            " wrote it, or a newer one."
         )
         raise StoreFormatError(message)
-    return dtype
+    return DTYPES[record.dtype]
+
+
+def plain_bytes(record: TensorRecord) -> int:
+    """Return the bytes of the elements of ``record``."""
+    return math.prod(record.shape) * dtype_of(record).itemsize
 
 
 def read_tensor(file: File, record: TensorRecord) -> torch.Tensor:
-    """Read the tensor of ``record`` from ``file``; raise DamageError where it is not the same."""
+    """Read the tensor of ``record`` from ``file``; raise DamageError if it is not the same."""
     tensor = torch.empty(record.shape, dtype=dtype_of(record), device="cpu")
     flat = tensor.reshape(-1).view(torch.uint8)
     pieces = [flat[start : start + PIECE_BYTES] for start in range(0, len(flat), PIECE_BYTES)]

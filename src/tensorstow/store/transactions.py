@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from tensorstow.base.errors import (
     CommitError,
-    ForkError,
     OptionError,
     StoreError,
     StoreFormatError,
@@ -18,6 +17,7 @@ from tensorstow.base.errors import (
     UnlinkedError,
     advice_for,
 )
+from tensorstow.base.health import Health
 from tensorstow.store.heads import sync_heads
 from tensorstow.store.opening import Parts
 from tensorstow.store.records import Content, Extent, Generation
@@ -27,6 +27,10 @@ from tensorstow.store.space import StoreSpace
 logger = logging.getLogger("tensorstow")
 
 _T = TypeVar("_T")
+_FORKED = (
+    "A store of process {} was used in its forked child: only the process that opened it may use"
+    " it. Open none before the fork, or spawn."
+)
 
 
 class Transactions:
@@ -41,7 +45,7 @@ class Transactions:
         self._links = parts.links
         self._space = space
         self._is_open = is_open
-        self._owner = os.getpid()
+        self._health = Health(_FORKED.format(os.getpid()))
         self._poison: str | None = None
         self.lock = threading.RLock()
         """Held while the manifest is changed."""
@@ -114,7 +118,8 @@ class Transactions:
         try:
             result = act()
             self._space.forget(gone)
-            self._write_heads()
+            with self._manifest.second.copying():
+                self._write_heads()
         except (CommitError, StoreFormatError, OptionError):
             raise  # rolled back
         except SyncError as error:
@@ -135,19 +140,14 @@ class Transactions:
             logger.warning("the manifest's log could not be shortened for now: %s", error)
 
     def check(self) -> None:
-        """Raise ForkError in a forked child, OptionError where the store is closed."""
-        if self._owner != os.getpid():
-            message = (
-                f"A store of process {self._owner} was used in its forked child {os.getpid()}: only"
-                " the process that opened it may use it. Open none before the fork, or spawn."
-            )
-            raise ForkError(message)
+        """Raise ForkError in a forked child, OptionError if the store is closed."""
+        self._health.check_process()
         if not self._is_open():
             message = f"The store in {self._directory} was used after it was closed."
             raise OptionError(message)
 
     def check_sound(self) -> None:
-        """Raise SyncError too, where the disk or the manifest cannot be trusted any more."""
+        """Raise SyncError too, if the disk or the manifest cannot be trusted any more."""
         self.check()
         if self._poison is not None:
             message = f"The store in {self._directory} cannot go on. {self._poison}"

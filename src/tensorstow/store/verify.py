@@ -3,19 +3,33 @@
 [Note: Digests] in `digests`. No row is used before it is checked.
 """
 
+import os
 import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from urllib.parse import quote
 
-from tensorstow.base.errors import DamageError
+from tensorstow.base.errors import DamageError, StowError
+from tensorstow.base.regular_file import regular_stream
+from tensorstow.store.bounds import (
+    check_disjoint,
+    check_generation,
+    check_schema,
+    check_shared_rows,
+    without_overlaps,
+)
 from tensorstow.store.datafiles import check_files, data_path
 from tensorstow.store.digests import check_seal, seal_of
 from tensorstow.store.heads import find_difference, read_head
-from tensorstow.store.records import Generation
-from tensorstow.store.rows import check_generation, read_generation, read_names
-from tensorstow.store.schema import check_marks, damaged, read_failure, read_meta
+from tensorstow.store.records import Generation, chunk_shapes
+from tensorstow.store.rows import read_directories, read_generation
+from tensorstow.store.schema import (
+    check_marks,
+    connect_to_read,
+    damaged,
+    read_failure,
+    read_meta,
+)
 
 MALFORMED = (
     sqlite3.Error,
@@ -48,15 +62,28 @@ def check_shared(connection: sqlite3.Connection, path: Path) -> None:
 def check_all(connection: sqlite3.Connection, path: Path) -> int:
     """Return the number of the last transaction; raise DamageError unless all rows are whole."""
     try:
+        check_schema(connection)
         _check_pages(connection)
         check_seal(connection)
         run = read_meta(connection, "run")
-        for (number,) in connection.execute("SELECT generation FROM generations").fetchall():
-            check_generation(connection, run, number)
-        return int(read_meta(connection, "transaction"))
-    except (DamageError, *MALFORMED) as error:
-        found = str(error) if isinstance(error, DamageError) else repr(error)
-        raise damaged(path, f"{found}; {describe_whole(connection)}") from error
+        check_disjoint([_read(connection, run, number) for number in _numbers(connection)])
+        return check_shared_rows(connection, run)
+    except (StowError, *MALFORMED) as error:
+        reason = str(error) if isinstance(error, StowError) else repr(error)
+        raise damaged(path, f"{reason}; {describe_whole(connection)}") from error
+
+
+def _numbers(connection: sqlite3.Connection) -> list[int]:
+    rows = connection.execute("SELECT generation FROM generations ORDER BY generation")
+    return [number for (number,) in rows]
+
+
+def _read(connection: sqlite3.Connection, run: str, number: int) -> Generation:
+    """Return a generation whose rows are as written and possible: [Note: Bounds]."""
+    generation = read_generation(connection, run, number)
+    shapes = chunk_shapes(generation.layout)
+    check_generation(generation, shapes, len(read_directories(connection)))
+    return generation
 
 
 def _check_pages(connection: sqlite3.Connection) -> None:
@@ -68,15 +95,15 @@ def _check_pages(connection: sqlite3.Connection) -> None:
 def check_heads(
     connection: sqlite3.Connection, path: Path, data_files: Sequence[Path], transaction: int
 ) -> int:
-    """Return the last transaction that is in all heads; raise DamageError where one was lost.
+    """Return the last transaction that is in all heads; raise DamageError if one was lost.
 
     ``transaction``: the last one of the manifest.
     """
     run = read_meta(connection, "run")
     heads = [(file, read_head(file, run)) for file in data_files]
-    found = find_difference(heads, transaction)
-    if found is not None:
-        raise damaged(path, f"{found}; {describe_whole(connection)}")
+    difference = find_difference(heads, transaction)
+    if difference is not None:
+        raise damaged(path, f"{difference}; {describe_whole(connection)}")
     return min((head.transaction for _, head in heads), default=transaction)
 
 
@@ -90,44 +117,47 @@ def check_at_rest(path: Path, directories: Sequence[Path]) -> bool:
     if path.with_name(f"{path.name}-journal").exists():
         return False
     try:
-        uri = f"file:{quote(str(path))}?mode=ro"
-        with closing(
-            sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
-        ) as connection:
+        with closing(connect_to_read(path)) as connection:
             if check_marks(connection, path):
                 transaction = check_all(connection, path)
                 check_files(read_meta(connection, "run"), directories)
+                if len(read_directories(connection)) != len(directories):
+                    raise damaged(path, "it lists other data files than there are")
                 data_files = [data_path(directory, k) for k, directory in enumerate(directories)]
                 check_heads(connection, path, data_files, transaction)
+                check_header(path)
     except sqlite3.Error as error:
         raise read_failure(path, error) from error
     return True
 
 
+def check_header(path: Path) -> None:
+    """Raise DamageError for a database that SQLite would read, and write to no more."""
+    with regular_stream(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
+        versions = file.read(20)[18:]
+    if versions not in {b"", b"\1\1", b"\2\2"}:  # empty; with a rollback journal; with a log
+        raise damaged(path, f"its header has the versions {versions.hex()}")
+
+
 def load(connection: sqlite3.Connection, path: Path, run: str, number: int) -> Generation:
-    """Return a generation; raise DamageError where its rows are not whole."""
+    """Return a generation; raise DamageError if its rows are not whole."""
     try:
-        return read_generation(connection, run, number)
-    except (DamageError, *MALFORMED) as error:
+        return _read(connection, run, number)
+    except (StowError, *MALFORMED) as error:
         raise damaged(path, f"{error}; {describe_whole(connection)}") from error
 
 
-def whole_generations(connection: sqlite3.Connection, run: str) -> tuple[list[Generation], bool]:
-    """Return the generations of ``run`` that are whole, oldest first, and whether those are all."""
+def whole_generations(connection: sqlite3.Connection, run: str) -> list[Generation]:
+    """Return the generations of ``run`` whose rows are whole, oldest first."""
     whole: list[Generation] = []
     try:
-        numbers = connection.execute("SELECT generation FROM generations").fetchall()
-        named = {number for _, number in read_names(connection, run)}
+        numbers = _numbers(connection)
     except MALFORMED:
-        return whole, False
-    for (number,) in numbers:
-        try:
-            whole.append(read_generation(connection, run, number))
-        except (DamageError, *MALFORMED):
-            continue
-    found = {generation.number for generation in whole}
-    complete = len(found) == len(numbers) and named <= found
-    return sorted(whole, key=lambda generation: generation.number), complete
+        return whole
+    for number in numbers:
+        with suppress(StowError, *MALFORMED):
+            whole.append(_read(connection, run, number))
+    return without_overlaps(whole)
 
 
 def describe(generation: Generation) -> str:
@@ -139,7 +169,7 @@ def describe(generation: Generation) -> str:
 def describe_whole(connection: sqlite3.Connection) -> str:
     """Return which generations are whole, for messages."""
     try:
-        whole, _ = whole_generations(connection, read_meta(connection, "run"))
+        whole = whole_generations(connection, read_meta(connection, "run"))
     except MALFORMED:
         whole = []
     if not whole:

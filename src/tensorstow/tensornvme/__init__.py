@@ -6,7 +6,21 @@
 ``from tensorstow.tensornvme.async_file_io import AsyncFileWriter``.
 """
 
+from typing import NoReturn
+
+from tensorstow.base.absent_names import add_absent_modules, refuse, refuse_other_modules
 from tensorstow.tensornvme.offloader import DiskOffloader
 from tensorstow.tensornvme.writer import AsyncFileWriter
 
 __all__ = ["AsyncFileWriter", "DiskOffloader"]
+
+_ABSENT = {
+    "_C": "the extension is not needed. DiskOffloader chooses the places in its files, its"
+    " `backend` says which backend serves, and `tensorstow doctor` lists those that work",
+}
+add_absent_modules(__name__, _ABSENT)
+refuse_other_modules(__name__, "docs/guides/tensornvme.md")
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse(__name__, name, _ABSENT)

@@ -1,4 +1,4 @@
-"""Where TensorNVMe keeps its writer: ``from tensornvme.async_file_io import AsyncFileWriter``."""
+"""TensorNVMe's module of its writer: ``from tensornvme.async_file_io import AsyncFileWriter``."""
 
 from tensorstow.tensornvme.writer import AsyncFileWriter
 

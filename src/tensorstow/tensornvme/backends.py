@@ -1,4 +1,4 @@
-"""TensorNVMe's names of backends, and what serves each of them here."""
+"""TensorNVMe's names of backends, and the backend that serves each."""
 
 import logging
 
@@ -8,7 +8,7 @@ from tensorstow.io.engine import BackendChoice, choose_backend
 logger = logging.getLogger("tensorstow")
 
 _SERVED_BY = {"uring": "uring", "aio": "uring", "pthread": "threads"}
-_NO_AIO = "Linux AIO has no engine here; io_uring is its successor"
+_NO_AIO = "Linux AIO is not supported; io_uring is its successor"
 
 
 def choose_tensornvme_backend(backend: str | None) -> BackendChoice:

@@ -1,21 +1,25 @@
-"""Which tensors are in memory, on disk, or moving between the two."""
+"""A table of the tensors that are in memory, on disk, or moving between the two."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorstow.base.errors import DirectoryError, DTypeError, ForkError, StowError
+from tensorstow.base.errors import DirectoryError, DTypeError, StowError, TransferError
+from tensorstow.base.health import Health
 from tensorstow.io.files import IoFuture, check_movable
 from tensorstow.io.scratch import ScratchFiles
+from tensorstow.memory.moving_bytes import ByteState, MovingBytes
 from tensorstow.tensornvme.stripes import Stripe, release_stripes, take_stripes
 
 Callback = Callable[[], object]
 
+_FORKED = (
+    "A DiskOffloader was used in a forked process: its threads and files belong to the parent."
+    " Create another in this process."
+)
 _FEW = 64
 
 
@@ -23,16 +27,9 @@ class OffloadError(StowError, RuntimeError):
     """A tensor cannot be written or read; a RuntimeError, as TensorNVMe raises."""
 
 
-class Direction(Enum):
-    """Whether a transfer reads or writes."""
-
-    READ = "read"
-    WRITE = "write"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensors:
-    """Storages on disk that were written in one call, and are to be read in one."""
+    """Storages on disk that were written in one call, and must be read in one."""
 
     storages: tuple[StorageWeakRef, ...]
     """Weak references: the disk space of a tensor that no longer exists is freed."""
@@ -49,49 +46,33 @@ class StoredTensors:
         return bool(self.storages) and all(map(_is_gone, self.storages))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Operation:
-    """One call in flight. It holds the storages, since tensors may be given others."""
+@dataclass(slots=True, eq=False)
+class Operation(MovingBytes):
+    """One call in flight. It holds the storages, since tensors may be set to others."""
 
-    direction: Direction
     storages: tuple[torch.UntypedStorage, ...]
     stored: StoredTensors
-    futures: tuple[IoFuture, ...]
     callback: Callback | None
-
-    def done(self) -> bool:
-        """Return whether every transfer is done."""
-        return all(future.done() for future in self.futures)
-
-    def wait(self) -> StowError | None:
-        """Wait for every transfer; return the first failure."""
-        failure = None
-        for future in self.futures:  # all: memory and room are in use until the last is over
-            try:
-                future.wait()
-            except StowError as error:
-                failure = failure or error
-        return failure
 
 
 class OffloadTable:
-    """Which tensors are on disk and which operations are in flight, by the tensors' storages.
+    """Table of tensors on disk and operations in flight, by the tensors' storages.
 
     [Note: Where a tensor is] A storage is in memory (in neither table); in ``_stored``, without
     bytes of its own; or in ``_moving`` until ``finish``, with both its bytes and its disk space in
     use. A write ends in ``_stored``, or in memory if it failed. A read ends in memory, or in
-    ``_stored`` if it failed. Nothing else changes where a tensor is.
+    ``_stored`` if it failed. Nothing else changes this state.
     """
 
     def __init__(self, scratch: ScratchFiles) -> None:
         """Take ownership of ``scratch``."""
-        self._owner = os.getpid()
+        self._health = Health(_FORKED)
         self._scratch = scratch
         self._open = True
         self._stored: dict[int, StoredTensors] = {}
         self._moving: dict[int, Operation] = {}
         self._operations: dict[Operation, None] = {}  # in the order of the calls
-        self._failures: list[tuple[Direction, StowError]] = []
+        self._failures: list[tuple[ByteState, StowError]] = []
         self._callbacks: deque[Callback] = deque()
         self._many_stored = _FEW
 
@@ -107,7 +88,7 @@ class OffloadTable:
         storages = tuple(map(_storage_of, tensors))
         stored = StoredTensors(storages, sizes, self._take_stripes(sizes))
         try:
-            return self._start(Direction.WRITE, tensors, stored, callback)
+            return self._start(ByteState.WRITING, tensors, stored, callback)
         except BaseException:
             self._release(stored)
             raise
@@ -128,7 +109,7 @@ class OffloadTable:
         try:
             for tensor in tensors:
                 tensor.untyped_storage().resize_(tensor.nbytes)
-            operation = self._start(Direction.READ, tensors, stored, callback)
+            operation = self._start(ByteState.READING, tensors, stored, callback)
         except BaseException:
             _free([tensor.untyped_storage() for tensor in tensors])
             raise
@@ -143,22 +124,22 @@ class OffloadTable:
             raise failure
         self._run_callbacks()
 
-    def wait_for_all(self, directions: Collection[Direction]) -> None:
-        """Wait for all operations of ``directions``; run callbacks; raise the first error."""
+    def wait_for_all(self, states: Collection[ByteState]) -> None:
+        """Wait for all operations in ``states``; run callbacks; raise the first error."""
         self._check_usable()
-        while chosen := [o for o in self._operations if o.direction in directions]:
+        while chosen := [o for o in self._operations if o.state in states]:
             for operation in chosen:
                 self._finish_quietly(operation)
             self._run_callbacks()  # which may start more
         self._run_callbacks()
-        self._raise_failures(directions)
+        self._raise_failures(states)
 
     def close(self) -> None:
         """Shut down, run the callbacks of reads, raise the first error. Idempotent."""
         self.shut()
-        if self._owner == os.getpid():
+        if self._health.is_ours:
             self._run_callbacks()
-            self._raise_failures(set(Direction))
+            self._raise_failures(set(ByteState))
 
     def shut(self) -> tuple[list[StowError], int]:
         """Finish reads, abandon writes, drop the files; return errors and the count of lost ones.
@@ -168,7 +149,7 @@ class OffloadTable:
         if not self._open:
             return [], 0
         self._open = False
-        if self._owner != os.getpid():
+        if not self._health.is_ours:
             self._scratch.close()
             return [], 0
         for operation in list(self._operations):
@@ -189,18 +170,18 @@ class OffloadTable:
         if len(set(keys)) != len(keys):
             message = "The list names the same memory twice. Give each tensor once, and no views."
             raise OffloadError(message)
-        for operation in list(self._operations):
-            if operation.done():
-                self._finish_quietly(operation)
+        for finished in list(self._operations):
+            if finished.is_over():
+                self._finish_quietly(finished)
         self._run_callbacks()
-        # Callbacks may have started something new: so until nothing is in the way.
-        while under_way := next((self._moving[k] for k in keys if k in self._moving), None):
-            self.wait_for(under_way)
+        # Callbacks may have started new operations: repeat until none is on these tensors.
+        while operation := next((self._moving[k] for k in keys if k in self._moving), None):
+            self.wait_for(operation)
         return keys
 
     def _start(
         self,
-        direction: Direction,
+        state: ByteState,
         tensors: tuple[torch.Tensor, ...],
         stored: StoredTensors,
         callback: Callback | None,
@@ -211,48 +192,55 @@ class OffloadTable:
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 for stripe in stripes:
                     file = self._scratch.files[stripe.extent.file]
-                    move = file.write if direction is Direction.WRITE else file.read
+                    move = file.write if state is ByteState.WRITING else file.read
                     part = whole[stripe.start : stripe.stop]
                     futures.append(move(part, stripe.extent.offset))
         except BaseException:
-            futures.clear()  # a future waits when it is dropped: the memory is free to go
+            futures.clear()  # a dropped future waits for its transfer: the memory may be freed
             raise
         storages = tuple(tensor.untyped_storage() for tensor in tensors)
-        operation = Operation(direction, storages, stored, tuple(futures), callback)
+        operation = Operation(storages, stored, callback)
+        if state is ByteState.WRITING:
+            operation.move(ByteState.PRESENT)
+        operation.begin(state, *futures)
         self._operations[operation] = None
         self._moving |= dict.fromkeys(stored.keys, operation)
         return operation
 
     def _finish(self, operation: Operation) -> StowError | None:
-        """Wait for ``operation``, record where its tensors are now, and return its error."""
-        failure = operation.wait()
+        """Wait for ``operation``, record the state of its tensors, and return its error."""
+        failure = None
+        try:
+            operation.wait()
+        except TransferError as error:
+            failure = error
         del self._operations[operation]
         for key in operation.stored.keys:
             del self._moving[key]
-        writing = operation.direction is Direction.WRITE
-        given_up = writing and not self._open
-        if (failure is None) == writing and not given_up:
+        writing = operation.state is ByteState.WRITING
+        is_abandoned = writing and not self._open
+        if (failure is None) == writing and not is_abandoned:
             _free(operation.storages)
             self._stored |= dict.fromkeys(operation.stored.keys, operation.stored)
         else:
             self._release(operation.stored)
-        if failure is None and operation.callback is not None and not given_up:
+        if failure is None and operation.callback is not None and not is_abandoned:
             self._callbacks.append(operation.callback)
         return failure
 
     def _finish_quietly(self, operation: Operation) -> None:
         failure = self._finish(operation)
         if failure is not None:
-            self._failures.append((operation.direction, failure))
+            self._failures.append((operation.state, failure))
 
     def _run_callbacks(self) -> None:
-        # Where one raises, those behind it stay for the next call.
+        # If one raises an error, the later ones remain for the next call.
         while self._callbacks:
             self._callbacks.popleft()()
 
-    def _raise_failures(self, directions: Collection[Direction]) -> None:
-        failures = [failure for direction, failure in self._failures if direction in directions]
-        self._failures = [(k, failure) for k, failure in self._failures if k not in directions]
+    def _raise_failures(self, states: Collection[ByteState]) -> None:
+        failures = [failure for state, failure in self._failures if state in states]
+        self._failures = [(k, failure) for k, failure in self._failures if k not in states]
         if failures:
             for other in failures[1:]:
                 failures[0].add_note(f"It also happened: {other}")
@@ -297,12 +285,7 @@ class OffloadTable:
         )
 
     def _check_usable(self) -> None:
-        if self._owner != os.getpid():
-            message = (
-                "A DiskOffloader was used in a forked process: its threads and files belong to the"
-                " parent. Make another here."
-            )
-            raise ForkError(message)
+        self._health.check_process()
         if not self._open:
             message = "A DiskOffloader was used after it was closed. Make another."
             raise OffloadError(message)

@@ -9,19 +9,21 @@ from typing import Self
 
 import torch
 
-from tensorstow.base.directories import make_directories
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.directories import make_directories, read_paths
+from tensorstow.base.keywords import names_keywords
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import ALIGN, accepts_direct
 from tensorstow.io.scratch import ScratchFiles
+from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.tensornvme.backends import choose_tensornvme_backend
-from tensorstow.tensornvme.offload_table import Callback, Direction, OffloadError, OffloadTable
+from tensorstow.tensornvme.offload_table import Callback, OffloadError, OffloadTable
 
 logger = logging.getLogger("tensorstow")
 
 Directory = str | os.PathLike[str]
 
 
+@names_keywords
 class DiskOffloader:
     """Write tensors to disk and free their memory; read them back into the same tensors.
 
@@ -35,8 +37,8 @@ class DiskOffloader:
     still on disk. Callbacks run on the calling thread, in the next call at the latest. Use it from
     one thread at a time.
 
-    The files have no name and bypass the page cache where the filesystem can do that. When the
-    offloader is closed or dropped, what is on disk is lost.
+    The files have no name and bypass the page cache if the filesystem supports that. When the
+    offloader is closed or dropped, tensors on disk are lost.
 
     Args:
         dir_name: A directory, or several to stripe over. They are created if they are missing.
@@ -45,7 +47,7 @@ class DiskOffloader:
 
     Raises:
         DirectoryError: A directory that is read-only, too full or in RAM.
-        OptionError: A backend that is not known.
+        OptionError: The backend is unknown, or no directory was named.
     """
 
     _table: OffloadTable | None = None  # until all of __init__ has succeeded
@@ -56,7 +58,7 @@ class DiskOffloader:
         """Create the scratch files; the class documents the arguments."""
         directories = _make_directories(dir_name)
         self.backend: BackendChoice = _choose(backend, directories)
-        """What serves here, and what kept anything else out."""
+        """The backend in use, and why others were refused."""
         self._table = OffloadTable(_make_files(self.backend.name, n_entries, directories))
 
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
@@ -152,15 +154,15 @@ class DiskOffloader:
 
     def sync_write_events(self) -> None:
         """Wait until all writes are done; raises the first error."""
-        self._live().wait_for_all({Direction.WRITE})
+        self._live().wait_for_all({ByteState.WRITING})
 
     def sync_read_events(self) -> None:
         """Wait until all reads are done; raises the first error."""
-        self._live().wait_for_all({Direction.READ})
+        self._live().wait_for_all({ByteState.READING})
 
     def synchronize(self) -> None:
         """Wait until all writes and reads are done; raises the first error."""
-        self._live().wait_for_all({Direction.WRITE, Direction.READ})
+        self._live().wait_for_all({ByteState.WRITING, ByteState.READING})
 
     def close(self) -> None:
         """Finish all reads, abandon all writes, and drop the files. Idempotent.
@@ -189,26 +191,18 @@ class DiskOffloader:
 
     def _live(self) -> OffloadTable:
         if self._table is None:
-            message = "A DiskOffloader was used that could not be made. Make another."
+            message = "A DiskOffloader was used whose creation failed. Create another."
             raise OffloadError(message)
         return self._table
 
 
-def _make_directories(given: Directory | Sequence[Directory]) -> list[Path]:
-    names = [given] if isinstance(given, str | os.PathLike) else given
-    directories = [Path(name) for name in names]
-    if any(os.fspath(name) == "" for name in names):
-        message = 'dir_name="" was given: name a directory ("." for this one).'
-        raise DirectoryError(message)
-    if not directories:
-        message = "An empty sequence of directories was given. Name at least one."
-        raise DirectoryError(message)
-    return [facts.path for facts in make_directories(directories)]
+def _make_directories(dir_name: Directory | Sequence[Directory]) -> list[Path]:
+    return [facts.path for facts in make_directories(read_paths(dir_name, "dir_name"))]
 
 
 def _make_files(backend: str, depth: int, directories: Sequence[Path]) -> ScratchFiles:
     engine = open_engine(backend, depth=depth, said_by="n_entries")
-    # Of one block each, so that direct I/O can be tried.
+    # One block each, so that direct I/O can be tried.
     return ScratchFiles(engine, directories, [ALIGN] * len(directories))
 
 

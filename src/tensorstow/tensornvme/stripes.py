@@ -12,7 +12,7 @@ _LEAST_STRIPE = 1 << 20  # smaller stripes on more disks are slower, not faster
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """The bytes ``start`` to ``stop`` of a tensor, and where they are."""
+    """The bytes ``start`` to ``stop`` of a tensor, and their place on disk."""
 
     extent: ScratchExtent
     start: int
@@ -20,7 +20,7 @@ class Stripe:
 
 
 def take_stripes(files: ScratchFiles, nbytes: int) -> tuple[Stripe, ...]:
-    """Return space for a tensor of ``nbytes``; raises DirectoryError where a disk has too little.
+    """Return space for a tensor of ``nbytes``; raises DirectoryError if a disk has too little.
 
     Every file gets an equal part, but none of less than 1 MiB.
     """

@@ -11,12 +11,19 @@ from typing import Self
 import numpy as np
 import torch
 
-from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, StowError
+from tensorstow.base.errors import DTypeError, OptionError, StowError
+from tensorstow.base.health import Health
+from tensorstow.base.keywords import names_keywords
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import File, IoFuture, create_file, transfer_error
 from tensorstow.tensornvme.backends import choose_tensornvme_backend
 
 logger = logging.getLogger("tensorstow")
+_FORKED = (
+    "A writer was used in a forked process: its threads and file belong to the parent. Create"
+    " another in this process."
+)
+_FAILED = "A write was requested, but an earlier one failed: {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +36,14 @@ class _Piece:
     """The bytes belong to a tensor of the caller, who must not change it yet."""
 
 
+@names_keywords
 class AsyncFileWriter:
     """Write bytes and tensors to a file in the background, one after the other.
 
     An existing file is replaced. Each write returns at once. ``synchronize`` waits until the system
     has all bytes, and raises errors; ``close``, which ends a ``with`` block, also makes them
     durable. A writer that is garbage collected closes itself, and logs errors. After an error the
-    file has a hole, so further writes are refused.
+    file has a hole, so further writes raise an error.
 
     Args:
         path: The file.
@@ -46,7 +54,7 @@ class AsyncFileWriter:
 
     Raises:
         DirectoryError: The file cannot be created.
-        OptionError: A backend that is not known, or a negative number.
+        OptionError: The backend is unknown, or a number is negative.
     """
 
     _file: File | None = None  # also until all of __init__ has succeeded
@@ -61,13 +69,12 @@ class AsyncFileWriter:
         """Create the file; the class documents the arguments."""
         _count("n_tasks", n_tasks)
         self.backend: BackendChoice = choose_tensornvme_backend(backend)
-        """What serves here, and what kept anything else out."""
+        """The backend in use, and why others were refused."""
         self.offset = 0
-        """Where the next write goes."""
+        """Offset of the next write, in bytes."""
         self._pieces: deque[_Piece] = deque()
         self._awaited = 0
-        self._failure: StowError | None = None
-        self._owner = os.getpid()
+        self._health = Health(_FORKED, _FAILED)
         engine = open_engine(self.backend.name, depth=n_entries, said_by="n_entries")
         self._file = create_file(engine, Path(path))
 
@@ -141,7 +148,7 @@ class AsyncFileWriter:
         self._awaited = _count("num_tensors", num_tensors)
 
     def sync_before_step(self) -> None:
-        """Wait until no tensor given so far is read any more: now they may be changed.
+        """Wait until no tensor passed so far is read any more: then they may be changed.
 
         Raises:
             OptionError: ``register_h2d`` announced more tensors.
@@ -187,7 +194,7 @@ class AsyncFileWriter:
         if file is None:
             return
         try:
-            if self._owner == os.getpid() and self._failure is None:
+            if self._health.is_ours and self._health.failure is None:
                 self._wait(len(self._pieces))
                 _make_durable(file)
         finally:
@@ -217,16 +224,14 @@ class AsyncFileWriter:
             raise OptionError(message)
         while self._pieces and self._pieces[0].future.done():
             self._wait(1)
-        if self._failure is not None:
-            message = f"A write was requested, but an earlier one failed: {self._failure}"
-            raise PoisonedError(message) from self._failure
+        self._health.check()
         if nbytes:
             buffer = (ctypes.c_char * nbytes).from_address(address)
             buffer.owner = owner  # type: ignore[attr-defined]  # lives as long as the write
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
             future = self._file.write(memory, offset)
             self._pieces.append(_Piece(future, owner, is_borrowed))
-        # A piece that fills a gap does not pull the end back.
+        # A piece that fills a gap does not move the end back.
         self.offset = max(self.offset, offset + nbytes)
 
     def _wait(self, count: int) -> None:
@@ -239,7 +244,7 @@ class AsyncFileWriter:
                 failure = failure or error
             self._pieces.popleft()
         if failure is not None:
-            self._failure = failure
+            self._health.poison(failure)
             raise failure
 
 
@@ -251,9 +256,9 @@ def _filled(pinned: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             f" contiguous CPU tensor of {source.numel()} elements of {source.dtype}."
         )
         raise DTypeError(message)
-    own = pinned.detach()  # whose memory stays where pinned is given another
-    own.view(-1).copy_(source.reshape(-1))
-    return own
+    destination = pinned.detach()  # keeps its memory if pinned.data is replaced
+    destination.view(-1).copy_(source.reshape(-1))
+    return destination
 
 
 def _make_durable(file: File) -> None:

@@ -1,1 +1,1 @@
-"""Placeholders for values that are elsewhere, and this rank's part of a DTensor."""
+"""Placeholders for values without memory, and this rank's part of a DTensor."""

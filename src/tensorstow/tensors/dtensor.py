@@ -2,8 +2,8 @@
 
 [Note: Shards] FSDP2 makes every parameter a DTensor, of which a rank holds one shard. States are
 those of the shard, so code that reads bytes uses the shard, and the public interface (groups,
-``optimizer.state``, names) uses the parameter. A shard whose bytes are elsewhere is an
-``OffloadedWeight`` or an ``OffloadedGradient``, which has access to them.
+``optimizer.state``, names) uses the parameter. A shard whose bytes are in another tensor is an
+``OffloadedWeight`` or an ``OffloadedGradient``, which gives access to them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,15 @@ class Pager(Protocol):
     nbytes: int
     """Host memory that pinning it takes."""
 
+    @property
+    def is_in_files(self) -> bool:
+        """Return whether the bytes are in files of the user's, which are only read."""
+
     def can_pin(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
 
     def expect(self, following: "Sequence[Self]") -> None:
-        """Read what is used after this, in its order, as soon as there is memory."""
+        """Read the buffers that are used after this one, in order, as soon as memory is free."""
 
     def pin(self, *, for_write: bool = False) -> None:
         """Return when the bytes are in memory; they stay until ``unpin``."""
@@ -46,10 +50,10 @@ class Arrival(Protocol):
     """The end of a copy."""
 
     def query(self) -> bool:
-        """Return whether it is over."""
+        """Return whether the copy is complete."""
 
     def synchronize(self) -> None:
-        """Return when it is."""
+        """Wait until the copy is complete."""
 
 
 class OffloadedWeight(torch.Tensor):
@@ -71,12 +75,12 @@ class OffloadedGradient(torch.Tensor):
 
     @property
     def elements(self) -> torch.Tensor:
-        """The elements, waited for while they are being copied."""
+        """The elements, after waiting for their copy."""
         raise NotImplementedError
 
     @property
     def memory(self) -> torch.Tensor:
-        """The memory of ``elements``, not waited for."""
+        """The memory of ``elements``, without waiting for their copy."""
         raise NotImplementedError
 
     @property
@@ -91,7 +95,7 @@ def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
 
 
 def layout_of(parameter: torch.Tensor) -> "DTensor | RankShare | None":
-    """Return what has the mesh and placements of a parameter; None: this rank has it alone."""
+    """Return an object with a parameter's mesh and placements; None: this rank has it alone."""
     return parameter if is_sharded(parameter) else share_of(parameter)
 
 
@@ -119,7 +123,7 @@ Order = tuple[int, ...]
 
 
 def order_of(tensor: torch.Tensor) -> Order | None:
-    """Return the dimensions from the slowest to the fastest where these are not in that order.
+    """Return the dimensions from the slowest to the fastest if they are in another order.
 
     [Note: Memory formats] Updates run over one run of bytes. A tensor that fills one in another
     order (``channels_last``, a transposed one) is used with its dimensions in the order of its
@@ -191,14 +195,14 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         if gradient.placements != wanted:
             with torch.no_grad():
                 parameter.grad = gradient = gradient.redistribute(placements=wanted)
-    elif isinstance(layout, RankShare):  # given by the user, or by what makes states before loading
+    elif isinstance(layout, RankShare):  # set by the user, or to create states before loading
         return None if is_unreduced(gradient) else layout.rows(gradient)
     local = _local(gradient)
     return local.elements if isinstance(local, OffloadedGradient) else local
 
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Put ``gradient`` into ``parameter.grad``, of whatever dtype: sums are wider than weights."""
+    """Set ``parameter.grad`` to a gradient of any dtype: sums are wider than weights."""
     parameter.grad_dtype = None
     parameter.grad = gradient
 
@@ -219,23 +223,23 @@ def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
 
 
 def has_offloaded_gradient(parameter: torch.Tensor) -> bool:
-    """Return whether the gradient of ``parameter`` is in host memory, wherever that computes."""
+    """Return whether the gradient of ``parameter`` is in host memory, on any compute device."""
     gradient = parameter.grad
     local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient
     return isinstance(local, OffloadedGradient)
 
 
 def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-    """Return the DTensor of which ``shard`` is this rank's part, like ``parameter``.
+    """Return ``shard`` as the local part of a DTensor like ``parameter``; else ``shard`` itself.
 
-    A DTensor over ``shard`` where ``parameter`` is one; it stays where it is.
+    The shard stays on its device.
     """
     share = share_of(parameter)
     if share is not None:
         return share.sharded(shard)
     if not is_sharded(parameter):
         return shard
-    # Not by from_local, which would move what is in host memory to the devices of the mesh.
+    # from_local would move a shard in host memory to the devices of the mesh.
     spec: Any = parameter._spec  # noqa: SLF001  # as FSDP2 does for parameters in host memory
     meta = spec.tensor_meta._replace(dtype=shard.dtype)
     kind: Any = type(parameter)
@@ -245,10 +249,9 @@ def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:
-    """Return this rank's elements of ``whole``, in which every rank has all or its shard.
+    """Return this rank's elements of ``whole``, which is a whole tensor or a DTensor.
 
-    Raises OptionError where it is sharded over other ranks, or the parameter in another way than
-    by rows or columns.
+    Raises OptionError if it is sharded over other ranks, or if the parameter is ``Partial``.
     """
     layout = layout_of(parameter)
     if is_sharded(whole):
@@ -269,8 +272,8 @@ def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Te
     for mesh_dim, placement in _in_order_of_cuts(layout.placements):
         if placement.is_partial():
             message = (
-                f"{name} is whole and its parameter is sharded as {placement}: give it as a DTensor"
-                " (torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does)."
+                f"{name} is whole and its parameter is sharded as {placement}: pass a DTensor, as"
+                " torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does."
             )
             raise OptionError(message)
         part = _piece(part, mesh, mesh_dim, placement.dim)
@@ -278,19 +281,24 @@ def part_of(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Te
 
 
 def _in_order_of_cuts(placements: Sequence[Any]) -> list[tuple[int, Any]]:
-    """Return (mesh dimension, placement) of what is not replicated, in the order of the cuts.
+    """Return (mesh dimension, placement) of all but replicated dimensions, in order of the cuts.
 
-    FSDP2 shards what tensor parallelism has cut before, along an outer mesh dimension: such
-    placements (torch's ``_StridedShard``, of which ``is_shard()`` is False) come last.
+    FSDP2 shards along an outer mesh dimension, after the cuts of tensor parallelism: such
+    placements (torch's ``_StridedShard``, whose ``is_shard()`` is False) come last.
     """
     cuts = [(i, p) for i, p in enumerate(placements) if not p.is_replicate()]
     return sorted(cuts, key=lambda cut: hasattr(cut[1], "split_factor"))
 
 
 def _piece(tensor: torch.Tensor, mesh: "DeviceMesh", mesh_dim: int, dim: int) -> torch.Tensor:
-    """Return this rank's of the equal pieces that ``torch.chunk`` makes; the last may be empty."""
-    size, rank = tensor.shape[dim], mesh.get_local_rank(mesh_dim)
-    start, stop = rows_of_rank(size, rank, mesh.size(mesh_dim))
+    """Return this rank's piece of ``torch.chunk``'s equal pieces; the last ones may be empty."""
+    # Not get_local_rank, which asks a process group: torch's cache of DTensor operations may return
+    # an equal mesh of a group that has been destroyed since.
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        message = f"This rank has no part of a parameter over {mesh}: call it on its ranks."
+        raise OptionError(message)
+    start, stop = rows_of_rank(tensor.shape[dim], coordinate[mesh_dim], mesh.size(mesh_dim))
     return tensor.narrow(dim, start, stop - start)
 
 
@@ -302,17 +310,17 @@ def rows_per_rank(length: int, ranks: int) -> int:
 def rows_of_rank(length: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return a rank's first row of ``length``, and the one after its last.
 
-    As ``torch.chunk`` cuts, which FSDP2 does: the last ranks may have fewer rows, or none.
+    FSDP2 cuts as ``torch.chunk`` does: the last ranks may have fewer rows, or none.
     """
-    each = rows_per_rank(length, ranks)
-    return min(length, each * rank), min(length, each * (rank + 1))
+    rows = rows_per_rank(length, ranks)
+    return min(length, rows * rank), min(length, rows * (rank + 1))
 
 
 def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
     """Return the groups of ranks among which ``parameter`` is sharded, one per mesh dimension.
 
-    Several where it is sharded over several dimensions (FSDP2 over tensor parallelism); none where
-    this rank has it whole. Replicas of a shard have groups of their own.
+    There are several if it is sharded over several dimensions (FSDP2 over tensor parallelism), and
+    none if this rank has it whole. Replicas of a shard have groups of their own.
     """
     layout = layout_of(parameter)
     if layout is None:
@@ -325,7 +333,7 @@ def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
 def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) -> list[float]:
     """Return the sum over ranks of each parameter's part: the same number on every rank.
 
-    In rank order along one mesh dimension, then the next.
+    The order of additions is that of ranks along one mesh dimension, then the next.
     """
     sums = list(parts)
     for group, indices in _by_group(parameters).items():
@@ -334,18 +342,18 @@ def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) 
     return sums
 
 
-def anywhere(parameters: Sequence[torch.Tensor], *, here: bool) -> bool:
-    """Return whether ``here`` is true on any rank that has a shard of ``parameters``."""
-    found = here
+def anywhere(parameters: Sequence[torch.Tensor], *, on_this_rank: bool) -> bool:
+    """Return whether ``on_this_rank`` is true on any rank that has a shard of ``parameters``."""
+    on_any_rank = on_this_rank
     for group in _by_group(parameters):
-        found = _sum(group, [float(found)])[0] > 0.0
-    return found
+        on_any_rank = _sum(group, [float(on_any_rank)])[0] > 0.0
+    return on_any_rank
 
 
 def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, list[int]]:
     """Return the indices of the parameters that are sharded among each group of ranks.
 
-    Every rank has the groups in the same order: collectives in that order meet.
+    Every rank has the groups in the same order, so collectives in that order match.
     """
     groups: dict[dist.ProcessGroup, list[int]] = {}
     for index, parameter in enumerate(parameters):

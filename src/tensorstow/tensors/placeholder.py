@@ -1,8 +1,9 @@
 """Tensors without memory, of some shape and dtype, whose values cannot be read.
 
-In ``.grad`` for a gradient that has left it, in ``optimizer.state`` for a state that is on disk.
+They stand for consumed gradients in ``.grad``, and for states on disk in ``optimizer.state``.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
@@ -25,7 +26,7 @@ class Placeholder(torch.Tensor):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> Self:
-        """Stand in for ``like``; None: in its dtype, on its device."""
+        """Stand in for ``like``; None: with its dtype, on its device."""
         return torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=dtype or like.dtype, device=device or like.device
         )
@@ -36,8 +37,8 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def refuse(operation: str) -> NoReturn:
-        """Raise OptionError: ``operation`` needs values that are not here."""
-        message = f"{operation} was asked of a tensor that only stands for another."
+        """Raise OptionError: ``operation`` needs values that the placeholder does not have."""
+        message = f"{operation} was called on a placeholder, which has no values."
         raise OptionError(message)
 
     @classmethod
@@ -48,7 +49,7 @@ class Placeholder(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> "Placeholder":
-        """Refuse every operation but the ones that only pass the tensor on."""
+        """Refuse every operation except those that only pass the tensor on."""
         del kwargs
         if func not in _QUIET:
             cls.refuse(str(func))
@@ -59,7 +60,7 @@ ABORT_ADVICE = (
     "resume() drops the step and goes back to the last commit of a run that has dir=; without"
     " one, close() this optimizer and load a checkpoint into the model and a new one"
 )
-"""How a step beside backward is given up."""
+"""How to abandon a step during backward."""
 RECOVERY_ADVICE = (
     "After a backward that has ended call step(), then zero_grad(). If it did not end,"
     f" {ABORT_ADVICE}."
@@ -73,7 +74,7 @@ def _refuse_gradient(operation: str) -> NoReturn:
         f"{operation} was called on a gradient that its update has used already: with"
         ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
         " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
-        ' and whatever else looks at gradients needs overlap="forward" or "none".'
+        ' and all else that reads gradients needs overlap="none".'
         f" {RECOVERY_ADVICE}"
     )
     raise OptionError(message)
@@ -84,7 +85,7 @@ def refuse_used(name: str) -> NoReturn:
     message = (
         f"{name} is in two optimizers, and the gradient is used up: the other one has"
         ' overlap="backward" and has begun its update. Give each parameter to one optimizer; or'
-        ' make both with overlap="none", and close() the one that is not wanted.'
+        ' create both with overlap="none", and close() the one that you do not need.'
     )
     raise OptionError(message)
 
@@ -100,8 +101,8 @@ class ConsumedGradient(Placeholder):
 
 def _refuse_state(operation: str) -> NoReturn:
     message = (
-        f"{operation} was asked of a state that is on disk. optimizer.state_dict() returns the"
-        " values; put a tensor in its place, or use load_state_dict(), to set them."
+        f"{operation} was called on a state that is on disk. optimizer.state_dict() returns the"
+        " values; to set them, assign a tensor or call load_state_dict()."
     )
     raise OptionError(message)
 
@@ -128,12 +129,12 @@ class StateOnDisk(Placeholder):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Placeholder:
-        """Stay where it is when asked to go to a device: trainers move all of an optimizer's state.
+        """Ignore moves to a device, because trainers move all of an optimizer's state.
 
-        The update finds states where they are; a copy to another dtype would need the values.
+        The update uses states on disk; a copy to another dtype would need the values.
         """
-        given = kwargs or {}
-        if func is torch.ops.aten._to_copy.default and given.get("dtype") in {None, args[0].dtype}:  # noqa: SLF001
+        dtype = (kwargs or {}).get("dtype")
+        if func is torch.ops.aten._to_copy.default and dtype in {None, args[0].dtype}:  # noqa: SLF001
             itself: Placeholder = args[0]
             return itself
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -141,8 +142,8 @@ class StateOnDisk(Placeholder):
 
 def _refuse_weight(operation: str) -> NoReturn:
     message = (
-        f"{operation} was asked of a weight of a model that is only read: it is in memory while the"
-        " module that has it, or the unit around that module, runs its forward, and cannot be"
+        f"{operation} was called on a weight of a model that is only read: it is in memory while"
+        " the module that has it, or the unit around that module, runs its forward, and cannot be"
         " changed. Name the module that uses it by units= of stow(); read values from the files"
         " that weights= names; change them before stow()."
     )
@@ -155,6 +156,12 @@ class AbsentWeight(Placeholder):
     refuse = staticmethod(_refuse_weight)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be saved or copied: a file of it would have no values."""
+        """Raise OptionError for a save or a copy, which would have no values."""
         del protocol
         self.refuse("A copy (by torch.save, pickle or copy)")
+
+
+def swap_parameter(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Replace the contents of ``parameter`` by ``values``, for all references to it."""
+    exchange: Callable[[torch.Tensor, torch.Tensor], None] = torch.utils.swap_tensors
+    exchange(parameter, torch.nn.Parameter(values, parameter.requires_grad))

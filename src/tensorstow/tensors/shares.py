@@ -1,9 +1,9 @@
-"""Parameters that are whole on every rank, of which each rank updates some rows.
+"""Parameters that are whole on every rank, with rows that each rank updates.
 
 [Note: Shares] Below stage 3 a parameter is a plain tensor with all of its elements. A rank has the
-states of its rows alone, the same rows that FSDP2 would give it, and updates these; the new rows
-are gathered behind the update. The rows are a view of the parameter and count versions with it. Its
-reduced gradient is in ``.grad``: a DTensor of the parameter's shape, of which a rank has its rows.
+states of its rows alone, the same rows as under FSDP2, and updates these; the new rows are gathered
+after the update. The rows are a view of the parameter and share its version counter. Its reduced
+gradient is in ``.grad``: a DTensor of the parameter's shape, of which a rank has its rows.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _SHARES: Any = WeakIdKeyDictionary()
 _UNREDUCED: Any = WeakIdKeyDictionary()
-"""Gradients of this rank alone, which wait in ``.grad`` for those of the last micro-batch."""
+"""Gradients of this rank alone, which stay in ``.grad`` until those of the last micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class RankShare:
     start: int
     stop: int
     spec: Any
-    """Of the DTensor that all ranks' rows would be (torch's DTensorSpec)."""
+    """DTensorSpec of the DTensor that all ranks' rows would form."""
     dtensor: Any
     """The class DTensor, whose import takes half a second."""
 
@@ -39,7 +39,7 @@ class RankShare:
 
     @property
     def placements(self) -> Any:  # noqa: ANN401  # a DTensor's
-        """Return how the mesh cuts the parameter, as a DTensor has it."""
+        """Return the placements of the parameter on the mesh, as a DTensor has them."""
         return self.spec.placements
 
     def rows(self, whole: torch.Tensor) -> torch.Tensor:
@@ -48,7 +48,7 @@ class RankShare:
         return detached[self.start : self.stop] if detached.ndim else detached
 
     def sharded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the DTensor of which ``rows`` are this rank's."""
+        """Return the DTensor whose rows on this rank are ``rows``."""
         meta = self.spec.tensor_meta._replace(dtype=rows.dtype)
         whole: torch.Tensor = self.dtensor(
             rows, replace(self.spec, tensor_meta=meta), requires_grad=False
@@ -57,7 +57,7 @@ class RankShare:
 
 
 def share_out(parameter: torch.Tensor, share: RankShare) -> None:
-    """Let this rank update its ``share`` of ``parameter`` alone, from now on."""
+    """Make this rank update only its ``share`` of ``parameter`` from now on."""
     _SHARES[parameter] = share
 
 
@@ -65,15 +65,15 @@ def share_of(parameter: torch.Tensor) -> RankShare | None:
     """Return this rank's share of a parameter; None: the whole tensor is its own, or a DTensor."""
     if not _SHARES:
         return None
-    found: RankShare | None = _SHARES.get(parameter)
-    return found
+    share: RankShare | None = _SHARES.get(parameter)
+    return share
 
 
 def mark_unreduced(gradient: torch.Tensor) -> None:
-    """Note that a gradient is this rank's alone: nobody may use it yet."""
+    """Mark a gradient as this rank's alone: it is not ready for use."""
     _UNREDUCED[gradient] = True
 
 
 def is_unreduced(gradient: torch.Tensor) -> bool:
-    """Return whether a gradient is to be summed over the ranks yet."""
+    """Return whether a gradient is not yet summed over the ranks."""
     return bool(_UNREDUCED) and gradient in _UNREDUCED

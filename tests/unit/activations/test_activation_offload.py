@@ -288,10 +288,10 @@ def test_a_full_disk_is_told_in_forward(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"to": "nvme"}, "'host' or 'disk'"),
+        ({"to": "nvme"}, '"host" or "disk"'),
         ({"to": "host", "ram_budget": "1GiB"}, 'to="disk"'),
         ({"to": "host", "dir": "/tmp"}, 'to="disk"'),
-        ({"to": "disk", "units": [nn.Linear(1, 1)]}, "not in the model"),
+        ({"to": "disk", "units": [nn.Linear(1, 1)]}, "not a module of the model"),
         ({"to": "disk", "ram_budget": "1x"}, "ram_budget"),
     ],
 )
@@ -448,7 +448,7 @@ def test_a_write_that_failed_for_nobody_leaks_nothing(
         scratch.engine.clear_faults()
         gc.collect()
         assert at_rest(offload).disk_bytes == 0
-    assert offload._pool._blocks.held == 0
+    assert offload._pool._blocks.used.held == 0
     told = [text for text in caplog.messages if "is not needed any more" in text]
     assert told
     assert all("Input/output error" in text for text in told)

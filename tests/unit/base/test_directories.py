@@ -1,6 +1,7 @@
 """Directories that can hold states, and those that only look like it."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from tensorstow.base.directories import (
     default_candidates,
     inspect_directory,
     make_directories,
+    make_folder,
+    path_inside,
 )
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.errors import DirectoryError, StoreFormatError
+from tensorstow.base.mounts import mount_of
 
 HUGE = 1 << 62
 
@@ -101,23 +105,24 @@ def test_no_mount_table_means_unknown_not_refused(tmp_path: Path) -> None:
     assert facts.filesystem == "unknown"
 
 
-def test_missing_directories_are_made_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_directory_is_made_and_its_parents_are_not(tmp_path: Path) -> None:
     (facts,) = make_directories([tmp_path / "run"])
     assert facts.path == tmp_path / "run"
-    assert not caplog.records
-    deep = tmp_path / "nvme" / "a" / "run"
-    make_directories([deep, tmp_path / "run"])
-    assert deep.is_dir()
-    assert f"{deep} was made, and {tmp_path / 'nvme'} above it" in caplog.text
+    deep = tmp_path / "nvm e" / "a" / "run"
+    with pytest.raises(DirectoryError) as caught:
+        make_directories([tmp_path / "other", deep])
+    assert str(caught.value) == (
+        f"Directory {deep} was requested, and {tmp_path / 'nvm e'} does not exist. If the path is"
+        f" right and its disk mounted, make it: mkdir -p '{deep}'"
+    )
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
 def test_what_was_made_for_one_that_is_refused_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(DirectoryError, match=f"{file}/run was requested and cannot be made"):
-        make_directories([tmp_path / "nvme" / "run", file / "run"])
+        make_directories([tmp_path / "nvme", file / "run"])
     assert sorted(tmp_path.iterdir()) == [file]
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DirectoryError, match="nowhere was requested but does not exist"):
@@ -140,6 +145,35 @@ def test_a_directory_that_takes_no_files_is_refused(disk: Path) -> None:
     # Nobody can create a file in /proc, root included.
     with pytest.raises(DirectoryError, match="no file can be created"):
         check_directory("/proc", mountinfo=disk)
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/self/x", "/proc/x/y", "/sys/kernel", "/sys/x"])
+def test_a_filesystem_of_the_kernel_is_no_place_for_files(path: str) -> None:
+    calls = (lambda: make_directories([path]), lambda: make_folder(Path(path)))
+    for call in (*calls, lambda: check_directory(path)):
+        with pytest.raises(DirectoryError, match=r"is in (proc|sysfs), .* no place for files"):
+            call()
+
+
+def test_nothing_is_made_in_a_filesystem_of_the_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making a directory among cgroups succeeds, and makes a cgroup."""
+    table = mount_table(tmp_path, ("/", "ext4", "/dev/vda"), (str(tmp_path), "cgroup2", "none"))
+    known = partial(mount_of, mountinfo=table)
+    monkeypatch.setattr("tensorstow.base.directories.mount_of", known)
+    for call in (lambda: make_directories([tmp_path / "x"]), lambda: make_folder(tmp_path / "x")):
+        with pytest.raises(DirectoryError, match="is in cgroup2"):
+            call()
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
+    make_folder(tmp_path / "one" / "two")
+    make_folder(tmp_path / "one" / "two")
+    (tmp_path / "file").touch()
+    with pytest.raises(DirectoryError, match=str(tmp_path / "file")):
+        make_folder(tmp_path / "file" / "two")
 
 
 def test_too_little_space_names_both_sizes(tmp_path: Path, disk: Path) -> None:
@@ -186,3 +220,32 @@ def test_the_users_own_choice_comes_first_and_shared_memory_never() -> None:
         Path.cwd(),
     ]
     assert default_candidates({}) == [Path("/var/tmp"), Path.cwd()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../file", "/etc/passwd", "a/../../file", "link", "a\0b", 3, None],
+)
+def test_a_name_that_leads_out_of_a_directory_is_refused(tmp_path: Path, name: object) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "file").touch()
+    (folder / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(StoreFormatError, match=r"index names .* which is no file in") as told:
+        path_inside(folder, name, folder / "index")
+    assert repr(name) in str(told.value)
+
+
+def test_names_inside_of_a_directory_are_paths(tmp_path: Path) -> None:
+    blobs, cached = tmp_path / "blobs", tmp_path / "snapshots" / "one"
+    for folder in (blobs, cached):
+        folder.mkdir(parents=True)
+    (blobs / "0a").touch()
+    (cached / "cached").symlink_to("../../blobs/0a")
+    (tmp_path / "elsewhere").touch()
+    (blobs / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("cached", "absent", "zero/weight"):
+        assert path_inside(cached, name, cached / "index") == cached / name
+    with pytest.raises(StoreFormatError, match="'link'"):
+        path_inside(blobs, "link", blobs / "index")
+    assert path_inside(blobs, "link", blobs / "index", links=True) == blobs / "link"

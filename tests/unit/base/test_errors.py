@@ -12,6 +12,7 @@ BUILTINS = {
     "OptionError": ValueError,
     "AbsentError": ImportError,
     "DTypeError": TypeError,
+    "KeywordError": TypeError,
     "BudgetError": ValueError,
     "DirectoryError": OSError,
     "TransferError": OSError,

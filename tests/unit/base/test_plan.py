@@ -1,4 +1,4 @@
-"""Plans: what they take, what they refuse, and their JSON."""
+"""Plans: what they take and refuse, and their JSON; test_advice has refusals with a way out."""
 
 import pytest
 
@@ -34,33 +34,22 @@ def test_json_goes_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"parameters": "gpu"}, "a tier is one of"),
-        ({"states": 1}, "a tier is one of"),
+        ({"parameters": "gpu"}, '"device", "host" or "disk"'),
+        ({"states": 1}, '"device", "host" or "disk"'),
         ({"units": {"h.0": "nvme"}}, r"units\['h.0'\]"),
-        ({"stage": 4}, "stages are 0, 1, 2 and 3"),
+        ({"stage": 4}, "a whole number, 0 to 3"),
         ({"overlap": "both"}, '"none", "forward" or "backward"'),
         ({"replicas": 0}, "at least 1"),
         ({"accumulation_steps": True}, "at least 1"),
         ({"prefetch": -1}, "at least 0"),
         ({"parameters": "disk", "stage": 2}, "which is stage 3"),
-        ({"parameters": "disk", "overlap": "forward"}, "has released"),
-        ({"states": "device"}, "states live on the host or on disk"),
         ({"update_on": "gpu"}, '"host", "device", "hybrid"'),
         ({"update_on": 1.5}, "the share that the device updates"),
-        ({"update_on": "device"}, "with parameters on host"),
         (
             {"update_on": "device", "parameters": "device", "units": {"h.0": "disk"}},
             "with parameters on disk",
         ),
-        (
-            {"update_on": "device", "parameters": "device", "overlap": "forward"},
-            "module by module",
-        ),
-        ({"ram_budget": "64MiB"}, "all of which stay there"),
-        ({"buffer_pool_bytes": "1MiB"}, "no unit's parameters are on disk"),
-        ({"parameters": "device", "device_limit": "1GiB"}, "no parameters in host memory"),
-        ({"stage": 2, "device_limit": "1GiB"}, "no copy would be used again"),
-        ({"activations": "device"}, "'keep', 'recompute'"),
+        ({"activations": "device"}, '"keep", "recompute"'),
         ({"activation_units": {"h.0": "nvme"}}, r"activation_units\['h.0'\]"),
         ({"activations": "host", "activation_ram_budget": "1MiB"}, "no unit's activations"),
         ({"states": "disk", "ram_budget": "64" + "M"}, "ram_budget"),

@@ -120,7 +120,7 @@ def test_a_cache_of_another_version_is_warned_of(caplog: pytest.LogCaptureFixtur
     lacking = made().as_dict()
     del lacking["memory_read"]
     path.write_text(json.dumps(lacking))
-    with pytest.raises(OptionError, match=rf"in {re.escape(str(path))}: .* differs: memory_read"):
+    with pytest.raises(OptionError, match=rf"in {re.escape(str(path))}: .* lacks memory_read"):
         read_profile(path)
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.sizes import format_bytes, parse_size
+from tensorstow.base.sizes import format_bytes, parse_size, parts_within
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,25 @@ def test_format(count: int, text: str) -> None:
 @given(st.integers(min_value=0, max_value=2**59))
 def test_what_is_printed_reads_back_within_its_last_digit(count: int) -> None:
     assert parse_size(format_bytes(count)) == pytest.approx(count, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "parts"),
+    [
+        ([], 3, [[]]),
+        ([1, 2, 1], 3, [[1, 2], [1]]),
+        ([4, 1, 5], 3, [[4], [1], [5]]),
+        ([0, 3, 0], 3, [[0, 3, 0]]),
+        ([4, 1, 5], None, [[4, 1, 5]]),
+    ],
+)
+def test_parts_are_filled_in_order(
+    sizes: list[int], most: int | None, parts: list[list[int]]
+) -> None:
+    assert list(parts_within(sizes, most, lambda size: size)) == parts
+
+
+def test_one_item_alone_is_taken_after_a_part() -> None:
+    items = iter([2, 2, 2, 2])
+    assert next(parts_within(items, 4, lambda size: size)) == [2, 2]
+    assert list(items) == [2]

@@ -92,6 +92,22 @@ def test_an_optimizer_that_is_collected_by_the_thread_that_commits_ends(
     again.close()
 
 
+@pytest.mark.timeout(60)
+def test_an_optimizer_in_a_cycle_commits_after_its_thread_has_committed_before(
+    tmp_path: Path,
+) -> None:
+    """The collector ends a thread pool that is collected too before it calls any finalizer."""
+    optimizer, weights = make(tmp_path, commit_every=2)
+    for _ in range(3):
+        step(optimizer, weights)
+    optimizer.me = optimizer  # type: ignore[attr-defined]
+    del optimizer
+    gc.collect()
+    again, weights = make(tmp_path)
+    assert again.resume() == 3
+    again.close()
+
+
 def nothing(optimizer: AdamW, weights: list[nn.Parameter]) -> None:
     del optimizer, weights
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from compare import all_equal
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.errors import DamageError, DirectoryError, OptionError
 from tensorstow.checkpoint.optimizer_export import state_dict_of
 from tensorstow.colossalai import HybridAdam
+from tensorstow.io import digest_list
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 
@@ -109,7 +110,7 @@ def test_hyper_parameters_come_back_as_they_were(tmp_path: Path) -> None:
     halves = [list(net[0].parameters()), list(net[2].parameters())]
     lr = torch.tensor(1 / 3, dtype=torch.float64)
     groups = [{"params": halves[0], "lr": lr, "betas": (0.5, 0.75)}, {"params": halves[1]}]
-    opt = AdamW(groups, lr=1e-3, weight_decay=1e300)
+    opt = AdamW(groups, lr=1e-3, weight_decay=0.1 + 0.2)
     opt.param_groups[1]["weight_decay"] = 0.1
     opt.param_groups[1]["note"] = {"of": ["the", "caller"], 3: None}
     opt.save_safetensors(tmp_path / "x")
@@ -226,10 +227,10 @@ def test_a_failure_keeps_the_old_export(tmp_path: Path, monkeypatch: pytest.Monk
     train(net, opt, range(1, 2))
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "broken")))
-        with pytest.raises(OSError, match="EIO"):
+        with pytest.raises(OSError, match="x was requested: Input/output error"):
             opt.save_safetensors(path)
     assert path.read_bytes() == kept
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "x"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "x", "x.digests"]
     opt.save_safetensors(path)
     assert path.read_bytes() != kept
     with pytest.raises(DirectoryError, match="was requested"):
@@ -324,3 +325,35 @@ def test_memory_stays_bounded_by_pieces(tmp_path: Path) -> None:
     assert (
         loaded < 128
     )  # the new ring (48), and the masters of one parameter rounded at a time (16)
+
+
+def values_of(optimizer: AdamW) -> list[torch.Tensor]:
+    states = copy.deepcopy(optimizer.state_dict()["state"])
+    return [tensor for entry in states.values() for tensor in entry.values()]
+
+
+def test_a_damaged_export_is_not_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_list, "_warned_unlisted", set())
+    layer = nn.Linear(8, 8)
+    optimizer = AdamW(layer.parameters(), states="disk", module=layer)
+    layer(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    path = tmp_path / "states.safetensors"
+    optimizer.save_safetensors(path)
+    optimizer.load_safetensors(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+    before = values_of(optimizer)
+    with pytest.raises(DamageError, match=r"states\.safetensors has another checksum"):
+        optimizer.load_safetensors(path)
+    assert all_equal(values_of(optimizer), before)
+    assert "has no list" not in caplog.text
+    (tmp_path / "states.safetensors.digests").unlink()
+    for _ in range(2):
+        optimizer.load_safetensors(path)
+    assert caplog.text.count("has no list of digests") == 1
+    optimizer.save_safetensors(path)
+    optimizer.load_safetensors(path)
+    optimizer.close()

@@ -99,18 +99,16 @@ def test_a_copy_is_made_once_and_again_of_other_files(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     made = quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8") / "model.safetensors"
     first = made.stat()
-    left = made.with_name(".model.safetensors.0123")  # as by a process that was killed
-    left.touch()
     quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
     assert (made.stat().st_ino, made.stat().st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
     path = tmp_path / "model" / "b.safetensors"
     tensors = {name: 2 * tensor for name, tensor in load_file(path).items()}
+    facts = path.stat()
     save_file(tensors, path)
-    os.utime(path, ns=(0, first.st_mtime_ns + 1))
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
     before = load_file(made)["blocks.1.weight_scale"].clone()
     quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
     assert torch.equal(load_file(made)["blocks.1.weight_scale"], 2 * before)
-    assert not left.exists()
 
 
 def test_what_fails_leaves_the_old_copy_or_none(

@@ -164,7 +164,7 @@ def test_a_checkpoint_by_names_has_no_place_for_them() -> None:
     optimizer = AdamW(model.parameters())
     step(optimizer)
     optimizer.state["my_counter"] = 1  # type: ignore[index, assignment]
-    with pytest.raises(OptionError, match=r"'my_counter', which is no parameter.*client_state"):
+    with pytest.raises(OptionError, match=r"'my_counter', which is not a parameter.*client_state"):
         states_of(model, optimizer)
     drop_unused_masters(optimizer)
     del optimizer.state["my_counter"]  # type: ignore[arg-type]

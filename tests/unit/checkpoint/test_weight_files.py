@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from tensorstow import save_safetensors
 from tensorstow.base.errors import DamageError, TransferError
-from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
+from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
+from tensorstow.io.digest_list import DigestList
 
 TENSORS = {"a": torch.arange(5000.0), "b": torch.arange(300, dtype=torch.bfloat16)}
 
@@ -42,6 +45,62 @@ def test_a_file_that_was_written_to_is_told(opened: WeightFile) -> None:
     os.utime(opened.path, ns=(0, 0))  # whatever the clock's ticks are
     with pytest.raises(DamageError, match="was changed while a model is computed with"):
         opened.validate_unchanged()
+
+
+def test_a_time_that_was_set_back_hides_nothing(opened: WeightFile) -> None:
+    seen = opened.path.stat()
+    with opened.path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(opened.path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert opened.path.stat().st_mtime_ns == seen.st_mtime_ns
+    for _ in range(2):
+        with pytest.raises(DamageError, match="was changed while a model is computed with"):
+            opened.validate_unchanged()
+
+
+@pytest.mark.parametrize("lists", [True, False])
+def test_a_digest_says_whether_the_contents_were_changed(
+    tmp_path: Path,
+    lists: bool,  # noqa: FBT001
+) -> None:
+    save_safetensors(nn.Linear(64, 64), tmp_path)
+    path = tmp_path / "model.safetensors"
+    if not lists:
+        DigestList(path).remove()
+    opened = WeightFiles([path]).by_path[path]
+    path.chmod(0o640)
+    if lists:
+        opened.validate_unchanged()
+    else:
+        with pytest.raises(DamageError, match="was changed"):
+            opened.validate_unchanged()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DamageError, match="was changed"):
+        opened.validate_unchanged()
+
+
+@pytest.mark.parametrize("change", ["write", "rename", "unlink", "none"])
+def test_a_file_that_is_opened_again_must_be_the_same(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    facts, seen = path.stat(), SeenFile(path)
+    if change == "write":
+        with path.open("r+b") as file:
+            file.write(b"x")
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    elif change == "rename":
+        save_file(TENSORS, tmp_path / "other")
+        os.utime(tmp_path / "other", ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        (tmp_path / "other").rename(path)
+    elif change == "unlink":
+        path.unlink()
+    if change == "none":
+        seen.validate_unchanged()
+        return
+    with pytest.raises((DamageError, TransferError), match=r"was changed|No such file"):
+        seen.validate_unchanged()
 
 
 def test_a_file_that_was_cut_is_told(opened: WeightFile) -> None:

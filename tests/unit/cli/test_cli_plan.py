@@ -93,7 +93,7 @@ def test_rejected_placements_say_what_is_short(capsys: pytest.CaptureFixture[str
 def test_the_smallest_budget_that_is_named_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", MODEL, "--host", "1MiB", "--disk", "1MiB"]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"does not fit: [\d.]+ MiB of HOST .*more than the budget are needed", said)
+    assert re.search(r"does not fit: the budget lacks [\d.]+ MiB of HOST", said)
     named = said.split("in bytes: ")[1].split(";")[0].split(" and ")
     least = {f"--{tier}": n.split()[0] for tier, n in (each.split("=") for each in named)}
     budget = {"--host": "1MiB", "--disk": "1MiB"} | least
@@ -299,7 +299,7 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
         (["--disk=-1.5TiB"], "--disk='-1.5TiB' is negative"),
         (["--disk", "much"], "--disk='much' is not a size. Give"),
         (["--tbw", "-600TB"], "--tbw='-600TB' is negative"),
-        (["--tbw", "0"], "--tbw 0 was given: it is what a drive may be written"),
+        (["--tbw", "0"], "--tbw 0 was given: it is the bytes that a drive may be written"),
         (["--host", "0"], "does not fit"),
     ],
 )
@@ -385,7 +385,7 @@ def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert f"a drive for 1 TB lasts {disk['steps_until_worn']:,} steps" in printed
     assert f"{even['tokens']:,} tokens per step" in printed
     assert "overlap backward" in printed
-    assert "clipping and loss scaling are refused" in printed
+    assert "if you need no clipping and loss scaling" in printed
     left_out = found["left_out"]
     assert isinstance(left_out, int)
     assert left_out > 0
@@ -496,3 +496,26 @@ def test_the_readme_s_table_of_what_fits_where_is_what_is_printed(
         if (units := re.match(r"(\d+) of (\d+) units", cells[1])) is not None:
             assert int(units[1]) == len(found["plan"]["units"])
             assert int(units[2]) == found["model"]["units"]
+
+
+def test_the_plan_of_gpt_3_is_what_the_guide_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile of this machine
+    guide = (ROOT / "docs/guides/planning.md").read_text()
+    section = guide[guide.index("## GPT-3 on one node") : guide.index("## In the process")]
+    command, *shown = re.findall(r"^ {4}(.*)$", section, re.MULTILINE)
+    asked = command.removeprefix("tensorstow ").split()
+    assert main(asked) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) > 10
+    assert [line for line in printed if line in shown] == shown
+
+    assert main([*asked, "--json"]) == 0
+    tiers = json.loads(capsys.readouterr().out)["tiers"]
+    ranks = int(asked[asked.index("--world-size") + 1])
+    held = [ranks * tiers[tier]["bytes"] for tier in ("device", "host", "disk")]
+    cells = re.findall(r"\| ([\d.]+) ([GT])B \|$", section, re.MULTILINE)
+    assert len(cells) == 4
+    for (amount, unit), nbytes in zip(cells, [*held, sum(held)], strict=True):
+        assert float(amount) == round(nbytes / {"G": 1e9, "T": 1e12}[unit], 2 * (unit == "T"))

@@ -67,6 +67,31 @@ def test_nothing_is_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_is_written(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    directories = [tmp_path / "a", tmp_path / "b"]
+    with Store.open(directories, open_engine()) as store:
+        store.commit(make_content(store, 1))
+    (tmp_path / "b" / "lock").unlink()
+    files = sorted(p for d in directories for p in d.iterdir())
+    before = [(p, p.read_bytes(), p.stat().st_mtime_ns) for p in files]
+    assert main(["scrub", str(tmp_path / "a")]) == 0
+    assert [(p, p.read_bytes(), p.stat().st_mtime_ns) for p in files] == before
+    assert sorted(p for d in directories for p in d.iterdir()) == files
+
+
+def test_a_file_of_another_run_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    Store.open([tmp_path / "a", tmp_path / "b"], open_engine()).close()
+    (tmp_path / "b" / "states-1.bin").write_bytes(b"mine" * 4096)
+    assert main(["scrub", str(tmp_path / "a")]) == 2
+    assert "states-1.bin" in capsys.readouterr().err
+
+
 def test_all_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(2):
         (tmp_path / f"rank-{rank}-of-2").mkdir()

@@ -28,16 +28,6 @@ def test_the_command_line_is_frozen() -> None:
     assert flags_of(parser) == ["--help", "--version", "-h"]
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     assert {name: flags_of(command) for name, command in commands.choices.items()} == {
-        "demo": [
-            "--directory",
-            "--gemini",
-            "--help",
-            "--json",
-            "--out",
-            "--small",
-            "--steps",
-            "-h",
-        ],
         "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
         "calibrate": ["--help", "--json", "-h"],
         "plan": [
@@ -62,15 +52,9 @@ def test_the_command_line_is_frozen() -> None:
         "verify": ["--device", "--help", "--json", "--model", "-h"],
         "inspect": ["--help", "--json", "-h"],
         "scrub": ["--generation", "--help", "--json", "-h"],
-        "recover": ["--help", "--json", "--yes", "-h"],
+        "recover": ["--accept-loss", "--help", "--json", "--yes", "-h"],
         "clean": ["--help", "--json", "--yes", "-h"],
     }
-
-
-def test_defaults_of_the_demo() -> None:
-    given = make_parser().parse_args(["demo"])
-    assert (str(given.out), given.steps, given.small) == ("tensorstow-demo", 4, False)
-    assert given.directory is None
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,10 +69,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "[-h] [--version] COMMAND ..."),
         (["swim"], "[-h] [--version] COMMAND ..."),
-        (["demo", "--smal"], "demo [-h]"),
+        (["plan", "gpt2", "--devic"], "plan [-h]"),
         (["doctor", "somewhere"], "doctor [-h]"),
         (["inspect"], "inspect [-h]"),
-        (["demo", "--steps", "many"], "demo [-h]"),
+        (["plan", "gpt2", "--world-size", "many"], "plan [-h]"),
+        (["plan", "gpt2", "--accumulation-steps=--"], "plan [-h]"),
+        (["scrub", "x", "--generation=--"], "scrub [-h]"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_the_usage_of_its_command(
@@ -159,7 +145,7 @@ def test_an_error_keeps_its_status_where_nobody_reads_it(monkeypatch: pytest.Mon
     with ClosedPipe() as output, ClosedPipe() as errors:
         monkeypatch.setattr(sys, "stdout", output)
         monkeypatch.setattr(sys, "stderr", errors)
-        assert main(["demo", "--steps", "0", "--json"]) == 2
+        assert main(["inspect", "/nowhere", "--json"]) == 2
         output.flush()
         errors.flush()
         monkeypatch.undo()
@@ -171,12 +157,10 @@ def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--steps", "0"]) == 2
+    assert main(["inspect", "/nowhere"]) == 2
     said = capsys.readouterr().err
-    assert said == (
-        "tensorstow: --steps 0 was given: at least 2 are needed, for the first of a turn is not"
-        " counted.\n"
-    )
+    assert said.startswith("tensorstow: Directory /nowhere was requested but does not exist.")
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -297,7 +281,7 @@ def test_help_says_what_a_command_does_in_the_words_of_the_list(
     assert f"{command.summary[1:]}." in told
 
 
-@pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "demo", "verify"])
+@pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "verify"])
 def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])

@@ -8,11 +8,14 @@ import pytest
 
 from tensorstow.base.errors import StowError
 from tensorstow.cli.process import started
+from tree import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 def test_one_that_fails_is_quoted() -> None:
     with (
-        started("a row", "tensorstow.cli.demo.worker", ["--row", "swim"]) as process,
+        started("a row", "demo.worker", ["--row", "swim"], EXAMPLES) as process,
         pytest.raises(StowError, match="invalid choice: 'swim'") as caught,
     ):
         list(process.messages())
@@ -30,7 +33,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_one_that_is_killed_is_named(script: Path) -> None:
     script.write_text("#!/bin/sh\nkill -9 $$\n")
     with (
-        started("a row", "tensorstow.cli.demo.worker", []) as process,
+        started("a row", "demo.worker", [], EXAMPLES) as process,
         pytest.raises(StowError, match=r"signal 9 \(.*too little memory\)\. It said nothing"),
     ):
         list(process.messages())
@@ -38,7 +41,7 @@ def test_one_that_is_killed_is_named(script: Path) -> None:
 
 def test_one_that_ended_may_be_told_more(script: Path) -> None:
     script.write_text("#!/bin/sh\nexec <&-\nsleep 0.05\n")
-    with started("a row", "tensorstow.cli.demo.worker", []) as process:
+    with started("a row", "demo.worker", [], EXAMPLES) as process:
         assert list(process.messages()) == []
         process.tell("2")
         process.tell_no_more()
@@ -52,7 +55,7 @@ def test_an_interrupt_leaves_no_process(script: Path) -> None:
     before = set(children.read_text().split())  # other tests' ranks
 
     def interrupted() -> None:
-        with started("a row", "tensorstow.cli.demo.worker", []):
+        with started("a row", "demo.worker", [], EXAMPLES):
             assert set(children.read_text().split()) > before
             raise KeyboardInterrupt
 

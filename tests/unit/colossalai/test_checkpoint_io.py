@@ -13,11 +13,11 @@ from compare import all_equal
 from ranks.boosted import goes_on
 from ranks.pool import Ranks
 from tensorstow import save_safetensors
-from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.colossalai import checkpoint_io
+from tensorstow.base.errors import DirectoryError, OptionError, StoreFormatError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin
+from tensorstow.io.digest_list import DigestList
 
 
 class Tied(nn.Module):
@@ -146,6 +146,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     assert names == [
         *(f"pytorch_optim-{i:05}.bin" for i in range(1, 6)),
         "pytorch_optim.bin.index.json",
+        "pytorch_optim.bin.index.json.digests",
         "pytorch_optim_group.bin",
     ]
     index = json.loads((tmp_path / "o/pytorch_optim.bin.index.json").read_text())
@@ -166,6 +167,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path) -> None:
     assert sorted(f.name for f in (tmp_path / "named").iterdir()) == [
         "run.pytorch_optim-00001.bin",
         "run.pytorch_optim.bin.index.json",
+        "run.pytorch_optim.bin.index.json.digests",
         "run.pytorch_optim_group.bin",
     ]
     for group in optimizer.param_groups:
@@ -227,19 +229,38 @@ def test_another_models_names_are_refused_unless_asked(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_told(tmp_path: Path) -> None:
     run = Run(0)
-    with pytest.raises(StoreFormatError, match="nothing was saved there"):
+    with pytest.raises(StoreFormatError, match="nothing was saved under that name"):
         run.booster.load_model(run.model, tmp_path)
-    with pytest.raises(StoreFormatError, match="nothing was saved there"):
+    with pytest.raises(StoreFormatError, match="nothing was saved under that name"):
         run.booster.load_optimizer(run.optimizer, tmp_path / "none")
-    with pytest.raises(StoreFormatError, match="is not there"):
+    with pytest.raises(StoreFormatError, match="does not exist"):
         run.booster.load_lr_scheduler(run.schedule, tmp_path / "none")
+
+
+@pytest.mark.parametrize("key", ["weight_map", "param_groups"])
+def test_an_index_names_files_of_its_directory_alone(tmp_path: Path, key: str) -> None:
+    run = Run(0)
+    run.booster.save_optimizer(run.optimizer, tmp_path / "o", shard=True)
+    (tmp_path / "o" / "pytorch_optim_group.bin").rename(tmp_path / "elsewhere")
+    index = tmp_path / "o" / "pytorch_optim.bin.index.json"
+    read = json.loads(index.read_text())
+    if key == "weight_map":
+        read[key] = {"0": "../elsewhere"}
+    else:
+        read["metadata"][key] = str(tmp_path / "elsewhere")
+    index.write_text(json.dumps(read))
+    index.with_name(f"{index.name}.digests").unlink()
+    with pytest.raises(
+        StoreFormatError, match=r"index\.json names '.*elsewhere', which is no file"
+    ):
+        run.booster.load_optimizer(run.optimizer, tmp_path / "o")
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"gather_dtensor": False}, "gather_dtensor=False was given"),
-        ({"use_safetensors": True}, "Give shard=True, or such a name, and no prefix"),
+        ({"use_safetensors": True}, "Pass shard=True, or such a name, and no prefix"),
         ({"size_per_shard": 0}, "size_per_shard=0 was given"),
     ],
     ids=str,
@@ -254,7 +275,7 @@ def test_what_cannot_be_honoured(tmp_path: Path, given: dict[str, Any], said: st
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
     run = Run(0)
     (tmp_path / "file").write_text("before")
-    with pytest.raises(FileExistsError, match="Rank 0 could not write"):
+    with pytest.raises(DirectoryError, match=r"A file has that name(.|\n)*Rank 0 could not write"):
         run.booster.save_model(run.model, tmp_path / "file/model.pt")
     assert (tmp_path / "file").read_text() == "before"
 
@@ -271,10 +292,10 @@ def test_a_write_that_fails_halfway_leaves_no_file_of_its_own(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match=r"No space(.|\n)*what was there before is still there"):
+    with pytest.raises(OSError, match=r"No space(.|\n)*an older file is unchanged"):
         run.booster.save_model(run.model, tmp_path / "model.pt")
     assert (tmp_path / "model.pt").read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.pt", "model.pt.digests"]
 
 
 @pytest.mark.parametrize("ends_at", ["a file", "the index"])
@@ -306,7 +327,7 @@ def test_several_files_that_were_cut_off_are_no_mixture_of_two_checkpoints(
         if ends_at == "a file":
             patch.setattr(torch, "save", fail)
         else:
-            patch.setattr(checkpoint_io, "_replace", fails)
+            patch.setattr(DigestList, "write_main", fails)
         with pytest.raises(OSError, match="No space"):
             booster.save_model(model, tmp_path / "m", shard=True, size_per_shard=1)
         with pytest.raises(OSError, match="No space"):
@@ -318,7 +339,7 @@ def test_several_files_that_were_cut_off_are_no_mixture_of_two_checkpoints(
         return
     with pytest.raises(StoreFormatError, match="has no weights and no index"):
         booster.load_model(model, tmp_path / "m")
-    with pytest.raises(StoreFormatError, match="no directory with an index"):
+    with pytest.raises(StoreFormatError, match="not a file or a directory with an index"):
         booster.load_optimizer(optimizer, tmp_path / "o")
 
 
@@ -334,7 +355,7 @@ def whole(tensor: Any) -> torch.Tensor:  # noqa: ANN401
 
 def test_an_optimizer_that_was_not_boosted_is_refused(tmp_path: Path) -> None:
     run = Run(0)
-    with pytest.raises(OptionError, match=r"give the optimizer that boost\(\) returned"):
+    with pytest.raises(OptionError, match=r"pass the optimizer that boost\(\) returned"):
         run.booster.save_optimizer(run.optimizer.unwrap(), tmp_path / "o")
 
 

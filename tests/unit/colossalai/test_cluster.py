@@ -58,6 +58,7 @@ def test_one_process_alone(
 
 
 def test_the_nodes_master_is_the_launchers_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "-1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="LOCAL_RANK is not set"):
         DistCoordinator().is_node_master()

@@ -23,5 +23,5 @@ def test_the_cpu_where_there_is_no_accelerator() -> None:
     with pytest.raises(OptionError, match=r"get_current_device\(\) returns a device"):
         here.current_device()
     for call in (here.memory_allocated, here.max_memory_allocated, here.reset_peak_memory_stats):
-        with pytest.raises(OptionError, match=f"{call.__name__}.. was called where the CPU"):
+        with pytest.raises(OptionError, match=f"{call.__name__}.. was called on the CPU"):
             call()

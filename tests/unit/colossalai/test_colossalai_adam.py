@@ -282,8 +282,9 @@ def test_a_whole_model_commits_and_resumes(tmp_path: Path) -> None:
 
 
 def test_fraction_and_plan_may_not_contradict_each_other() -> None:
-    made = partial(HybridAdam, nvme_offload_fraction=0.5)
-    with pytest.raises(OptionError, match="Say it in one place"):
+    made = partial(HybridAdam, lr=1e-2, nvme_offload_fraction=0.5)
+    said = r"nvme_offload_fraction=0\.5 was given.*, which means states='disk',.* in one place"
+    with pytest.raises(OptionError, match=said):
         stow(small_model(), made, plan=Plan(states="host"))
     with pytest.raises(OptionError, match=r"nvme_offload_fraction=0\.5 was given with states"):
         HybridAdam(weights(), nvme_offload_fraction=0.5, states="host")

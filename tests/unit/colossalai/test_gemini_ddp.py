@@ -303,10 +303,6 @@ def test_whole_states_of_two_ranks(ranks: Callable[[int], Ranks]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"chunk_config_dict": {1: {}}}, "chunk_config_dict="),
-        ({"memstats": "anything"}, "memstats="),
-        ({"zero_group": "anything"}, "zero_group="),
-        ({"extra_dp_group": "anything"}, "extra_dp_group="),
         ({"mixed_precision": torch.float64}, r"mixed_precision=torch\.float64 was given"),
         ({"placement_policy": "gpu"}, "placement_policy='gpu' was given"),
     ],
@@ -320,10 +316,6 @@ def test_what_a_model_is_refused_with(given: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"gpu_margin_mem_ratio": 0.5}, r"gpu_margin_mem_ratio=0\.5"),
-        ({"norm_type": 1.0}, r"norm_type=1\.0"),
-        ({"tp_group": "anything"}, "tp_group="),
-        ({"params_info": {}}, "params_info="),
         ({"max_norm": -1.0}, r"max_norm=-1\.0 was given"),
         ({"hysteresis": -1}, "hysteresis=-1 was given"),
     ],

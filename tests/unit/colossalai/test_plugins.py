@@ -14,7 +14,7 @@ import tensorstow
 from compare import all_equal
 from ranks.boosted import batch, losses_on_all, model_of, report, samples, unsynced, whole
 from ranks.pool import Ranks
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import (
@@ -24,7 +24,6 @@ from tensorstow.colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from tensorstow.colossalai.booster.plugin.place_model import refuse_values
 from tensorstow.planner.sizes import padded_bytes
 
 Pool = Callable[[int], Ranks]
@@ -267,21 +266,11 @@ def test_no_sync_leaves_out_reductions_and_loses_nothing(
     [
         (LowLevelZeroPlugin, {"stage": 3}, "stage=3 was given"),
         (LowLevelZeroPlugin, {"extra_dp_size": 0}, "extra_dp_size=0 was given"),
-        (LowLevelZeroPlugin, {"norm_type": 1.0}, "norm_type"),
-        (LowLevelZeroPlugin, {"use_fp8": True}, "use_fp8"),
-        (LowLevelZeroPlugin, {"fp8_communication": True}, "fp8_communication"),
-        (LowLevelZeroPlugin, {"cast_inputs": False}, "cast_inputs"),
         (
             LowLevelZeroPlugin,
             {"precision": "bf16", "communication_dtype": torch.float32},
             "communication_dtype",
         ),
-        (TorchDDPPlugin, {"check_reduction": True}, "check_reduction"),
-        (TorchDDPPlugin, {"fp8_communication": True}, "fp8_communication"),
-        (TorchFSDPPlugin, {"auto_wrap_policy": model_of}, "auto_wrap_policy"),
-        (TorchFSDPPlugin, {"ignored_modules": [nn.Linear(1, 1)]}, "ignored_modules"),
-        (TorchFSDPPlugin, {"fp8_communication": True}, "fp8_communication"),
-        (TorchFSDPPlugin, {"process_group": object()}, "process_group"),
         (
             TorchFSDPPlugin,
             {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
@@ -369,13 +358,3 @@ def test_gradients_of_torchs_optimizers_are_clipped_by_torch(norm_type: float) -
     nn.utils.clip_grad_value_(plain.parameters(), 1e-3)
     optimizer.clip_grad_by_value(1e-3)
     assert all_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
-
-
-def test_arguments_are_checked_by_the_table_that_has_them() -> None:
-    table: dict[str, tuple[object, str]] = {"size": (1, "there is one"), "dtype": (None, "why")}
-    refuse_values("Plugin", table, size=1, dtype=None)
-    with pytest.raises(OptionError, match=r"^size=2 was given to Plugin: there is one\. Leave"):
-        refuse_values("Plugin", table, size=2, dtype=None)
-    for given in ({"size": 1}, {"size": 1, "dtype": None, "device": None}):
-        with pytest.raises(StowError, match="a table of others: d"):
-            refuse_values("Plugin", table, **given)

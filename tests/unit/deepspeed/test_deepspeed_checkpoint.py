@@ -49,7 +49,7 @@ def test_another_number_of_ranks_loads_it(
 
 def test_ranks_with_different_folders_are_told(ranks: "Ranks", tmp_path: Path) -> None:
     for told in ranks(2).run(saving_by_rank, DRIVES[0], str(tmp_path)):
-        assert told[0] == "save_checkpoint('') was called: name a directory."
+        assert told[0] == "save_checkpoint('') was called: pass a directory."
         assert "save_checkpoint() was called with the tags ['rank0', 'rank1']" in told[1]
         places = [f"{tmp_path}/{rank}" for rank in range(2)]
         assert f"save_checkpoint() was called with the directories {places}" in told[2]
@@ -59,7 +59,7 @@ def test_ranks_with_different_folders_are_told(ranks: "Ranks", tmp_path: Path) -
 
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
     assert latest_tag(tmp_path) is None
-    with pytest.raises(StoreFormatError, match=r"it is no checkpoint"):
+    with pytest.raises(StoreFormatError, match=r"it is not a checkpoint"):
         read_common(tmp_path)
     torch.save({"groups": []}, tmp_path / "engine.pt")
     whole = (tmp_path / "engine.pt").read_bytes()
@@ -84,3 +84,13 @@ def test_frozen_weights_that_a_state_dict_lacks_are_left_out_too(tmp_path: Path)
     engine.load_checkpoint(tmp_path, "few", load_module_strict=False)
     assert not torch.equal(model[1].weight, saved)
     engine.destroy()
+
+
+@pytest.mark.parametrize("tag", ["../elsewhere", "/elsewhere", "..", "", "\udc80"])
+def test_a_tag_that_leads_out_of_the_directory_is_refused(tmp_path: Path, tag: str) -> None:
+    (tmp_path / "latest").write_bytes(tag.encode("utf-8", "surrogateescape"))
+    if tag == "\udc80":
+        assert latest_tag(tmp_path) == "\ufffd"  # no name of a directory
+        return
+    with pytest.raises(StoreFormatError, match=r"latest names .* which is no file in"):
+        latest_tag(tmp_path)

@@ -60,7 +60,7 @@ def test_what_one_rank_cannot_save_is_told_on_every_rank(ranks: "Ranks", tmp_pat
     (first, written), (second, there) = ranks(2).run(errors_of_one_rank, str(tmp_path))
     assert second.startswith("TypeError: client_state")
     assert first.startswith("StowError: Rank 1 could not begin a checkpoint")
-    assert written.startswith("FileExistsError")
+    assert written.startswith("DirectoryError")
     assert there.startswith("StowError: Rank 0 could not write")
 
 

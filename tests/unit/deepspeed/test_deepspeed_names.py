@@ -93,6 +93,18 @@ def test_a_level_is_set_by_its_name() -> None:
         ("ops.sparse_attention", "SparseSelfAttention"),
         ("ops.transformer", "DeepSpeedTransformerLayer"),
         ("", "tp_model_init"),
+        ("", "add_tuning_arguments"),
+        ("", "profiling"),
+        ("autotuning", "Autotuner"),
+        ("elasticity", "compute_elastic_config"),
+        ("inference", "InferenceEngine"),
+        ("launcher", "runner"),
+        ("linear", "OptimizedLinear"),
+        ("module_inject", "replace_module"),
+        ("profiling", "FlopsProfiler"),
+        ("sequence", "DistributedAttention"),
+        ("ops", "lamb"),
+        ("ops.lamb", "FusedLamb"),
     ],
 )
 def test_what_is_not_here_is_refused_with_advice(module: str, name: str) -> None:
@@ -100,6 +112,26 @@ def test_what_is_not_here_is_refused_with_advice(module: str, name: str) -> None
     with pytest.raises(AbsentError, match=f"{name} is not in tensorstow.deepspeed"):
         getattr(place, name)
     assert not hasattr(place, "__no_such__")
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("autotuning.autotuner", "plan="),
+        ("elasticity.config", "torchrun"),
+        ("inference.v2.engine_v2", "weights=folder"),
+        ("launcher.runner", "torchrun"),
+        ("linear.config", "peft"),
+        ("module_inject.layers", "weights=folder"),
+        ("profiling.flops_profiler.profiler", "FlopCounterMode"),
+        ("sequence.layer", "offload_activations"),
+        ("ops.lamb.fused_lamb", "StowedOptimizer"),
+    ],
+)
+def test_a_module_that_is_not_here_is_refused_with_advice(module: str, said: str) -> None:
+    for line in (f"import {{}}.{module}", f"from {{}}.{module} import Name"):
+        with pytest.raises(AbsentError, match=said):
+            exec(line.format("tensorstow.deepspeed"))  # noqa: S102
 
 
 def test_a_script_for_experts_runs_without_any() -> None:

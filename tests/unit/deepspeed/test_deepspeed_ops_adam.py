@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 
@@ -39,9 +38,3 @@ def test_zero_grad_does_what_set_grad_none_says(none: bool) -> None:  # noqa: FB
     weight.sum().backward()
     optimizer.zero_grad()
     assert (weight.grad is None) == none
-
-
-def test_fewer_bits_are_asked_for_by_their_format() -> None:
-    weight = torch.nn.Parameter(torch.zeros(3))
-    with pytest.raises(OptionError, match='state_format="bf16"'):
-        DeepSpeedCPUAdam([weight], fp32_optimizer_states=False)

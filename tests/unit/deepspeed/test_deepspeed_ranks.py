@@ -1,6 +1,7 @@
 """Which rank this is, and joining the others."""
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import initialize
-from tensorstow.deepspeed.ranks import init_distributed, local_rank, rank_here
+from tensorstow.deepspeed.ranks import init_distributed, local_rank
+from tensorstow.deepspeed.zero import Init
+from tensorstow.fsdp.sharding import rank_here
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +23,24 @@ def _no_group() -> None:
         dist.destroy_process_group()
 
 
-def test_a_process_that_nobody_launched_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("join", [init_distributed, Init])
+def test_a_process_that_nobody_launched_has_a_group_of_its_own(
+    join: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that scripts and trainers may ask torch.distributed, as under upstream."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    init_distributed()
-    assert not dist.is_initialized()
+    join()
+    assert dist.get_world_size() == 1
     assert (rank_here(), local_rank()) == (0, 0)
+
+
+def test_a_model_is_not_made_before_its_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(OptionError, match="MASTER_ADDR, by which they meet, is not set"):
+        Init()
 
 
 def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,9 +77,9 @@ def test_arguments_say_where_ranks_meet(monkeypatch: pytest.MonkeyPatch, tmp_pat
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DEEPSPEED_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
     meeting = f"file://{tmp_path / 'meeting'}"
-    with pytest.raises(OptionError, match="give rank= and world_size="):
+    with pytest.raises(OptionError, match="pass rank= and world_size="):
         init_distributed("gloo", init_method=meeting)
-    with pytest.raises(OptionError, match="give rank= and world_size="):
+    with pytest.raises(OptionError, match="pass rank= and world_size="):
         init_distributed("gloo", rank=0)
     with pytest.raises(OptionError, match="there is no process group"):
         init_distributed("gloo", dist_init_required=False)

@@ -25,7 +25,7 @@ def test_what_is_set_is_read_and_trained_on(ranks: "Ranks", drive: Drive, world:
 
 
 def test_a_parameter_of_nobody_is_refused() -> None:
-    with pytest.raises(OptionError, match="is no parameter of an engine"):
+    with pytest.raises(OptionError, match="is not an engine's parameter"):
         utils.safe_get_full_fp32_param(torch.nn.Parameter(torch.ones(3)))
     with pytest.raises(OptionError, match="that is not there"):
         utils.safe_set_full_grad(torch.nn.Parameter(torch.ones(3)), torch.ones(3))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ import tensorstow
 from machines import DISK, PROFILE, G
 from ranks.pool import Ranks
 from tensorstow import AdamW, Budget, Plan, Tier, stow
+from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.profile import identify_machine, write_profile
-from tensorstow.fsdp import automatic
+from tensorstow.fsdp import automatic, read_plan
 from tensorstow.fsdp.automatic import free_host_bytes, machine_budget
 from tensorstow.fsdp.units import units_of
 
@@ -52,6 +53,21 @@ def test_plan_of_is_what_a_model_was_placed_by() -> None:
     assert placed(plan=given)[0] == given
     with pytest.raises(OptionError, match="did not place"):
         tensorstow.plan_of(model())
+
+
+@pytest.mark.parametrize(("module", "optimizer"), [(automatic, AdamW), (read_plan, None)])
+def test_rank_0_alone_shows_what_was_chosen(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, optimizer: type[AdamW] | None
+) -> None:
+    shown: list[str] = []
+    monkeypatch.setattr(notices, "show", shown.append)
+    stow(nn.Linear(2, 2), optimizer)
+    assert len(shown) == 1
+    assert shown[0].startswith('plan="auto"')
+    assert "\n" not in shown[0]
+    monkeypatch.setattr(module, "rank_here", lambda: 1)
+    stow(nn.Linear(2, 2), optimizer)
+    assert len(shown) == 1
 
 
 def test_one_table_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,7 @@ def test_the_dimension_that_follows_the_batch_is_the_batch() -> None:
         lambda n: (torch.zeros(3, n), {"more": torch.zeros(n)}),
     )
     assert not found.unknown
-    assert {name: d.batch for name, d in found.given.items()} == {
+    assert {name: d.batch for name, d in found.arguments.items()} == {
         "hidden": 0,
         "seq_first": 1,
         "rotary[0]": None,

@@ -2,6 +2,9 @@
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +20,8 @@ from ranks.pool import Ranks
 from ranks.stowed import Model, loss_of, model_of
 from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
 from tensorstow import Plan
-from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.base.errors import DirectoryError, OptionError, StoreFormatError, StowError
+from tensorstow.base.new_file import NewFile
 from tensorstow.fsdp import export
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
@@ -65,12 +69,13 @@ def test_what_is_written_is_loaded_anywhere(
         files = sorted(file.name for file in folder.iterdir())
         if most == 500:
             index = json.loads((folder / "model.safetensors.index.json").read_text())
-            assert set(index["weight_map"].values()) == {*files} - {"model.safetensors.index.json"}
+            own = {"model.safetensors.index.json", "model.safetensors.index.json.digests"}
+            assert set(index["weight_map"].values()) == {*files} - own
             sizes = {name: (folder / name).stat().st_size for name in index["weight_map"].values()}
             assert len(sizes) > 2
             assert "head.weight" not in index["weight_map"]  # tied
         else:
-            assert files == ["model.safetensors"]
+            assert files == ["model.safetensors", "model.safetensors.digests"]
             tensors = load_file(folder / "model.safetensors")
             assert list(tensors) == [n for n, _ in Model().named_parameters()]
             assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
@@ -133,14 +138,14 @@ def saved_by_rank(folder: str) -> list[str]:
     both = Twins(lambda: model_of(torch.bfloat16), loss, FETCHED)
     both.train()
     opened = []
-    whole_file = export.replacing
+    new_file = NewFile.__init__
 
-    def replacing(path: Path, nbytes: int) -> object:
+    def begin(file: NewFile, path: Path, **given: bool) -> None:
         opened.append(path.name)
-        return whole_file(path, nbytes)
+        new_file(file, path, **given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "replacing", replacing)
+        patch.setattr(NewFile, "__init__", begin)
         save_safetensors(both.stowed, folder, by_rank=True)
     names = {n: whole(p) for n, p in both.alone.named_parameters()}
     both.close()
@@ -181,15 +186,15 @@ def refused(folder: str, by_rank: bool) -> str:  # noqa: FBT001  # goes to anoth
 def test_every_rank_says_what_failed_on_the_first(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     first, second = ranks(2).run(refused, str(tmp_path / "file"), False)  # noqa: FBT003
-    assert "FileExistsError" in first
-    assert "FileExistsError" in second
+    assert "DirectoryError" in first
+    assert "DirectoryError" in second
     assert "could not write the model" in second
 
 
 def test_every_rank_says_what_failed_on_another(ranks: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     first, second = ranks(2).run(refused, str(tmp_path / "file"), True)  # noqa: FBT003
-    assert "FileExistsError" in second
+    assert "DirectoryError" in second
     assert "Rank 1 could not write the model" in first
 
 
@@ -229,23 +234,23 @@ def test_files_that_were_cut_off_are_no_mixture_of_two_models(
     with torch.no_grad():
         for p in model.parameters():
             p.add_(1)
-    calls: list[Path] = []
-    what = "rename_over" if fails == "second name" else "replacing"
+    calls: list[NewFile] = []
+    what = "publish" if fails == "second name" else "__init__"
     turn = {"second file": 1, "second name": 1, "index": 3}[fails]  # calls that do not fail
-    kept = getattr(export, what)
+    kept: Callable[..., None] = getattr(NewFile, what)
 
-    def failing(path: Path, *args: Path) -> object:
-        calls.append(path)
+    def failing(file: NewFile, *args: Path, **given: bool) -> None:
+        calls.append(file)
         if len(calls) > turn:
-            raise OSError(28, "No space left on device", path)
-        return kept(path, *args)
+            raise OSError(28, "No space left on device", tmp_path)
+        kept(file, *args, **given)
 
-    monkeypatch.setattr(export, what, failing)
+    monkeypatch.setattr(NewFile, what, failing)
     with pytest.raises(OSError, match="No space left"):
         save_safetensors(model, tmp_path, max_shard_bytes=100)
     assert len(calls) == turn + 1
     monkeypatch.undo()
-    whole = [load_file(path) for path in tmp_path.glob(".model-*.safetensors.new")]
+    whole = [load_file(path) for path in tmp_path.glob(".model-*.safetensors.*")]
     assert len(whole) == (2 if fails == "second name" else 0)  # these alone have the weights
     found = {k: v for path in tmp_path.glob("*.safetensors") for k, v in load_file(path).items()}
     if fails == "second file":
@@ -254,11 +259,29 @@ def test_files_that_were_cut_off_are_no_mixture_of_two_models(
         assert all(torch.equal(value, before[name] + 1) for name, value in found.items())
         assert not (tmp_path / "model.safetensors.index.json").exists()
     save_safetensors(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["model.safetensors", "model.safetensors.digests"]
     assert all(
         torch.equal(value, before[name] + 1)
         for name, value in load_file(tmp_path / "model.safetensors").items()
     )
+
+
+_KILLED = """
+import os, signal, sys
+import torch
+from tensorstow.base.new_file import NewFiles
+from tensorstow.fsdp.export import save_safetensors
+NewFiles.keep = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # all of the contents are written
+save_safetensors(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))), sys.argv[1],
+                 max_shard_bytes=10_000)
+"""
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_senseless_size_is_refused(tmp_path: Path) -> None:
@@ -307,3 +330,9 @@ def test_no_rank_ever_has_the_model_in_memory() -> None:
         pool.close()
     assert made < 40 << 20, made
     assert moved < 40 << 20, moved
+
+
+@pytest.mark.parametrize("directory", ["/proc/x", "/sys/x", "/dev/null/x"])
+def test_a_directory_that_cannot_be_made_is_an_error_of_ours(directory: str) -> None:
+    with pytest.raises(DirectoryError, match=directory):
+        tensorstow.save_safetensors(nn.Linear(2, 2), directory)

@@ -17,7 +17,7 @@ from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import automatic, first_steps
 from tensorstow.fsdp.first_steps import HostRoom, compared_line, resident_line, spare_bytes
 from tensorstow.fsdp.report import parameter_bytes
-from tensorstow.io.buffer_pool import BufferPool
+from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.report.run_record import Compared, PredictedStep
 
 STEP = PredictedStep(1.0, "disk")
@@ -167,13 +167,13 @@ def test_buffers_are_resized_by_the_least_that_was_free(
         buffer.pin()
         buffer.bytes.fill_(number)
         buffer.unpin(dirty=True)
-    room = HostRoom({str(number): buffer for number, buffer in enumerate(buffers)})
+    room = HostRoom({str(number): [buffer] for number, buffer in enumerate(buffers)})
     monkeypatch.setattr(first_steps, "resident_bytes", lambda: 5 << 20)
     for free in (9, 5, 7):
         monkeypatch.setattr(first_steps, "free_host_bytes", lambda free=free: free << 20)
         room.measure()
     room.follow()
-    assert pool.capacity == 7 << 20  # 5 MiB were free, and a fifth of 10 stays so
+    assert pool.memory.capacity == 7 << 20  # 5 MiB were free, and a fifth of 10 stays so
     assert [buffer.pins for buffer in buffers] == 3 * [1] + 5 * [0]  # 3 MiB more than planned
     buffers[2].bytes.fill_(42)
     buffers[2].pin(for_write=True)
@@ -183,7 +183,7 @@ def test_buffers_are_resized_by_the_least_that_was_free(
     monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 0)
     room.measure()
     room.follow()
-    assert pool.capacity == 6 << 20
+    assert pool.memory.capacity == 6 << 20
     assert [buffer.pins for buffer in buffers] == [1, 1, *6 * [0]]
     assert pool.bytes_written == written + (1 << 20)
     for number, buffer in [*enumerate(buffers), *enumerate(buffers)]:  # others are evicted

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import timing_of
 from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
-from tensorstow.io.buffer_pool import BufferPool
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.step.call_lock import CallLock
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def made(
     Copies of the first ``stay`` of them stay on the device.
     """
     limit = None if stay is None else 128 * stay
-    prefetcher = H2DPrefetcher(link, ahead=ahead, overlap=overlap, limit_bytes=limit)
+    prefetcher = H2DPrefetcher(link, ahead=ahead, timing=timing_of(overlap), limit_bytes=limit)
     shards = []
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
@@ -336,7 +337,7 @@ def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
     pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
     disk = Prefetcher(1)
     link = Counted()
-    prefetcher = H2DPrefetcher(link, ahead=1, overlap="none")
+    prefetcher = H2DPrefetcher(link, ahead=1, timing=timing_of("none"))
     shards = []
     for number in range(3):
         buffer = pool.add(4096)

@@ -1,5 +1,6 @@
 """First values: of modules on the meta device, of tensors that are there, from files."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow import AdamW, save_safetensors, stow
+from tensorstow.base.errors import DamageError, OptionError, StoreFormatError, StowError
 from tensorstow.fsdp.initialization import (
     InitialValues,
     initialize_buffers,
@@ -15,6 +17,7 @@ from tensorstow.fsdp.initialization import (
     reader_of,
 )
 from tensorstow.fsdp.units import Unit, aliases_of, units_of
+from tensorstow.io import digest_list
 
 
 def unit_of(model: nn.Module) -> Unit:
@@ -173,3 +176,74 @@ def test_what_nothing_gives_values_is_refused_before_anything_is_read(tmp_path: 
         model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(OptionError, match="on the meta device and has no reset_parameters"):
         InitialValues(None, None, None).check(units_of(model), {})
+
+
+def test_files_that_are_changed_while_they_are_read_are_refused(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(4)
+    path = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    facts = path.stat()
+    values = InitialValues(path, None, None, model)
+    values.buffers(model)
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    with pytest.raises(DamageError, match=r"model\.safetensors was changed while"):
+        values.buffers(model)
+    with pytest.raises(DamageError, match=r"model\.safetensors was changed while"):
+        values.files.validate_unchanged()
+
+
+def damaged(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+
+
+@pytest.mark.parametrize("most", [100, 1 << 30])
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_weights_are_verified_by_their_digests(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+    *,
+    is_read_only: bool,
+) -> None:
+    monkeypatch.setattr(digest_list, "_warned_unlisted", set())
+    save_safetensors(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path, max_shard_bytes=most
+    )
+
+    def load(weights: Path) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            _, optimizer = stow(model, None if is_read_only else AdamW, weights=weights)
+        except StowError:
+            assert all(map(torch.equal, before, model.parameters()))
+            raise
+        if optimizer is not None:
+            optimizer.close()
+
+    load(tmp_path)
+    assert "has no list" not in caplog.text
+    files = sorted(tmp_path.glob("*.safetensors"))
+    for path in [*files, *tmp_path.glob("*.digests")]:
+        whole = path.read_bytes()
+        damaged(path)
+        with pytest.raises(DamageError, match=path.name):
+            load(tmp_path)
+        path.write_bytes(whole)
+    for index in tmp_path.glob("*.index.json"):
+        index.write_bytes(index.read_bytes() + b" ")
+        with pytest.raises(DamageError, match=index.name):
+            load(tmp_path)
+    damaged(files[-1])
+    with pytest.raises(DamageError, match=files[-1].name):
+        load(tmp_path if files[1:] else files[0])
+    for path in tmp_path.glob("*.digests"):
+        path.unlink()
+    for _ in range(2):  # damaged, and nothing says so
+        load(tmp_path)
+    assert caplog.text.count("has no list of digests") == 1

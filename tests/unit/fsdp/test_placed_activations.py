@@ -51,7 +51,7 @@ def train(model: nn.Module, optimizer: StowedAdam) -> list[torch.Tensor]:
 
 
 def part_of(optimizer: StowedAdam) -> PlacedActivations:
-    (part,) = [p for p in optimizer._recorded_parts() if isinstance(p, PlacedActivations)]
+    (part,) = [p for p in optimizer._parts() if isinstance(p, PlacedActivations)]
     return part
 
 

@@ -101,6 +101,31 @@ def test_wherever_weights_are_results_are_the_same(tmp_path: Path, plan: Plan) -
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("plan", [DISK, Plan()], ids=["disk", "host"])
+def test_weights_begin_where_torchs_own_do_wherever_files_have_them(
+    tmp_path: Path, plan: Plan
+) -> None:
+    """Libraries choose kernels by addresses, above all for products of one row."""
+    net = nn.Sequential(nn.Linear(23, 29), nn.Linear(29, 5))
+    row = torch.randn(1, 23)
+    for more in range(8):
+        file = tmp_path / f"{more}.safetensors"
+        save_file(net.state_dict(), file, {"more": 8 * more * "."})
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(23, 29), nn.Linear(29, 5))
+        model, _ = tensorstow.stow(model, None, plan=plan, weights=file)
+        seen = []
+        for layer in model:
+            layer.register_forward_pre_hook(
+                lambda layer, _, seen=seen: seen.extend(
+                    p.data_ptr() % 64 for p in layer.parameters()
+                )
+            )
+        with torch.no_grad():
+            assert torch.equal(model(row), net(row))
+        assert seen == [0, 0, 0, 0]
+
+
 class Nested(nn.Module):
     """A parameter of the model itself, blocks with tiles in them, and a weight that two share."""
 
@@ -131,7 +156,7 @@ def test_units_inside_of_units_are_in_memory_together(tmp_path: Path, prefetch: 
     with torch.no_grad():
         for _ in range(2):
             assert torch.equal(model(x), net(x))
-    assert stream(model).host.high_water_bytes <= stream(model).host.capacity
+    assert stream(model).host.memory.peak <= stream(model).host.memory.capacity
 
 
 def test_weights_may_be_cast_on_the_way(tmp_path: Path) -> None:
@@ -180,7 +205,7 @@ def test_each_pass_reads_each_weight_once_within_the_buffers(tmp_path: Path) -> 
         model(TOKENS)
     read = stream(model)
     block = -(-BLOCK_BYTES // 4096) * 4096
-    assert read.host.high_water_bytes <= read.host.capacity <= 3 * block + 2 * 4096
+    assert read.host.memory.peak <= read.host.memory.capacity <= 3 * block + 2 * 4096
     total = BLOCKS * BLOCK_BYTES + 4 * 32 * (WIDTH + 1)
     # The tied weight is read for the head, and serves the next pass; three units are read ahead.
     assert 4 * total <= read.bytes_read <= 4 * total + 3 * block + 4 * 32 * WIDTH
@@ -207,13 +232,13 @@ def test_a_budget_keeps_what_fits_in_memory(tmp_path: Path) -> None:
     on_disk = BLOCKS - len([name for name in stay if "blocks" in name])
     assert stream(model).bytes_read - before <= (on_disk + 1) * BLOCK_BYTES
     resident = sum(p.nbytes for n, p in model.named_parameters() if n.rsplit(".", 1)[0] in stay)
-    assert resident + stream(model).host.capacity <= 6 * BLOCK_BYTES
+    assert resident + stream(model).host.memory.capacity <= 6 * BLOCK_BYTES
 
     model, _ = tensorstow.stow(on_meta(), None, budget=Budget(host="1GiB"), weights=tmp_path)
     assert stream_of(model) is None
     with pytest.raises(BudgetError, match="the largest unit has"):
         tensorstow.stow(on_meta(), None, budget=Budget(host=BLOCK_BYTES // 2), weights=tmp_path)
-    with pytest.raises(BudgetError, match="have to be there: the model has no weights="):
+    with pytest.raises(BudgetError, match="must fit in it: the model has no weights="):
         tensorstow.stow(Net(), None, budget=Budget(host=BLOCK_BYTES))
 
 
@@ -226,7 +251,7 @@ def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
     assert counted.host_bytes == BLOCK_BYTES + 4 * 32 * (WIDTH + 1)
     assert counted.disk_bytes == (BLOCKS - 1) * BLOCK_BYTES
     assert counted.buffer_pool_bytes == counted.most_buffer_pool_bytes
-    assert counted.buffer_pool_bytes == stream(model).host.capacity
+    assert counted.buffer_pool_bytes == stream(model).host.memory.capacity
     assert counted.bytes_read == stream(model).bytes_read > counted.disk_bytes
     assert counted.pinned_bytes == counted.link_bytes_up == counted.device_bytes == 0
     in_memory, _ = tensorstow.stow(Net(), None, plan=Plan())
@@ -306,7 +331,7 @@ def test_it_is_not_trained_copied_cast_or_written_to(tmp_path: Path) -> None:
         model.half()
     assert model.to("cpu") is model
     with pytest.raises(
-        OptionError, match=r"A copy \(by torch\.save, pickle or copy\) was asked of"
+        OptionError, match=r"A copy \(by torch\.save, pickle or copy\) was called on"
     ):
         torch.save(model.state_dict(), tmp_path / "copy.pt")
     with pytest.raises(OptionError, match="placed before"):
@@ -374,12 +399,34 @@ def test_files_that_were_written_to_are_refused_from_then_on(
     seen, content = path.stat(), bytearray(path.read_bytes())
     content[-4:] = b"\0\0\0\0"
     path.write_bytes(content)
-    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # as if nothing had happened
     for _ in range(2):
         with pytest.raises(DamageError, match=r"b\.safetensors was changed while a model is"):
             model(TOKENS)
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     assert not torch.equal(model(TOKENS), expected)
+
+
+@pytest.mark.parametrize("optimizer", [None, tensorstow.AdamW])
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_weights_in_memory_are_none_of_the_files_any_more(
+    tmp_path: Path, optimizer: Callable[..., Any] | None, place: str
+) -> None:
+    _, expected = saved(tmp_path)
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file in files:  # its tensors begin where the memory of tensors does, so they can be mapped
+        tensors, padding = load_file(file), 0
+        while (8 + int.from_bytes(file.read_bytes()[:8], "little")) % 64:
+            save_file(tensors, file, {"padding": " " * (padding := padding + 1)})
+    plan = Plan(parameters=place)
+    model, made = tensorstow.stow(on_meta(), optimizer, plan=plan, weights=tmp_path)
+    for file in files:
+        with file.open("r+b") as opened:
+            opened.seek(-4000, os.SEEK_END)
+            opened.write(bytes(4000))
+    assert torch.equal(model(TOKENS), expected)
+    if made is not None:
+        made.close()
 
 
 def test_a_new_file_of_the_same_name_is_another_one(tmp_path: Path) -> None:
@@ -393,7 +440,7 @@ def test_a_new_file_of_the_same_name_is_another_one(tmp_path: Path) -> None:
 def test_an_index_that_names_no_file_or_a_strange_one_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for name, told in (("c.safetensors", "cannot be read as safetensors"), ("../a", "no file be")):
+    for name, told in (("c.safetensors", "cannot be read as safetensors"), ("../a", "no file in")):
         index.write_text(json.dumps({"weight_map": {"embed.weight": name}}), encoding="utf-8")
         model = on_meta()
         with pytest.raises(StoreFormatError, match=told):

@@ -57,5 +57,31 @@ def test_parameters_on_disk_are_pinned_and_read(ranks: Pool, world: int, rows: i
         assert after.bytes_read - before.bytes_read == LAYERS * nbytes
 
 
-def test_a_model_that_is_not_stowed_holds_nothing() -> None:
-    assert parameter_bytes(nn.Linear(2, 2)) == NOTHING
+@pytest.mark.parametrize("placed", [False, True])
+def test_plain_parameters_are_counted_where_they_are(*, placed: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2, device="meta"))
+    if placed:
+        model, optimizer = tensorstow.stow(model[:1], ADAMW, plan=Plan())
+        optimizer.close()
+    assert parameter_bytes(model) == replace(NOTHING, host_bytes=(8 * 4 + 4) * 4)
+
+
+def test_plain_parameters_on_an_accelerator_are_counted_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 4, bias=False), nn.Linear(4, 2))
+    there = model[0].weight
+    monkeypatch.setattr(type(there), "is_cpu", property(lambda self: self is not there))
+    held = replace(NOTHING, host_bytes=(4 * 2 + 2) * 4, device_parameter_bytes=8 * 4 * 4)
+    assert parameter_bytes(model) == held
+
+
+def whole_on_each_rank() -> ParameterBytes:
+    model, optimizer = tensorstow.stow(nn.Linear(8, 4, bias=False), ADAMW, plan=Plan(stage=2))
+    optimizer.close()
+    return parameter_bytes(model)
+
+
+def test_parameters_that_each_rank_has_whole_are_counted_whole(ranks: Pool) -> None:
+    held = replace(NOTHING, host_bytes=8 * 4 * 4)
+    assert ranks(2).run(whole_on_each_rank) == [held] * 2

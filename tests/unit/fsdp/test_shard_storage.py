@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
-from tensorstow.io.buffer_pool import BufferPool, PooledBuffer
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Pa
         shard.local_shard.fill_(5.0)
     with torch.no_grad():
         other.pin()  # takes the memory
-        assert not buffer.present
+        assert not buffer.is_in_memory
         other.unpin()
     assert shard.pin()[:3].eq(5.0).all()
     assert shard.pin_for_copy() is shard.padded
@@ -70,9 +70,9 @@ SIZE = 1 << 16
 
 def _use(buffer: PooledBuffer, prefetcher: Prefetcher) -> bool:
     """Return whether it was in memory before it was requested."""
-    there = buffer.present
+    there = buffer.is_in_memory
     prefetcher.pin(buffer)
-    assert buffer.present
+    assert buffer.is_in_memory
     prefetcher.unpin(buffer)
     return there
 
@@ -117,3 +117,21 @@ def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> No
     prefetcher = Prefetcher(0)
     for _ in range(2):
         assert not any(_use(made[i], prefetcher) for i in (0, 1, 2))
+
+
+def test_both_buffers_of_a_unit_are_in_memory_for_a_copy(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 4 * SIZE, 4 * SIZE)
+    trained, frozen, other = (pool.add(SIZE) for _ in range(3))
+    prefetcher = Prefetcher(0)
+    unit = (frozen, trained)
+    first, second = (
+        DiskShard(buffer.tensor(0, (4, 2), torch.float32), 4, buffer, prefetcher, unit)
+        for buffer in (trained, frozen)
+    )
+    first.pin_for_copy()
+    second.pin_for_copy()
+    assert (trained.pins, frozen.pins) == (1, 1)
+    prefetcher.pin(other)
+    assert (trained.pins, frozen.pins, other.pins) == (0, 0, 1)
+    first.unpin_after_copy()  # of a unit that is not pinned any more
+    assert other.pins == 1

@@ -18,6 +18,7 @@ from tensorstow.fsdp.sharding import (
     current_device,
     host_group,
     make_mesh,
+    rank_here,
     replace_parameter,
     world_size,
 )
@@ -154,15 +155,15 @@ def test_host_memory_has_one_group_of_its_own(monkeypatch: pytest.MonkeyPatch) -
     assert host_group() is made[1]
 
 
-def test_before_any_group_torchrun_says_how_many_ranks_there_are(
+def test_before_any_group_the_launcher_says_which_rank_of_how_many_this_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (rank_here(), world_size()) == (0, 1)  # somebody else's variable
     monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert world_size() == 1  # somebody else's variable
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    assert world_size() == 8
+    assert (rank_here(), world_size()) == (3, 8)
 
 
 def test_a_group_carries_host_memory_beside_an_accelerator() -> None:

@@ -272,7 +272,7 @@ def wait_unreduced() -> None:
     model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad.to_local().unique().tolist() == [2.5]
     model.set_requires_gradient_sync(False)
-    with pytest.raises(OptionError, match="came behind one of the same step"):
+    with pytest.raises(OptionError, match="came after one of the same step"):
         model(torch.ones(1, 2)).sum().backward()
     optimizer.zero_grad()
     model.set_requires_gradient_sync(True)

@@ -172,14 +172,26 @@ class Sides(nn.Module):
         return x
 
 
-def held_by_sides(overlap: str) -> tuple[int, int]:
+class Encoders(nn.Module):
+    """Blocks whose inputs are data, which need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.tanh(block(x)) for block in self.blocks]).sum(0)
+
+
+def held_by(make: type[nn.Module], overlap: str) -> tuple[int, int]:
     """Return the most that was pinned, and what may be."""
-    model = Sides()
+    model = make()
     room = 3 * (4 * WIDTH * WIDTH // dist.get_world_size() + 2 * 4096)
     plan = Plan(
         parameters="disk", states="disk", overlap=overlap, prefetch=1, buffer_pool_bytes=room
     )
-    units = [*model.ways, *model.sides]
+    units = [module for module in model.modules() if isinstance(module, nn.Linear)]
     model, optimizer = tensorstow.stow(model, groups_of, plan=plan, units=units)
     for _ in range(2):
         model(torch.ones(2, WIDTH)).square().mean().backward()
@@ -191,10 +203,12 @@ def held_by_sides(overlap: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("make", [Sides, Encoders])
 def test_what_is_gathered_and_not_used_is_not_held(
-    ranks: Callable[[int], Ranks], overlap: str
+    ranks: Callable[[int], Ranks], make: type[nn.Module], world: int, overlap: str
 ) -> None:
-    for held, room in ranks(2).run(held_by_sides, overlap):
+    for held, room in ranks(world).run(held_by, make, overlap):
         assert held <= room
 
 

@@ -169,6 +169,30 @@ def test_adapters_of_peft_train_over_a_frozen_model(ranks: Pool) -> None:
             assert trained_ == states == 8
 
 
+def drawn(folder: str) -> float:
+    """Place adapters that begin on the meta device, after another seed on each rank."""
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = get_peft_model(on_meta("llama"), config)
+    torch.manual_seed(dist.get_rank())
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=FETCHED, mesh=mesh_here(), weights=folder)
+    values = {n: whole(p) for n, p in model.named_parameters()}
+    base = model_of("llama")
+    torch.manual_seed(0)  # the first rank's
+    right = get_peft_model(base, config).state_dict()
+    assert all(torch.equal(values[n], v) for n, v in right.items() if "lora_" in n)
+    optimizer.close()
+    return sum(v.sum().item() for n, v in values.items() if "lora_A" in n)
+
+
+def test_all_ranks_begin_with_the_adapters_of_the_first(ranks: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model_of("llama").save_pretrained(tmp_path / "base")
+    first, second = ranks(2).run(drawn, str(tmp_path / "base"))
+    assert first == second != 0.0
+
+
 def test_the_trainer_saves_and_goes_on(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -14,6 +14,7 @@ from ranks.example_batch import chosen
 from ranks.pool import Ranks
 from tensorstow import AdamW, Budget, Plan, plan_of, stow
 from tensorstow.activations.offload import LEAST_BYTES
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.traced_activations import Activations, Peaks
 from tensorstow.fsdp.traced_model import ExampleBatch
@@ -42,7 +43,7 @@ def example(model: nn.Module, given: object) -> ExampleBatch:
 
 
 def traced(given: object, model: nn.Module | None = None) -> Activations | None:
-    return example(model or net(), given).trace("keep", CPU)
+    return example(model or net(), given).trace(ActivationPlacement.KEEP, CPU)
 
 
 def test_what_is_traced_is_what_the_model_itself_holds() -> None:
@@ -73,7 +74,9 @@ def test_a_batch_has_tokens_or_samples() -> None:
 
 def test_a_narrow_dtype_takes_half() -> None:
     model = net()
-    half = ExampleBatch(model, units_of(model), batch(), torch.bfloat16, None).trace("keep", CPU)
+    half = ExampleBatch(model, units_of(model), batch(), torch.bfloat16, None).trace(
+        ActivationPlacement.KEEP, CPU
+    )
     whole = traced(batch(), model)
     assert half is not None
     assert whole is not None
@@ -119,7 +122,12 @@ class Fails(FeedForward):
 
 
 def test_a_block_that_fails_leaves_autograd_as_it_was() -> None:
-    assert example(nn.Sequential(Fails(8), Fails(8)), torch.ones(2, 8)).trace("disk", CPU) is None
+    assert (
+        example(nn.Sequential(Fails(8), Fails(8)), torch.ones(2, 8)).trace(
+            ActivationPlacement.DISK, CPU
+        )
+        is None
+    )
     x = torch.arange(float(LEAST_BYTES)).requires_grad_()
     torch.autograd.backward(x.sin().sum())
     assert x.grad is not None

@@ -192,7 +192,7 @@ def test_what_accelerate_shards_has_states_alone_off_the_device(
     for plain, on_disk, forward, durable in ranks(2).run(sharded_in_all_ways, tmp_path):
         assert on_disk == plain
         assert str(forward).startswith('overlap="forward" was given, and all parameters')
-        assert str(durable).startswith("dir= was given, and all parameters were exchanged")
+        assert str(durable).startswith("dir= was given, and all parameters were replaced")
 
 
 def test_autocast_is_refused_for_a_placed_model() -> None:
@@ -205,3 +205,16 @@ def test_autocast_is_refused_for_a_placed_model() -> None:
     optimizer.close()
     with pytest.raises(OptionError, match="stow"):
         prepared(torch.nn.Linear(2, 2))
+
+
+def test_ranks_that_accelerate_does_not_know_of_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, optimizer = tensorstow.stow(
+        torch.nn.Linear(2, 2), partial(AdamW, lr=1e-2), plan=Plan(parameters="disk")
+    )
+    accelerate.Accelerator(cpu=True)
+    monkeypatch.setattr(tensorstow.integrations.accelerate, "world_size", lambda: 2)
+    with pytest.raises(OptionError, match="shared by 2 ranks, and the Accelerator knows of 1"):
+        prepared(model)
+    optimizer.close()

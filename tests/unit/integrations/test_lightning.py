@@ -225,6 +225,74 @@ def test_a_placed_model_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     for_names.close()
 
 
+class Runs:
+    """What runs code of its own where a pickle is opened."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.file.touch, ()
+
+
+class Optimizers:
+    """A strategy with an optimizer, outside of a Trainer."""
+
+    def __init__(self, directory: Path) -> None:
+        net = nn.Linear(4, 4)
+        self.optimizer = AdamW(
+            net.parameters(), dir=directory, checkpoints="ticket", commit_every=None
+        )
+        net(torch.ones(1, 4)).sum().backward()
+        self.optimizer.step()
+        self.strategy = StowStrategy()
+        self.strategy.optimizers = [self.optimizer]
+        self.strategy.broadcast = lambda obj: obj  # type: ignore[assignment, method-assign, misc]
+        self.strategy._lightning_module = Module(net)
+
+    def save(self, path: Path, **more: Any) -> None:  # noqa: ANN401
+        states = {"optimizer_states": [self.optimizer.state_dict()], "state_dict": {}}
+        self.strategy.save_checkpoint({**states, **more}, path)
+
+    def names(self) -> list[str]:
+        return [name for summary in self.optimizer.snapshots() for name in summary.names]
+
+
+@pytest.mark.usefixtures("_own_group")
+def test_a_checkpoint_is_removed_without_running_what_is_in_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made, path, proof = Optimizers(tmp_path / "run"), tmp_path / "a.ckpt", tmp_path / "proof"
+    made.save(path, hyper_parameters=Runs(proof))
+    (name,) = made.names()
+    made.strategy._snapshots.clear()  # as in a later process
+    made.strategy.remove_checkpoint(path)
+    assert not proof.exists()
+    assert not path.exists()
+    assert made.names() == [name]
+    assert f"{path} is removed, and cannot be read without running code" in caplog.text
+    made.optimizer.close()
+
+
+@pytest.mark.usefixtures("_own_group")
+@pytest.mark.parametrize("is_later_process", [False, True])
+def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(
+    tmp_path: Path, *, is_later_process: bool
+) -> None:
+    made, paths = Optimizers(tmp_path / "run"), [tmp_path / "a.ckpt", tmp_path / "last.ckpt"]
+    for path in paths:
+        made.save(path, epoch=1)
+    (name,) = made.names()
+    if is_later_process:
+        made.strategy._snapshots.pop(str(paths[0]))
+    made.strategy.remove_checkpoint(paths[0])
+    assert made.names() == [name]
+    made.strategy.remove_checkpoint(paths[1])
+    assert made.names() == []
+    made.strategy.remove_checkpoint(tmp_path / "never")
+    made.optimizer.close()
+
+
 @pytest.mark.usefixtures("_own_group")
 def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], Module, str]] = [
@@ -244,6 +312,19 @@ def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> N
             trainer.fit(module, loader(1), loader(1))
         for optimizer in trainer.optimizers:
             optimizer.close()
+
+
+@pytest.mark.usefixtures("_own_group")
+def test_ranks_that_lightning_does_not_know_of_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    trainer = lightning.Trainer(
+        max_epochs=1, strategy=StowStrategy(), **QUIET, default_root_dir=tmp_path
+    )
+    with pytest.raises(OptionError, match=r"devices=1, but by RANK=1 and WORLD_SIZE=2"):
+        trainer.fit(Placed(), loader(1), loader(1))
 
 
 class WithoutTransformers(nn.Module):

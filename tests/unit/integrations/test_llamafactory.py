@@ -1,5 +1,6 @@
 """LLaMA-Factory's registry of optimizers and its arguments, with our optimizer."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,3 +68,30 @@ def test_what_would_go_wrong_is_refused(
     monkeypatch.setattr(factory.ours.dist, "get_world_size", lambda: world)
     with pytest.raises(OptionError, match=message):
         factory.plugin("tensorstow")(torch.nn.Linear(2, 2), {"name": "tensorstow", **config})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "arguments are required: command"),
+        (["help"], "'help' is none of sft, train, rm, and no YAML file"),
+        (["chat", "run.yaml"], "'chat' is none of sft, train, rm"),
+        (["sft"], "sft needs a YAML file or options"),
+        (["--model"], "arguments are required: command"),
+        (["sft", "missing.yaml"], "missing.yaml is not a file"),
+        (["missing.yaml"], "missing.yaml is not a file"),
+        (["sft", "/dev/zero"], "/dev/zero is not a file"),
+    ],
+)
+def test_a_command_line_without_training_ends_by_one_line(
+    factory: Any,  # noqa: ANN401
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["llamafactory", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        factory.ours.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]

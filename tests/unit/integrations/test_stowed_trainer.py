@@ -294,6 +294,7 @@ REFUSED_OF: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "vLLM": ({}, {"use_vllm": True}, "vLLM is sent the weights"),
     "reference": ({}, {"sync_ref_model": True}, "the reference model is moved"),
     "rank 0": ({}, SEVERAL, "in which it has its part of the states"),
+    "srun": ({}, {**SEVERAL, "save_strategy": "no"}, "knows of 2 ranks, and stow of 1"),
     "adapters": ({"model": SimpleNamespace(peft_config={})}, SEVERAL, "peft saves from rank 0"),
 }
 

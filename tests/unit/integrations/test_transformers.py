@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,6 +151,70 @@ def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
     finish(second)
 
 
+class Meddles(transformers.TrainerCallback):
+    """Does something in the folder of the checkpoints at the begin of a step."""
+
+    def __init__(self, step: int, act: Callable[[], object]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_begin(self, *given: Any, **_: Any) -> None:  # noqa: ANN401
+        if given[1].global_step == self.step:
+            self.act()
+
+
+def flip(path: Path) -> None:
+    damaged = bytearray(path.read_bytes())
+    damaged[200] ^= 4
+    path.write_bytes(damaged)
+
+
+def test_a_checkpoint_that_is_damaged_or_moved_keeps_its_snapshot(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bit may be repaired, and the moved checkpoint is loaded from its new place."""
+    out = tmp_path / "out"
+
+    def meddle() -> None:
+        flip(out / "checkpoint-1" / "optimizer.pt")
+        (out / "checkpoint-2").rename(tmp_path / "best")
+
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+    where = {"states": "disk", "dir": True}
+    callbacks = [DropSnapshots(), Meddles(2, meddle)]
+    first = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    first.train()
+    assert [s.step for s in inner(first).snapshots()] == [1, 2, 3]
+    assert f"{out / 'checkpoint-2'} is gone, and the Trainer did not remove it" in caplog.text
+    finish(first)
+    caplog.clear()
+    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=6, **saves)
+    second.train(resume_from_checkpoint=str(out / "checkpoint-3"))
+    assert [s.step for s in inner(second).snapshots()] == [1, 2, 4, 5, 6]  # 3 was removed
+    assert f"{out / 'checkpoint-1' / 'optimizer.pt'} was to be read, and is damaged" in caplog.text
+    assert not (out / "checkpoint-1").exists()
+    inner(second).load_state_dict(torch.load(tmp_path / "best" / "optimizer.pt"))
+    assert inner(second)._runtime.commits.step == 2
+    finish(second)
+
+
+@pytest.mark.parametrize(
+    "saved", [torch.ones(3), 7, None, "a text", {"state": {}}, {"tensorstow": 1}]
+)
+def test_what_is_no_ticket_names_no_snapshot(
+    saved: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tmp_path / "out" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    torch.save(saved, checkpoint / "optimizer.pt")
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    where = {"states": "disk", "dir": True}
+    made = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=4, **saves)
+    made.train()
+    assert [s.step for s in inner(made).snapshots()] == [4]
+    assert ("Its snapshot is kept" in caplog.text) == (saved == {"tensorstow": 1})
+    finish(made)
+
+
 def test_attach_is_the_same_for_a_trainer_that_is_made(tmp_path: Path) -> None:
     args = arguments(tmp_path, save_strategy="steps", save_steps=2)
     made = transformers.Trainer(trainers.model(), args, train_dataset=trainers.examples(3))
@@ -197,7 +262,7 @@ def test_groups_and_options_are_the_trainers(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "backward": ({}, {"overlap": "backward"}, "norm of all gradients behind backward"),
+    "backward": ({}, {"overlap": "backward"}, "norm of all gradients after backward"),
     "deepspeed": ({"deepspeed": {"bf16": {}}}, {}, "DeepSpeed's own optimizer"),
     "fsdp": ({"fsdp": True}, {}, "exchanges the parameters"),
     "ranks": ({"world_size": 2}, {"dir": "/nvme"}, "for 2 processes"),

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tensorstow.io import device_link
-from tensorstow.io.device_link import PlainLink, StreamLink, is_remote, open_link
+from tensorstow.io.device_link import CopyQueue, PlainLink, StreamLink, is_remote, open_link
 
 
 def test_without_an_accelerator_nothing_is_remote() -> None:
@@ -40,3 +40,32 @@ def test_another_link_s_event_is_refused() -> None:
     link = StreamLink(torch.device("cpu"))  # it takes no other events either
     with pytest.raises(TypeError, match="event of another link"):
         link.d2h([], [PlainLink().record_event()])
+
+
+class Copy:
+    """The event of a copy that ends when somebody waits for it, or sets ``is_over``."""
+
+    is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+
+def test_complete_copies_come_out_as_long_as_the_oldest_is() -> None:
+    queue: CopyQueue[int] = CopyQueue()
+    assert queue.oldest is None
+    copies = [Copy() for _ in range(4)]
+    for number, copy in enumerate(copies):
+        queue.add(number, copy)
+    copies[0].is_over = copies[2].is_over = True
+    assert list(queue.pop_complete()) == [0]
+    assert (len(queue), queue.oldest) == (3, copies[1])
+    assert queue.pop() == 1
+    assert copies[1].is_over
+    assert list(queue.pop_complete()) == [2]
+    assert not copies[3].is_over
+    queue.clear()
+    assert not queue

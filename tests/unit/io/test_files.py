@@ -232,7 +232,7 @@ def test_a_full_disk_is_named_with_its_sizes(
     [
         ("/nowhere/at/all", "does not exist"),
         ("/dev/shm", "stays in RAM"),
-        ("/proc", "no file can be created"),
+        ("/proc", "no place for files"),
         (__file__, "is not a directory"),
     ],
 )

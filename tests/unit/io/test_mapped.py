@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import mmap
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from process_counts import open_descriptors
 from tensorstow.base.errors import DirectoryError, TransferError
 from tensorstow.io import mapped as module
-from tensorstow.io.mapped import Mapped, replacing, scratch_pieces
+from tensorstow.io.mapped import Mapped, drop_pages, replacing, scratch_pieces
 
 MIB = 1 << 20
 
@@ -128,7 +129,7 @@ def test_a_failure_leaves_the_old_file(
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, {"write": "pwrite"}.get(moment, moment), broken)
-    with pytest.raises(OSError, match=r"EIO|broken"), replacing(path, 4) as file:
+    with pytest.raises(OSError, match=r"EIO|Input/output"), replacing(path, 4) as file:
         file.write(torch.zeros(1), 0)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -161,3 +162,17 @@ def test_a_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "x", tmp_path):
         with pytest.raises(DirectoryError, match="was requested"), replacing(path, 4):
             pass
+
+
+def test_dropped_pages_are_read_again_and_no_byte_beside_them(tmp_path: Path) -> None:
+    page, path = mmap.PAGESIZE, tmp_path / "file"
+    path.write_bytes(bytes([1]) * 4 * page)
+    whole = Mapped.read(path).tensor(0, (4 * page,), torch.uint8)
+    whole.fill_(2)
+    drop_pages(whole[page // 2 : 3 * page + page // 2])
+    dropped = slice(page, 3 * page)
+    assert (whole[dropped] == 1).all()
+    assert (whole[:page] == 2).all()
+    assert (whole[3 * page :] == 2).all()
+    drop_pages(whole[1 : page - 1])  # no whole page
+    assert (whole[:page] == 2).all()

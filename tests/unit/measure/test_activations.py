@@ -51,11 +51,11 @@ def test_layers_add_up(
     given: dict[str, object],
     batch: int,
     sequence: int,
-    placed: ActivationPlacement,
+    placed: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, traced = _model(given, 6, tmp_path), TracedPlacement(placed)
+    model, traced = _model(given, 6, tmp_path), TracedPlacement(ActivationPlacement(placed))
     added = trace(model, batch, sequence, traced)
     monkeypatch.setattr(activations, "_WHOLE_LAYERS", 6)
     assert added == trace(model, batch, sequence, traced)
@@ -145,15 +145,15 @@ def feed_forwards() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize("placed", ["keep", "recompute", "disk"])
-def test_what_is_traced_is_what_a_run_holds_and_moves(placed: ActivationPlacement) -> None:
+def test_what_is_traced_is_what_a_run_holds_and_moves(placed: str) -> None:
     model = build_model(f"{__name__}:feed_forwards")
     # The run's tensors that are back from disk are seen too, as those of an accelerator would be.
-    traced = trace_function(model, TracedPlacement(placed))
+    traced = trace_function(model, TracedPlacement(ActivationPlacement(placed)))
     plan = Plan(activations=placed, activation_ram_budget=0 if placed == "disk" else None)
     module, (x,) = feed_forwards()
     module, optimizer = stow(module, partial(AdamW, lr=1e-4), plan=plan)
     with optimizer:
-        parts = [p for p in optimizer._recorded_parts() if isinstance(p, PlacedActivations)]
+        parts = [p for p in optimizer._parts() if isinstance(p, PlacedActivations)]
         seen = Peaks(module)
         with seen:
             loss_of(module(x)).backward()

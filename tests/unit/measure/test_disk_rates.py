@@ -73,7 +73,7 @@ def test_directories_that_cannot_be_are_refused(
     with pytest.raises(DirectoryError, match="missing"):
         measure_directory(tmp_path / "missing", seconds=0.1)
     monkeypatch.setattr(disk_rates, "_PART_OF_FREE", 1 << 40)
-    with pytest.raises(DirectoryError, match="a quarter of what is free"):
+    with pytest.raises(DirectoryError, match="takes a quarter of that, and needs"):
         measure_directory(tmp_path, seconds=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Every front door makes the directory that it is given, and leaves none that it refuses."""
+"""Every front door makes the directory that it is given, no parent, and removes refused ones."""
 
 import uuid
 from collections.abc import Callable
@@ -32,7 +32,7 @@ DOORS: dict[str, Callable[[Path], object]] = {
         parameters(), states="disk", dir=place, durability="none"
     ),
     "several": lambda place: tensorstow.AdamW(
-        parameters(), states="disk", dir=[place / "a", place / "b"]
+        parameters(), states="disk", dir=[place, place.with_name("b")]
     ),
     "any class": lambda place: tensorstow.StowedOptimizer(
         torch.optim.SGD, parameters(), momentum=0.9, lr=0.1, states="disk", dir=place
@@ -47,12 +47,19 @@ DOORS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("door", DOORS)
 def test_a_missing_directory_is_made_and_a_refused_one_removed(door: str, tmp_path: Path) -> None:
-    place = tmp_path / "nvme" / "run"
+    place = tmp_path / "run"
     DOORS[door](place)
     assert place.is_dir()
     if not SHM.is_dir():
         return
-    refused = SHM / f"tensorstow-{uuid.uuid4()}" / "run"
+    refused = SHM / f"tensorstow-{uuid.uuid4()}"
     with pytest.raises(DirectoryError, match="stays in RAM"):
         DOORS[door](refused)
-    assert not refused.parent.exists()
+    assert not refused.exists()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_directory_whose_parent_is_missing_is_refused(door: str, tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError, match=f"requested, and {tmp_path}/mvne does not exist"):
+        DOORS[door](tmp_path / "mvne" / "run")
+    assert not list(tmp_path.iterdir())

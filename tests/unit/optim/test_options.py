@@ -1,3 +1,5 @@
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensorstow import AdamW
+from tensorstow import AdamW, StowedOptimizer
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.optim import options
@@ -28,13 +30,52 @@ def test_other_states_are_refused(states: float) -> None:
         options.placement(states, None, None)
 
 
-def test_options_that_would_mean_nothing_are_refused() -> None:
-    with pytest.raises(OptionError, match="dir= was given"):
-        options.placement("ram", "/x", None)
-    with pytest.raises(OptionError, match="ram_budget= was given"):
-        options.placement("ram", None, "1GiB")
-    with pytest.raises(OptionError, match="empty list"):
-        options.placement("disk", [], None)
+MADE: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": AdamW,
+    "StowedOptimizer": lambda params: StowedOptimizer(torch.optim.SGD, params, states="ram"),
+}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        7,
+        "a text",
+        torch.ones(3),
+        {},
+        {"state": {}},
+        {"param_groups": [{"params": [0]}]},
+        {"state": {}, "param_groups": [{"lr": 0.1}]},
+        {"state": {}, "param_groups": 3},
+        {"state": {0: 5.0}, "param_groups": [{"params": [0]}]},
+    ],
+    ids=str,
+)
+def test_what_is_no_state_dict_is_refused_whole(kind: str, given: Any) -> None:  # noqa: ANN401
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = MADE[kind]([parameter])
+    with pytest.raises(OptionError, match=r"load_state_dict\(\) was called with"):
+        optimizer.load_state_dict(given)
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", float("nan")), ("lr", "x"), ("betas", 0.9)])
+def test_impossible_options_of_a_state_dict_are_refused_before_anything_changes(
+    key: str, value: object
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["param_groups"][0][key] = value
+    optimizer.step()
+    with pytest.raises(OptionError, match=key):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state[parameter]["step"] == 2
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    optimizer.step()
 
 
 def test_directories_and_budget_are_read() -> None:
@@ -73,6 +114,45 @@ def test_what_is_no_finite_number_is_called_so(key: str, value: float) -> None:
     with pytest.raises(OptionError, match="must be finite"):
         optimizer.step()
     assert torch.equal(parameter, torch.ones(2))
+
+
+@pytest.mark.parametrize("given", [{"lr": 1e39}, {"weight_decay": 1e308}, {"eps": 10**400}])
+def test_what_fp32_cannot_hold_is_refused_by_adam_and_by_other_classes(
+    given: dict[str, float],
+) -> None:
+    (name,) = given
+    parameter = torch.nn.Parameter(torch.ones(2))
+    makers = [
+        partial(AdamW, [parameter]),
+        partial(StowedOptimizer, torch.optim.Adagrad, [parameter]),
+    ]
+    for make in makers:
+        with pytest.raises(OptionError, match=f"^{name}=1.* must be finite in fp32"):
+            make(**given)
+        optimizer = make()
+        optimizer.param_groups[0].update(given)
+        parameter.grad = torch.ones(2)
+        with pytest.raises(OptionError, match="must be finite in fp32"):
+            optimizer.step()
+        assert torch.equal(parameter, torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "product"),
+    [
+        ({"lr": 2.0**70, "weight_decay": 2.0**70}, r"lr \* weight_decay"),
+        ({"lr": 1e38, "betas": (0.9, 0.999)}, r"lr / \(1 - betas\[0\]\)"),
+    ],
+)
+def test_products_that_fp32_cannot_hold_are_refused(given: dict[str, Any], product: str) -> None:
+    with pytest.raises(OptionError, match=product):
+        AdamW([torch.nn.Parameter(torch.ones(2))], **given)
+
+
+def test_a_bool_is_no_rate() -> None:
+    for value in (True, torch.tensor(True)):  # noqa: FBT003
+        with pytest.raises(OptionError, match=r"lr=.* it must be a number"):
+            AdamW([torch.nn.Parameter(torch.ones(2))], lr=value)
 
 
 @pytest.mark.parametrize("beta", [float("nan"), float("inf"), 1.0])

@@ -1,6 +1,7 @@
 """How optimizers end: dropped, in a cycle, behind wrappers, with the interpreter."""
 
 import gc
+import multiprocessing
 import subprocess
 import sys
 import weakref
@@ -210,6 +211,107 @@ if sys.argv[1] == "atexit":
         print("used", total().hex())
     atexit.register(use)
 """
+
+
+AT_THE_END = """
+import atexit, sys
+import torch
+from torch import nn
+
+def late():
+    try:
+        make()
+    except Exception as error:
+        print(type(error).__name__, error)
+
+if sys.argv[1] in {"late", "lazy"}:
+    atexit.register(late)  # runs after ours: it is registered before
+
+import tensorstow
+if sys.argv[1] != "lazy":  # which imports the optimizers in the exit function
+    tensorstow.AdamW
+
+layers = nn.Linear(4, 4)
+
+def make(name="run", of=layers):
+    return tensorstow.AdamW(of.parameters(), states="disk", dir=f"{sys.argv[2]}/{name}")
+
+def train(optimizer, of=layers):
+    for _ in range(3):
+        of(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if sys.argv[1] not in {"late", "lazy"}:
+    optimizer = make()
+    train(optimizer)
+if sys.argv[1] == "closed":
+    optimizer.close()
+if sys.argv[1] == "interrupt":
+    others = nn.Linear(4, 4)
+    first = make("first", others)
+    train(first, others)
+    runtime = optimizer._runtime
+    def interrupted(**_):
+        raise KeyboardInterrupt
+    runtime.finish = interrupted  # the older one's, which ends first
+if sys.argv[1] == "cycle":
+    optimizer.me = optimizer
+sys.tensorstow_test = layers  # what C++ or other modules hold is there until the very end
+"""
+
+
+def resumed_step(directory: Path) -> int | None:
+    optimizer = AdamW(nn.Linear(4, 4).parameters(), states="disk", dir=directory)
+    step = optimizer.resume()
+    optimizer.close()
+    return step
+
+
+def ended(case: str, directory: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", AT_THE_END, case, str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.parametrize("case", ["open", "closed", "cycle"])
+def test_an_optimizer_of_a_module_ends_before_modules_are_taken_apart(
+    case: str, tmp_path: Path
+) -> None:
+    done = ended(case, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert resumed_step(tmp_path / "run") == 3
+
+
+def test_an_interrupt_at_the_end_costs_no_other_optimizer_its_commit(tmp_path: Path) -> None:
+    done = ended("interrupt", tmp_path)
+    assert "KeyboardInterrupt" in done.stderr
+    assert resumed_step(tmp_path / "first") == 3
+
+
+@pytest.mark.parametrize("case", ["late", "lazy"])
+def test_no_run_begins_where_nothing_could_commit_it(case: str, tmp_path: Path) -> None:
+    done = ended(case, tmp_path)
+    assert done.stdout.startswith("StowError An optimizer with dir= was requested after")
+    assert done.stderr == ""
+
+
+def train_in_a_cycle(directory: Path) -> None:
+    layers = nn.Linear(4, 4)
+    optimizer = AdamW(layers.parameters(), states="disk", dir=directory)
+    optimizer.me = optimizer  # type: ignore[attr-defined]  # it is not dropped by the return
+    layers(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_process_of_multiprocessing_commits_at_its_end(how: str, tmp_path: Path) -> None:
+    """It ends by os._exit where it was forked, which runs no functions of atexit."""
+    process = multiprocessing.get_context(how).Process(target=train_in_a_cycle, args=(tmp_path,))
+    process.start()
+    process.join(100)
+    assert process.exitcode == 0
+    assert resumed_step(tmp_path) == 1
 
 
 @pytest.mark.parametrize("case", ["plain", "commit", "thread", "atexit"])

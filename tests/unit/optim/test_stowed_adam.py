@@ -108,6 +108,7 @@ def test_resume_in_another_place_is_bitwise(tmp_path: Path, target: float) -> No
     first = on_disk(split, tmp_path)
     train(split, first, 3)
     saved = copy.deepcopy(first.state_dict())
+    first.close()
     where = {} if target == "ram" else {"dir": tmp_path}
     second = AdamW(split.parameters(), states=target, policy=SMALL, **where)
     second.load_state_dict(saved)

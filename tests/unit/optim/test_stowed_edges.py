@@ -59,7 +59,7 @@ def test_data_of_another_size_is_refused(numel: int) -> None:
     opt = AdamW([p])
     p.data = torch.zeros(numel)
     p.grad = torch.ones(numel)
-    with pytest.raises(OptionError, match="exchanged"):
+    with pytest.raises(OptionError, match="its data was replaced"):
         opt.step()
 
 

@@ -25,7 +25,7 @@ from tensorstow.planner.placement import (
     items_of,
     states_of,
 )
-from tensorstow.planner.search import PlanRequest, auto_plan, search
+from tensorstow.planner.search import PlanRequest, search
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.policy import PipelinePolicy
@@ -56,6 +56,10 @@ STAGED = 64 << 20
 """Of HOST: gradients of chunks on their way to updates, of parameters on DEVICE."""
 LESS = 2 * COUNT * G + RING
 """Of HOST: parameters and gradients, with states on DISK."""
+
+
+def auto_plan(sizes: Sizes, budget: Budget, conditions: Conditions) -> Plan:
+    return search(PlanRequest(sizes, budget, conditions)).chosen.plan
 
 
 def _placed(budget: Budget, conditions: Conditions = AWAY, ranks: int = 4) -> tuple[Tier, ...]:
@@ -101,7 +105,7 @@ def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
 
 def test_units_are_counted_where_each_is() -> None:
     plan = Plan(Tier.HOST, units={"0": Tier.DISK, "1": Tier.DISK})
-    held = {(item.tier, item.what): item.nbytes for item in items_of(plan, sizes(1), HERE)}
+    held = {(item.tier, item.purpose): item.nbytes for item in items_of(plan, sizes(1), HERE)}
     assert held[Tier.HOST, "parameters"] == 8 * G
     assert held[Tier.DISK, "parameters"] == 2 * G
     assert held[Tier.HOST, "parameters from disk, in memory"] == 2 * G  # both, and no third
@@ -198,7 +202,7 @@ def test_a_run_with_units_on_two_tiers_holds_what_is_predicted() -> None:
     plan = auto_plan(sizes, budget, replace(HERE, states=Tier.DISK))
     above = [unit.name for unit in sizes.units if plan.tier_of(unit.name) == Tier.HOST]
     assert 0 < len(above) < 40
-    held = {(i.tier, i.what): i.nbytes for i in items_of(plan, sizes, HERE)}
+    held = {(i.tier, i.purpose): i.nbytes for i in items_of(plan, sizes, HERE)}
     model, optimizer = stow(deep(), partial(AdamW, lr=1e-3), plan=plan)
     for _ in range(2):
         model(torch.randn(2, 512)).square().mean().backward()
@@ -271,7 +275,7 @@ def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
 
     def held(plan: Plan, conditions: Conditions) -> dict[tuple[Tier, str], int]:
         found = items_of(plan, half, conditions)
-        return {(i.tier, i.what): i.nbytes for i in found if "gradients" in i.what}
+        return {(i.tier, i.purpose): i.nbytes for i in found if "gradients" in i.purpose}
 
     several = Plan(Tier.HOST, accumulation_steps=2)
     assert held(Plan(Tier.HOST), HERE) == {(Tier.HOST, "gradients"): COUNT * G}
@@ -292,7 +296,7 @@ def test_sums_of_micro_batches_are_counted_in_fp32() -> None:
     one = there.but(accumulation_steps=1)  # no window there: backward waits for no update
     assert held(one, AWAY) == {(Tier.DEVICE, "gradients"): COUNT * G, **staged}
     same = sizes(1)  # fp32 gradients: the sum is where the first one is
-    wide = {(i.tier, i.what) for i in items_of(several, same, AWAY)}
+    wide = {(i.tier, i.purpose) for i in items_of(several, same, AWAY)}
     assert (Tier.HOST, "gradients of the first micro-batch") not in wide
 
 
@@ -307,7 +311,7 @@ def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
             placed(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
         found = sum(p.grad.nbytes for p in placed.parameters() if p.grad is not None)
         optimizer.close()
-        assert found == next(i.nbytes for i in counted if i.what == "gradients")
+        assert found == next(i.nbytes for i in counted if i.purpose == "gradients")
 
 
 @pytest.mark.parametrize("parameters", [Tier.DEVICE, Tier.HOST])
@@ -315,13 +319,13 @@ def test_beside_backward_gradients_wait_where_their_unit_is(parameters: Tier) ->
     """Whatever tier the plan calls the default, nothing bounds them beside units on a device."""
     other = Tier.HOST if parameters == Tier.DEVICE else Tier.DEVICE
     plan = Plan(parameters, units={"0": other}, overlap="backward")
-    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if i.what == "gradients"}
+    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if i.purpose == "gradients"}
     assert held == {parameters: (COUNT - 1) * UNIT, other: UNIT}
 
 
 def test_gradients_that_leave_beside_backward_are_counted_on_the_device() -> None:
     plan = Plan(Tier.HOST, overlap="backward")
-    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if "on their way" in i.what}
+    held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if "on their way" in i.purpose}
     assert held == {Tier.DEVICE: MAX_IN_FLIGHT_BYTES}
 
 
@@ -370,7 +374,7 @@ def test_of_one_micro_batch_gradients_come_when_activations_go(
     conditions = replace(AWAY if away else HERE, activations=held)
     plan = Plan("device", accumulation_steps=micro_batches)
     tier = Tier.DEVICE if away else Tier.HOST
-    items = {i.what: i.nbytes for i in items_of(plan, sizes(1), conditions) if i.tier == tier}
+    items = {i.purpose: i.nbytes for i in items_of(plan, sizes(1), conditions) if i.tier == tier}
     gradients = items.get("gradients", 0) + items.get("gradients on their way", 0)
     assert gradients > 0
     # Of two the first one's gradients are there when the second one's backward begins.
@@ -386,7 +390,7 @@ def test_activations_are_counted_where_they_wait(away: bool) -> None:  # noqa: F
 
     def held(**placed: object) -> dict[tuple[Tier, str], int]:
         items = items_of(Plan("device", "host", **placed), sizes(1), conditions)
-        return {(i.tier, i.what): i.nbytes for i in items if "activations" in i.what}
+        return {(i.tier, i.purpose): i.nbytes for i in items if "activations" in i.purpose}
 
     here = Tier.DEVICE if away else Tier.HOST
     gradients = sizes(1).gradient_bytes

@@ -30,7 +30,7 @@ def test_units_of_one_size_that_stay_are_spread_over_the_pass() -> None:
 def test_less_is_read_ahead_where_there_is_no_room() -> None:
     assert choose_resident(BLOCKS, 20, 2) == (set(), 1)
     assert choose_resident(BLOCKS, 19, 2) == (set(), 0)
-    with pytest.raises(BudgetError, match=r"9 B of .* has 10 B: give at least that"):
+    with pytest.raises(BudgetError, match=r"is 9 B, .* has 10 B: allow at least that"):
         choose_resident(BLOCKS, 9, 2)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, UNITS, G
 from tensorstow import Budget, Plan, Tier
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.profile import DirectoryRates, LinkRates
 from tensorstow.base.update_on import Overlap
@@ -203,8 +204,8 @@ def _less_kept(held: int, saved: int) -> tuple[MicroBatching, ...]:
     again = MicroBatch(BATCH.tokens, 4 * BATCH.flops // 3)
     away = HeldActivations(held, held, saved, G // 4)
     return (
-        MicroBatching(1, again, HeldActivations(2 * held, 2 * held), "recompute"),
-        MicroBatching(1, BATCH, away, "disk"),
+        MicroBatching(1, again, HeldActivations(2 * held, 2 * held), ActivationPlacement.RECOMPUTE),
+        MicroBatching(1, BATCH, away, ActivationPlacement.DISK),
     )
 
 

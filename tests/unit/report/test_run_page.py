@@ -44,7 +44,7 @@ def test_a_page_has_every_section() -> None:
         "read (/nvme) 250 ms 512.0 KiB",
         "states written 4.0 MiB 2.0 MiB",
         "HOST ring of states 200 B 210 B +5.0%",
-        "HOST gradients 50 B not counted apart",
+        "HOST gradients 50 B not measured separately",
         "Each step writes 0.0021 GB to disk",
     ):
         assert piece in text
@@ -86,5 +86,5 @@ def test_files_are_written_and_a_directory_that_cannot_be_is_named(tmp_path: Pat
     assert {path.name for path in files.values()} == {"report.html", "trace.json", "report.json"}
     assert json.loads(files["trace"].read_text())["displayTimeUnit"] == "ms"
     (tmp_path / "file").touch()
-    with pytest.raises(StowError, match="cannot be written there"):
+    with pytest.raises(StowError, match="cannot be written to it"):
         write_report(RECORD, tmp_path / "file")

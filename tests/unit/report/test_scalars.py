@@ -70,8 +70,8 @@ def test_a_run_of_wandb_is_begun_logged_to_and_finished(monkeypatch: pytest.Monk
 
 
 def test_a_package_that_is_missing_and_a_place_that_cannot_be_are_named(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="in no_such_package, and the package is not installed"):
+    with pytest.raises(OptionError, match="for no_such_package, and the package is not installed"):
         scalars.require("no_such_package")
     (tmp_path / "file").touch()
-    with pytest.raises(StowError, match="cannot be made"):
+    with pytest.raises(StowError, match="cannot be created"):
         CsvScalars(tmp_path / "file" / "job")

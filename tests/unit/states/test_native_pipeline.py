@@ -358,3 +358,20 @@ def test_what_no_open_step_expects_is_refused(tmp_path: Path) -> None:
     problem.pipeline.wait_published()
     problem.check()
     problem.store.close()
+
+
+def test_a_change_is_what_a_chunk_or_another_thread_reports(tmp_path: Path) -> None:
+    problem = Problem(tmp_path)
+    pipeline, chunks = problem.pipeline, problem.pipeline.caller_chunks
+    seen = chunks.changes()
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(chunks.signal)
+        chunks.wait_change(seen)
+    problem.begin(StepKind(open=True), due=[1])
+    seen = chunks.changes()
+    problem.arrive(1)
+    chunks.wait_change(seen)  # no close, and nobody signals: a chunk is updated
+    pipeline.close_step()
+    pipeline.wait_published()
+    problem.check()
+    problem.store.close()

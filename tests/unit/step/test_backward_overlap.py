@@ -30,7 +30,6 @@ from parity.beside import (
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError, TransferError
 from tensorstow.base.update_on import Overlap
-from tensorstow.step import validation
 from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.tensors.placeholder import ConsumedGradient
 
@@ -184,11 +183,7 @@ def test_an_lr_that_is_put_back_is_no_change(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_div_scale_has_no_keyword_here_and_several_ranks_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(OptionError, match="div_scale"):
-        validation.refuse_scaling(0.5, may_skip=False)
+def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = blocks()
     optimizer = optimizer_for(model, tmp_path, "backward")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

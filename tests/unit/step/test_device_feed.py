@@ -3,7 +3,6 @@
 import gc
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from models import Vectors
 from remote import LateLink, make_remote
+from stepped import CHUNK, SIZES, make
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
 from tensorstow.colossalai import CPUAdam
@@ -21,9 +21,6 @@ from tensorstow.states.native_pipeline import can_update
 from tensorstow.step import validation
 from tensorstow.step.device_feed import DeviceFeed
 
-CHUNK = 1024
-SMALL = PipelinePolicy(chunk_elements=CHUNK)
-SIZES = (3000, 10, 500, 1, 5000, 700)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OVERLAPS = ("none", "forward", "backward")
 
@@ -46,11 +43,6 @@ def link_of(optimizer: StowedAdam) -> LateLink:
     link = device_feed_of(optimizer).link
     assert isinstance(link, LateLink)
     return link
-
-
-def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
-    given = {"policy": SMALL, "states": "disk", **given}
-    return AdamW(net.parameters(), lr=0.01, module=net, **given)
 
 
 def test_staging_is_a_slot_per_chunk_up_to_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from models import Vectors
-from remote import LateLink, make_remote
+from remote import LateLink, Later, make_remote
+from stepped import DTYPES, SIZES, TIGHT, make, same, same_states, train
 from stopped import stop
-from tensorstow import AdamW, PipelinePolicy
-from tensorstow.base.errors import DamageError, OptionError, PoisonedError
+from tensorstow import AdamW
+from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -25,26 +26,6 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import parts_of
 from tensorstow.states.memory import MOST_DEVICE_SLOTS
 from tensorstow.step.device_updater import DeviceUpdater
-
-CHUNK = 1024
-SMALL = PipelinePolicy(chunk_elements=CHUNK)
-SIZES = (3000, 10, 500, 1, 5000, 700)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-TIGHT = 96 << 10
-"""Bytes of two slots of the ring: chunks come back to where others are."""
-FORMATS = ("fp32", "split", "bf16", "int8")
-
-
-def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(net())
-        optimizer.step()
-
-
-def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
-    given = {"policy": SMALL, "states": "disk", **given}
-    return AdamW(net.parameters(), lr=0.01, module=net, **given)
 
 
 def make_there(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401
@@ -61,78 +42,6 @@ def link_of(optimizer: StowedAdam) -> LateLink:
     link = updater_of(optimizer).link
     assert isinstance(link, LateLink)
     return link
-
-
-def same(a: Vectors, b: Vectors) -> bool:
-    return all(map(torch.equal, a.parameters(), b.parameters()))
-
-
-def same_states(a: StowedAdam, b: StowedAdam) -> bool:
-    ours, theirs = a.state_dict()["state"], b.state_dict()["state"]
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[key][name])
-        for key, entry in ours.items()
-        for name, value in entry.items()
-    )
-
-
-# --- the same bits ---
-
-
-@pytest.mark.parametrize("states", ["ram", "disk", 0.5])
-@pytest.mark.parametrize("state_format", FORMATS)
-def test_every_format_gives_the_kernels_bits(
-    state_format: str, states: str | float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inexact ones too: what they draw hangs on the step and the element alone."""
-    want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
-    reference = make(want, state_format=state_format)
-    train(want, reference, 4)
-    make_remote(monkeypatch)
-    optimizer = make_there(net, state_format=state_format, states=states)
-    train(net, optimizer, 4)
-    assert same(net, want)
-    assert same_states(optimizer, reference)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_weight_that_others_wrote_is_what_is_updated(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def meddle(net: Vectors, optimizer: StowedAdam) -> None:
-        train(net, optimizer, 2)
-        with torch.no_grad():
-            net.parts[0].mul_(1.5)
-            net.parts[2].mul_(1.0)  # written, and the same
-        net.parts[4].data = net.parts[4].data.flip(0).clone()
-        train(net, optimizer, 2)
-
-    want, net = Vectors(SIZES, DTYPES[dtype]), Vectors(SIZES, DTYPES[dtype])
-    meddle(want, make(want))
-    make_remote(monkeypatch)
-    meddle(net, make_there(net))
-    assert same(net, want)
-
-
-def test_frozen_for_a_while_without_a_gradient_and_a_group_that_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def freeze(net: Vectors, other: Vectors, optimizer: StowedAdam) -> None:
-        for step in range(5):
-            net.parts[4].requires_grad_(step not in {1, 2})
-            optimizer.zero_grad()
-            torch.autograd.backward(net() + other())
-            if step == 3:
-                net.parts[0].grad = None
-                optimizer.add_param_group({"params": list(other.parameters()), "lr": 0.02})
-            optimizer.step()
-
-    want, net = (Vectors(SIZES), Vectors(SIZES, seed=1)), (Vectors(SIZES), Vectors(SIZES, seed=1))
-    freeze(*want, make(want[0]))
-    make_remote(monkeypatch)
-    freeze(*net, make_there(net[0]))
-    assert same(net[0], want[0])
-    assert same(net[1], want[1])
 
 
 def test_a_stale_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,44 +215,6 @@ def stored(directory: Path, **given: Any) -> Vectors:  # noqa: ANN401
     return net
 
 
-@pytest.mark.parametrize("asked", [None, "device", "host"])
-def test_a_run_is_updated_where_it_was_unless_users_say_otherwise(
-    asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = Vectors(SIZES, torch.bfloat16)
-    train(want, make(want), 4)
-    make_remote(monkeypatch)
-    stored(tmp_path, update_on="device")
-    net = Vectors(SIZES, torch.bfloat16, seed=7)
-    optimizer = make(net, dir=tmp_path, update_on=asked, commit_every=None)
-    assert optimizer.resume() == 2
-    there = asked != "host"
-    assert bool(optimizer._params().update_router.updaters) == there
-    assert bool(optimizer._params().update_router.device_feeds) != there
-    assert optimizer.offload_policy.update_on == ("device" if there else "host")
-    train(net, optimizer, 2)
-    assert same(net, want)
-    optimizer.commit()
-    optimizer.close()
-    # And what was said last is what the next one finds.
-    again = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
-    again.resume()
-    assert bool(again._params().update_router.updaters) == there
-    again.close()
-
-
-def test_a_run_of_the_host_stays_there_and_may_move(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_remote(monkeypatch)
-    stored(tmp_path)
-    for asked, there in ((None, False), ("device", True)):
-        optimizer = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on=asked)
-        optimizer.resume()
-        assert bool(optimizer._params().update_router.updaters) == there
-        optimizer.close()
-
-
 def test_where_a_run_cannot_go_on_as_it_was_it_says_so(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         make_remote(patch)
@@ -353,7 +224,7 @@ def test_where_a_run_cannot_go_on_as_it_was_it_says_so(tmp_path: Path) -> None:
             beside.resume()
         beside.close()
     on_host = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path)
-    with pytest.raises(OptionError, match=r'host memory.*say update_on="host"'):
+    with pytest.raises(OptionError, match=r'host memory.*set update_on="host"'):
         on_host.resume()
     on_host.close()
     said = make(Vectors(SIZES, torch.bfloat16), dir=tmp_path, update_on="host", overlap="forward")
@@ -383,78 +254,6 @@ def test_a_commit_by_hand_has_what_others_wrote(
 # --- what goes wrong ---
 
 
-@pytest.mark.parametrize("way", ["h2d", "d2h"])
-def test_what_fails_on_the_link_ends_the_run(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net)
-    train(net, optimizer)
-
-    def broken(*_: object) -> None:
-        message = "CUDA error: unspecified launch failure"
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(link_of(optimizer), way, broken)
-    with pytest.raises(RuntimeError, match="unspecified launch failure"):
-        train(net, optimizer)
-    monkeypatch.undo()
-    with pytest.raises(PoisonedError, match="unspecified launch failure"):
-        optimizer.state_dict()
-    optimizer.close()
-
-
-@pytest.mark.parametrize("way", ["h2d", "d2h"])
-@pytest.mark.parametrize("copies", [0, 1, 4])
-def test_resume_is_the_way_out(
-    copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    want = Vectors(SIZES, torch.bfloat16)
-    train(want, make(want), 4)
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, torch.bfloat16)
-    optimizer = make_there(net, dir=tmp_path, commit_every=2)
-    train(net, optimizer, 3)
-    link, left = link_of(optimizer), [copies]
-    copy = getattr(link, way)
-
-    def breaks(*given: object) -> object:
-        left[0] -= 1
-        if left[0] < 0:
-            message = "CUDA error: an illegal memory access was encountered"
-            raise RuntimeError(message)
-        return copy(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(link, way, breaks)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            train(net, optimizer)
-    assert optimizer.resume() == 2
-    train(net, optimizer, 2)
-    assert same(net, want)
-    optimizer.close()
-
-
-@pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("spared", range(4))
-def test_a_disk_that_fails_is_told_as_ever(
-    spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net, ram_budget=TIGHT)
-    train(net, optimizer)
-    optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
-    engine.inject_fault(operation, after=spared, times=-1, error=5)
-    with pytest.raises(OSError, match=f"{operation} of"):
-        train(net, optimizer, 3)
-    engine.clear_faults()
-    with pytest.raises(PoisonedError):
-        train(net, optimizer)
-    optimizer.close()
-
-
 def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     make_remote(monkeypatch)
     net = Vectors(SIZES)
@@ -481,12 +280,6 @@ def test_an_optimizer_goes_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -
     assert [watcher() for watcher in watchers] == [None, None]
 
 
-def test_beside_the_next_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    with pytest.raises(OptionError, match=r'update_on="device" .* overlap="forward"'):
-        make_there(Vectors(SIZES), overlap="forward")
-
-
 def test_parameters_in_host_memory_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match=r"Parameter 0 of group 0 is on cpu.*update_on=.host."):
         make_there(Vectors(SIZES))
@@ -503,13 +296,7 @@ def test_parameters_in_host_memory_are_refused_by_name(monkeypatch: pytest.Monke
 
 def not_released_in_time(patch: pytest.MonkeyPatch) -> None:
     """Give a chunk back before its states have come down."""
-    started = DeviceUpdater._start
-
-    def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
-        started(self, *given, **more)
-        self._in_flight[-1].copied.synchronize = lambda: None  # type: ignore[method-assign]
-
-    patch.setattr(DeviceUpdater, "_start", start)
+    patch.setattr(Later, "query", lambda _: True)
 
 
 def not_joined(patch: pytest.MonkeyPatch) -> None:
@@ -528,8 +315,9 @@ def one_slot_for_all(patch: pytest.MonkeyPatch) -> None:
     started = DeviceUpdater._start
 
     def start(self: DeviceUpdater, *given: Any, **more: Any) -> None:  # noqa: ANN401
+        slot = self._free[-1]
         started(self, *given, **more)
-        self._free.append(self._in_flight[-1].slot)
+        self._free.append(slot)
 
     patch.setattr(DeviceUpdater, "_start", start)
 

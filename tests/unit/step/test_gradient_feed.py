@@ -14,9 +14,11 @@ from tensorstow.optim.adam import AdamW
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.step import backward_overlap
 from tensorstow.step.gradient_feed import HostFeed, OverlapWith, StepFeeds
+from tensorstow.step.share_tuner import ShareTuner
 
 WIDTH = 512
 NBYTES = WIDTH * WIDTH * 4
+BY_HOST = {"updates_on_host": True, "updates_on_device": False}
 
 
 class Updated:
@@ -48,8 +50,8 @@ class Of:
 def test_the_oldest_that_can_be_is_waited_for() -> None:
     pipeline: Any = Updated()
     chunks: Any = [Of(0, [0, 1]), Of(1, [1]), Of(2, [2, 9])]
-    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: HostFeed(pipeline)})
-    params: Any = [SimpleNamespace(number=n, tier=Tier.HOST) for n in range(3)]
+    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: [HostFeed(pipeline)]}, ShareTuner((0.0,)))
+    params: Any = [SimpleNamespace(number=n, tier=Tier.HOST, **BY_HOST) for n in range(3)]
     updates = [SimpleNamespace(param=param, gradient=None) for param in params]
     rows = [StepRow(expected=n < 3) for n in range(10)]
     plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=False)
@@ -66,10 +68,10 @@ def test_the_oldest_that_can_be_is_waited_for() -> None:
 class Driven(HostFeed):
     """A feed that somebody has to drive."""
 
-    is_over = False
+    is_ended = False
 
     def wait(self, numbers: object) -> None:
-        self.is_over |= numbers is None
+        self.is_ended |= numbers is None
 
 
 @pytest.mark.parametrize("commits", [False, True])
@@ -78,15 +80,15 @@ def test_a_step_that_commits_is_over_when_it_is_closed(*, commits: bool) -> None
     pipeline: Any = Updated()
     feed = Driven(pipeline)
     chunks: Any = [Of(0, [0])]
-    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: feed})
-    param: Any = SimpleNamespace(number=0, tier=Tier.HOST)
+    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: [feed]}, ShareTuner((0.0,)))
+    param: Any = SimpleNamespace(number=0, tier=Tier.HOST, **BY_HOST)
     updates = [SimpleNamespace(param=param, gradient=None)]
     rows = [StepRow(expected=True)]
     plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=commits)
     feeds.begin(plan, OverlapWith.FORWARD)
     feeds.offer(param, torch.ones(1))
     feeds.close()
-    assert feed.is_over == commits
+    assert feed.is_ended == commits
 
 
 def trained(directory: Path, *, last: bool = True) -> AdamW:

@@ -2,12 +2,14 @@
 
 import gc
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from parity.beside import (
@@ -22,7 +24,7 @@ from parity.beside import (
     weights,
 )
 from remote import make_remote
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
@@ -79,7 +81,7 @@ def test_memory_of_replaced_weights_and_dropped_gradients_stays_until_the_end(
     gc.collect()
     assert all(old.alive)
     assert all(gradients.alive)
-    with pytest.raises(OptionError, match=r"was given other memory .* optimizer.wait\(\)"):
+    with pytest.raises(OptionError, match=r"was replaced by other memory .* optimizer.wait\(\)"):
         optimizer.wait()
     with pytest.raises(PoisonedError):
         train(optimizer, model, [3])
@@ -103,7 +105,7 @@ def test_what_the_update_of_a_replaced_weight_writes_to_is_nobody_elses(tmp_path
     optimizer, model = under_way(tmp_path)
     replace(model)
     others = [torch.zeros_like(p) for p in memory_of(model) for _ in range(4)]
-    with pytest.raises(OptionError, match="was given other memory"):
+    with pytest.raises(OptionError, match="was replaced by other memory"):
         optimizer.wait()
     assert not any(other.any() for other in others)
 
@@ -166,7 +168,7 @@ def test_memory_that_weights_of_an_accelerator_go_up_to_stays(
     old = Watched(memory_of(model))
     replace(model)
     assert all(old.alive)
-    with pytest.raises(OptionError, match="was given other memory"):
+    with pytest.raises(OptionError, match="was replaced by other memory"):
         optimizer.wait()
 
 
@@ -268,3 +270,77 @@ def test_the_native_side_holds_what_nobody_else_does(tmp_path: Path) -> None:
     assert memory.alive == [True, True]
     store.close()  # which ends the step by giving it up
     assert memory.alive == [False, False]
+
+
+# --- other parameters in the module ---
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def replace_one(model: nn.Module) -> None:
+    model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+
+
+def train_one(model: nn.Module, optimizer: AdamW) -> None:
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+def test_a_parameter_that_was_replaced_is_named(overlap: str, steps_before: int) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), module=model, overlap=overlap)
+    for _ in range(steps_before):
+        train_one(model, optimizer)
+    optimizer.wait()
+    replace_one(model)
+    with pytest.raises(OptionError, match=r"1\.weight of module= \(Sequential\) is not the param"):
+        train_one(model, optimizer)
+    optimizer.close()
+
+
+def test_a_commit_keeps_no_parameter_that_the_model_has_not(tmp_path: Path) -> None:
+    model = layers()
+    with AdamW(model.parameters(), module=model, dir=tmp_path / "run") as optimizer:
+        train_one(model, optimizer)
+        replace_one(model)
+        with pytest.raises(OptionError, match=r"1\.weight of module="):
+            optimizer.commit()
+
+
+def test_a_sharded_parameter_that_was_replaced_is_named() -> None:
+    made = partial(AdamW, lr=1e-2)
+    model, optimizer = stow(layers(), made, plan=Plan(parameters="disk", states="disk"))
+    # Before the first forward, in which FSDP2 takes what it finds. Later it puts its own back.
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+        layer.bias = nn.Parameter(layer.bias.detach().clone())
+    with pytest.raises(OptionError, match=r"0\.weight of module="):
+        train_one(model, optimizer)
+    optimizer.close()
+
+
+def test_other_names_and_whole_parameters_in_their_place_are_not_replaced(tmp_path: Path) -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters(), module=model)
+    train_one(model, optimizer)
+    model[1] = nn.Sequential(model[1])  # as adapters do: the same parameter has another name
+    train_one(model, optimizer)
+    model[2].requires_grad_(False)  # noqa: FBT003  # torch's; fewer gradients: the step looks
+    train_one(model, optimizer)
+    optimizer.close()
+    made = partial(AdamW, lr=1e-2)
+    plan = Plan(parameters="disk", states="disk")
+    sharded, optimizer = stow(layers(), made, plan=plan, dir=tmp_path / "run")
+    train_one(sharded, optimizer)
+    sharded[0].unshard()
+    assert not isinstance(sharded[0].weight, DTensor)
+    assert optimizer.commit() == 1  # which looks
+    sharded[0].reshard()
+    train_one(sharded, optimizer)
+    optimizer.close()

@@ -8,7 +8,13 @@ import torch
 from tensorstow.base.update_on import UpdateOn, is_update_on, keyword_of, reaches_device
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import ChunkPlan, Family, Segment
-from tensorstow.step.share_tuner import ShareTuner, SideTiming, chunks_of_device, elements_of
+from tensorstow.step.share_tuner import (
+    ShareTuner,
+    SideTiming,
+    chunks_of_device,
+    elements_of,
+    share_tuner_of,
+)
 
 FP32 = Family(torch.float32, amsgrad=False)
 
@@ -26,7 +32,7 @@ def step(share_tuner: ShareTuner, *, host: float, device: float, commits: bool =
     ("asked", "share"), [(None, 0.0), ("host", 0.0), ("device", 1.0), (0.3, 0.3)]
 )
 def test_what_is_said_is_not_tried(asked: UpdateOn | None, share: float) -> None:
-    share_tuner = ShareTuner(asked)
+    share_tuner = share_tuner_of(asked)
     assert share_tuner.is_final
     assert [step(share_tuner, host=1e6, device=1e3) for _ in range(4)] == [share] * 4
     assert not share_tuner.counts
@@ -36,7 +42,7 @@ def test_what_is_said_is_not_tried(asked: UpdateOn | None, share: float) -> None
 def test_auto_takes_the_faster_of_two_steps(
     host: float, device: float, wins: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    share_tuner = ShareTuner("auto")
+    share_tuner = share_tuner_of("auto")
     counted = []
     with caplog.at_level(logging.INFO, "tensorstow"):
         for expected in (0.0, 1.0, 0.0, 1.0):
@@ -51,7 +57,7 @@ def test_auto_takes_the_faster_of_two_steps(
 
 
 def test_hybrid_lets_both_sides_end_together(caplog: pytest.LogCaptureFixture) -> None:
-    share_tuner = ShareTuner("hybrid")
+    share_tuner = share_tuner_of("hybrid")
     with caplog.at_level(logging.INFO, "tensorstow"):
         shares = [step(share_tuner, host=2e6, device=6e6) for _ in range(5)]
     assert shares == pytest.approx([0.5, 0.5, 0.75, 0.75, 0.75])
@@ -62,7 +68,7 @@ def test_hybrid_lets_both_sides_end_together(caplog: pytest.LogCaptureFixture) -
 
 def test_hybrid_goes_by_the_rates_of_its_own_share() -> None:
     """A side that is slower beside more of the other's work."""
-    share_tuner = ShareTuner("hybrid")
+    share_tuner = share_tuner_of("hybrid")
     step(share_tuner, host=1.0, device=1.0)
     step(share_tuner, host=2e6, device=6e6)
     step(share_tuner, host=4e6, device=6e6)
@@ -71,7 +77,7 @@ def test_hybrid_goes_by_the_rates_of_its_own_share() -> None:
 
 
 def test_a_side_without_work_says_nothing() -> None:
-    share_tuner = ShareTuner("hybrid")
+    share_tuner = share_tuner_of("hybrid")
     for _ in range(3):
         share_tuner.note(SideTiming(0, 1e-6), SideTiming(100, 1.0), commits=False)
     assert share_tuner.is_final
@@ -81,7 +87,7 @@ def test_a_side_without_work_says_nothing() -> None:
 @pytest.mark.parametrize("asked", ["auto", "hybrid"])
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_steps_that_commit_are_not_compared_with_others(asked: UpdateOn, every: int) -> None:
-    share_tuner = ShareTuner(asked)
+    share_tuner = share_tuner_of(asked)
     fair = 1e6
     for number in range(1, 30):
         commits = number % every == 0

@@ -1,5 +1,7 @@
-"""Some chunks updated on the host and others on the device, in one step: the same bits."""
+"""Chunks updated on the device, all or some, and others on the host: the same bits."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,55 +11,24 @@ import torch
 
 from models import Vectors
 from remote import make_remote
+from stepped import CHUNK, DTYPES, SIZES, TIGHT, make, same, same_states, train
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.native_pipeline import UpdatePipeline
-from tensorstow.step import update_router
+from tensorstow.step import share_tuner, update_router
 from tensorstow.step.device_feed import DeviceFeed
 from tensorstow.step.device_updater import DeviceUpdater
-from tensorstow.step.hybrid_step_path import HybridStepPath
 from tensorstow.step.share_tuner import ShareTuner, SideTiming
 
-CHUNK = 1024
-SIZES = (3000, 10, 500, 1, 5000, 700)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-TIGHT = 96 << 10
-"""Bytes of two slots of the ring, which both sides share."""
-DIVIDED: tuple[UpdateOn, ...] = (0.25, 0.7, "hybrid", "auto")
-
-
-def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
-    policy = PipelinePolicy(chunk_elements=CHUNK)
-    given = {"policy": policy, "states": "disk", **given}
-    return AdamW(net.parameters(), lr=0.01, module=net, **given)
-
-
-def train(net: Vectors, optimizer: AdamW, steps: int = 1) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(net())
-        optimizer.step()
-
-
-def same(a: Vectors, b: Vectors) -> bool:
-    return all(map(torch.equal, a.parameters(), b.parameters()))
-
-
-def same_states(a: AdamW, b: AdamW) -> bool:
-    ours, theirs = a.state_dict()["state"], b.state_dict()["state"]
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(value, theirs[key][name])
-        for key, entry in ours.items()
-        for name, value in entry.items()
-    )
+BY_DEVICE: tuple[UpdateOn, ...] = ("device", 0.25, 0.7, "hybrid", "auto")
 
 
 @pytest.mark.parametrize("states", ["ram", "disk"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("where", DIVIDED)
+@pytest.mark.parametrize("where", BY_DEVICE)
 def test_the_bits_are_the_host_s(
     where: UpdateOn, dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,18 +44,30 @@ def test_the_bits_are_the_host_s(
     optimizer.close()
 
 
+@pytest.mark.parametrize(("where", "states"), [("device", 0.5), (0.5, "disk"), (0.5, "ram")])
 @pytest.mark.parametrize("schedule", ["pipelined", "naive"])
 @pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
-def test_every_format(state_format: str, schedule: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN401
+def test_every_format(
+    state_format: str,
+    schedule: Any,  # noqa: ANN401
+    where: UpdateOn,
+    states: str | float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inexact ones too: what they draw hangs on the step and the element alone."""
     policy = PipelinePolicy(chunk_elements=CHUNK, schedule=schedule)
     want, net = Vectors(SIZES, torch.bfloat16), Vectors(SIZES, torch.bfloat16)
-    train(want, make(want, state_format=state_format), 4)
+    reference = make(want, state_format=state_format)
+    train(want, reference, 4)
     make_remote(monkeypatch)
-    train(net, make(net, state_format=state_format, policy=policy, update_on=0.5), 4)
+    given = {"state_format": state_format, "policy": policy, "states": states}
+    optimizer = make(net, update_on=where, **given)
+    train(net, optimizer, 4)
     assert same(net, want)
+    assert same_states(optimizer, reference)
 
 
-@pytest.mark.parametrize("where", [0.5, "auto"])
+@pytest.mark.parametrize("where", ["device", 0.5, "auto"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_others_write_and_who_joins(
     dtype: str, where: UpdateOn, monkeypatch: pytest.MonkeyPatch
@@ -104,6 +87,8 @@ def test_what_others_write_and_who_joins(
                 with torch.no_grad():
                     net.parts[0].mul_(1.5)
                     net.parts[4].mul_(0.5)
+                    net.parts[2].mul_(1.0)  # written, and the same
+                net.parts[5].data = net.parts[5].data.flip(0).clone()
 
     kind = DTYPES[dtype]
     want, net = (
@@ -152,7 +137,7 @@ def test_weights_are_fetched_where_the_share_has_moved_as_others_join(
     assert all(map(same, got, want))
 
 
-MADE = ("make_host_weights", "DeviceUpdater", "HybridStepPath")
+MADE = ("make_host_weights", "DeviceUpdater", "StepFeeds")
 
 
 @pytest.mark.parametrize(
@@ -234,8 +219,8 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make(net, update_on=0.5)
     params = optimizer._params()
-    assert isinstance(params.update_router.step_path, HybridStepPath)
-    here = {c.number for c in params.update_router.step_path.chunks_of_host}
+    (feed,) = params.update_router.device_feeds
+    here = set(feed._chunks)
     chunks = optimizer._states().chunks
 
     def weights(side: list[Chunk]) -> int:
@@ -276,8 +261,10 @@ def test_a_run_goes_on_wherever_it_was_updated(
     assert optimizer.resume() == 2
     wanted = before if now is None else now
     assert (optimizer.offload_policy.update_on or "host") == wanted
-    assert isinstance(optimizer._params().update_router.step_path, HybridStepPath) == (
-        wanted != "host"
+    router = optimizer._params().update_router
+    assert (bool(router.updaters), bool(router.device_feeds)) == (
+        wanted != "host",
+        wanted != "device",
     )
     train(net, optimizer, 5)
     assert same(net, want)
@@ -290,6 +277,29 @@ def test_a_run_goes_on_wherever_it_was_updated(
     last.close()
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_side_that_auto_has_not_chosen_is_freed_at_once(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a later collection: its slots are memory of the device."""
+    monkeypatch.setattr(
+        share_tuner._Auto, "_decide", lambda self, *_: setattr(self, "share", share)
+    )
+    net = Vectors(SIZES, torch.bfloat16)
+    make_remote(monkeypatch)
+    optimizer = make(net, update_on="auto")
+    train(net, optimizer, 1)
+    router = optimizer._params().update_router
+    dropped = weakref.ref(router.device_feeds[0] if share else router.updaters[0])
+    gc.disable()
+    try:
+        train(net, optimizer, 5)
+        assert dropped() is None
+    finally:
+        gc.enable()
+    optimizer.close()
+
+
 def test_a_share_that_nobody_knows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -300,12 +310,12 @@ def test_a_share_that_nobody_knows_is_refused(
     object.__setattr__(optimizer._params().offload_policy, "update_on", "moon")
     optimizer.close()
     again = make(Vectors(SIZES), dir=tmp_path)
-    with pytest.raises(OptionError, match="says update_on='moon'"):
+    with pytest.raises(DamageError, match="place of updates cannot be 'moon'"):
         again.resume()
     again.close()
 
 
-@pytest.mark.parametrize("where", [0.5, "hybrid", "auto"])
+@pytest.mark.parametrize("where", ["device", 0.5, "hybrid", "auto"])
 def test_beside_the_next_forward_is_refused_by_name(
     where: UpdateOn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,21 +324,17 @@ def test_beside_the_next_forward_is_refused_by_name(
         make(Vectors(SIZES), update_on=where, overlap="forward")
 
 
-def test_parameters_in_host_memory_are_refused_by_name() -> None:
-    with pytest.raises(OptionError, match=r'on cpu, and update_on="auto" was requested'):
-        make(Vectors(SIZES), update_on="auto")
-
-
+@pytest.mark.parametrize("where", ["device", 0.5])
 @pytest.mark.parametrize("way", ["h2d", "d2h"])
 @pytest.mark.parametrize("copies", [0, 1, 5])
 def test_what_fails_on_the_link_ends_the_run(
-    copies: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copies: int, way: str, where: UpdateOn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     want = Vectors(SIZES, torch.bfloat16)
     train(want, make(want), 4)
     opened = make_remote(monkeypatch)
     net = Vectors(SIZES, torch.bfloat16)
-    optimizer = make(net, dir=tmp_path, commit_every=2, update_on=0.5)
+    optimizer = make(net, dir=tmp_path, commit_every=2, update_on=where)
     train(net, optimizer, 3)
     link, left = opened[-1], [copies]
     copy = getattr(link, way)
@@ -354,12 +360,13 @@ def test_what_fails_on_the_link_ends_the_run(
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("spared", range(4))
+@pytest.mark.parametrize("where", ["device", 0.5])
 def test_a_disk_that_fails_is_told_as_ever(
-    spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
+    where: UpdateOn, spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_remote(monkeypatch)
     net = Vectors(SIZES)
-    optimizer = make(net, ram_budget=TIGHT, update_on=0.5)
+    optimizer = make(net, ram_budget=TIGHT, update_on=where)
     train(net, optimizer)
     optimizer.synchronize()
     engine = optimizer._states().engine
@@ -368,6 +375,8 @@ def test_a_disk_that_fails_is_told_as_ever(
     with pytest.raises(OSError, match=f"{operation} of"):
         train(net, optimizer, 3)
     engine.clear_faults()
+    with pytest.raises(PoisonedError):
+        train(net, optimizer)
     optimizer.close()
 
 

@@ -1,6 +1,5 @@
 """Which rule updates on an accelerator; a step by the fused kernel is a step by any other."""
 
-import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
 from tensorstow.step import device_updater, update_rule
+from tensorstow.step.segment_update import SegmentUpdate
 from tensorstow.step.update_rule import (
     Choice,
     FusedRule,
-    SegmentUpdate,
     TorchRule,
     rule_on,
     why_not_fused,
@@ -181,7 +180,8 @@ def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of Ad
 def launches(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the CPU be the device, and the kernel update there; return its launches' segments."""
     del triton
-    kernel = importlib.import_module("tensorstow.step.fused_kernel")
+    from tensorstow.step import fused_kernel as kernel  # noqa: PLC0415  # needs Triton
+
     update, taken = kernel.update, []
 
     def counted(table: torch.Tensor, segments: int, *given: Any) -> None:  # noqa: ANN401
@@ -235,7 +235,8 @@ def test_tables_are_in_the_slots_and_in_what_goes_up(
     make_remote(monkeypatch)
     net = Vectors(SIZES)
     optimizer = make(net, update_on="device", states="disk")
-    kernel = importlib.import_module("tensorstow.step.fused_kernel")
+    from tensorstow.step import fused_kernel as kernel  # noqa: PLC0415  # needs Triton
+
     chunks = optimizer._states().chunks
     tables = [kernel.table_bytes(len(chunk.plan.runs)) for chunk in chunks]
     states = max(c.family.state_bytes(c.plan.elements) for c in chunks)

@@ -28,3 +28,11 @@ def test_what_cannot_be_synced_says_so(tmp_path: Path) -> None:
     file.close()
     with pytest.raises(OSError, match="Bad file"):
         disk.sync_file(file)
+
+
+def test_a_link_is_not_followed_to_make_a_file(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="symbolic link"):
+        SystemDisk().create(tmp_path / "link", b"page")
+    assert (tmp_path / "victim").read_text() == "precious"

@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from powerloss.contents import commit, make_content, release_all
+from powerloss.contents import commit, damages_in, make_content, release_all
 from tensorstow.base.errors import UnlinkedError
 from tensorstow.io.engine import open_engine
 from tensorstow.store.links import Links
-from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
 NAMES = ("a/lock", "a/manifest.sqlite", "a/manifest.sqlite-wal", "a/manifest.sqlite-shm")
-FILES = [*NAMES, "a/states-0.bin", "b/lock", "b/states-1.bin"]
+FILES = [
+    *NAMES,
+    "a/manifest-copy.sqlite",
+    "a/manifest-copy.sqlite-wal",
+    "a/states-0.bin",
+    "b/lock",
+    "b/states-1.bin",
+]
 
 
 def open_store(root: Path) -> Store:
@@ -109,6 +115,6 @@ def test_a_generation_is_copied_to_another_store(store: Store, tmp_path: Path) -
     with Store.open([tmp_path / "other"], open_engine("threads")) as other:
         copied = other.copy(store, content)
         generation = other.commit(copied)
-        assert [d for progress in scrub(other) for d in progress.found] == []
+        assert damages_in(other) == []
         assert (generation.hyper, len(generation.chunks)) == (content.hyper, len(content.chunks))
         release_all(other, copied)

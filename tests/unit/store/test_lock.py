@@ -102,3 +102,13 @@ def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with peek(tmp_path) as holder:
         assert holder == "a process that has not said which"
     held.release()
+
+
+@pytest.mark.parametrize("target", ["nowhere", "another"])
+def test_a_link_is_neither_followed_nor_written_to(tmp_path: Path, target: str) -> None:
+    (tmp_path / "another").write_text("pid of another program")
+    (tmp_path / "lock").symlink_to(tmp_path / target)
+    with pytest.raises(DirectoryError, match="it is a symbolic link where"):
+        DirectoryLock(tmp_path)
+    assert not (tmp_path / "nowhere").exists()
+    assert (tmp_path / "another").read_text() == "pid of another program"

@@ -43,6 +43,7 @@ def refuse(directory: Path, told: str, kind: type[StoreError] = StoreFormatError
 
 def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
     fill(tmp_path)
+    (tmp_path / "manifest-copy.sqlite").unlink()
     change(tmp_path, "UPDATE meta SET value = '9.9' WHERE key = 'writer'")
     change(tmp_path, "PRAGMA user_version = 3")
     refuse(tmp_path, r"store format 3 by tensorstow 9\.9; this version reads 2")
@@ -50,6 +51,7 @@ def test_a_newer_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path
 
 def test_an_older_format_is_refused_with_the_way_on(tmp_path: Path) -> None:
     fill(tmp_path)
+    (tmp_path / "manifest-copy.sqlite").unlink()
     change(tmp_path, "PRAGMA user_version = 1")
     refuse(tmp_path, "in store format 1 by an older tensorstow; this version reads 2")
 
@@ -67,6 +69,7 @@ def test_a_file_that_is_no_database_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_damaged_manifest_is_left_alone(tmp_path: Path) -> None:
     fill(tmp_path)
+    (tmp_path / "manifest-copy.sqlite").unlink()
     with (tmp_path / "manifest.sqlite").open("r+b") as file:
         file.seek(4096 + 8)
         file.write(b"\xff" * 64)

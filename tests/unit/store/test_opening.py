@@ -28,6 +28,9 @@ def test_the_manifest_tells_of_files_that_are_durable(tmp_path: Path) -> None:
         ManifestCommitted,
         Written,  # what the data file knows of it
         FileSynced,
+        Created,  # the copy
+        DirectorySynced,
+        ManifestCommitted,
     ]
     again = RecordingDisk()
     Store.open([tmp_path], open_engine(), disk=again).close()

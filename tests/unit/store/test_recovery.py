@@ -1,18 +1,28 @@
 """A damaged manifest is made anew of what in it is whole, when its owner says so."""
 
-import json
+import os
 import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
 
-from attacks.flips import DATA, ENGINE, LOG, MANIFEST, copy, directories, facts, make_run
-from powerloss.contents import commit
+from attacks.flips import (
+    COPIES,
+    DATA,
+    ENGINE,
+    LOG,
+    MANIFEST,
+    copy,
+    directories,
+    drop_copy,
+    facts,
+    make_run,
+)
+from powerloss.contents import SHAPE, commit, damages_in
 from tensorstow.base.errors import DamageError, LockedError, StoreFormatError
-from tensorstow.cli.main import main
-from tensorstow.store.recovery import DAMAGED_NAME, hold_recovery, recover
-from tensorstow.store.scrub import scrub
+from tensorstow.store.manifest_copy import DAMAGED_NAME
+from tensorstow.store.recovery import Recovery, hold_recovery, recover
 from tensorstow.store.store import Store
 
 
@@ -20,6 +30,8 @@ from tensorstow.store.store import Store
 def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("golden")
     make_run(root / "rest", root / "live")
+    for state in ("rest", "live"):
+        drop_copy(root / state)  # else it is in the place of a damaged one
     return {"rest": root / "rest", "live": root / "live"}
 
 
@@ -32,7 +44,7 @@ def recovered(root: Path) -> tuple[list[int], list[str]]:
         recover(found)
     with Store.open(directories(root), ENGINE) as store:
         kept = store.generations()
-        assert [d for progress in scrub(store) for d in progress.found] == []
+        assert damages_in(store) == []
         commit(store, 50)
         assert store.generations()[-1].number > 7  # no number is used twice
     facts(root)
@@ -73,22 +85,8 @@ def test_heads_that_are_damaged_lose_nothing(golden: dict[str, Path], tmp_path: 
 def test_a_manifest_that_is_gone(golden: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(golden["rest"] / "a", tmp_path / "a")
     (tmp_path / "a" / "manifest.sqlite").unlink()
-    with pytest.raises(StoreFormatError, match="2 directories, and its man"):
+    with pytest.raises(StoreFormatError, match="2 directories: only directories that"):
         hold_recovery([tmp_path / "a"]).__enter__()
-
-
-def test_where_nothing_is_whole_a_new_run_begins(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    copy(golden["rest"], tmp_path / "run")
-    (tmp_path / "run" / MANIFEST).write_bytes(b"")
-    place = [str(directory) for directory in directories(tmp_path / "run")]
-    assert main(["recover", *place]) == 0
-    assert "add --yes to begin anew" in capsys.readouterr().out
-    assert main(["recover", *place, "--yes"]) == 0
-    assert "a new run begins there" in capsys.readouterr().out
-    with Store.open(directories(tmp_path / "run"), ENGINE) as store:
-        assert store.generation() is None
 
 
 def test_what_is_well_and_what_lives(golden: dict[str, Path], tmp_path: Path) -> None:
@@ -96,39 +94,14 @@ def test_what_is_well_and_what_lives(golden: dict[str, Path], tmp_path: Path) ->
     with Store.open(directories(tmp_path / "run"), ENGINE), pytest.raises(LockedError):
         hold_recovery(directories(tmp_path / "run")).__enter__()
     with hold_recovery(directories(tmp_path / "run")) as found:
-        assert (found.damage, len(found.whole), found.has_newest) == (None, 3, True)
+        assert (found.damage, len(found.whole), found.lost) == (None, 3, ())
     with pytest.raises(StoreFormatError, match=r"no states-0\.bin"):
         hold_recovery([tmp_path]).__enter__()
 
 
-def test_the_command(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = tmp_path / "run"
-    copy(golden["live"], root)
-    (root / LOG).unlink()
-    before = (root / MANIFEST).read_bytes()
-    with pytest.raises(StoreFormatError, match="Name all of them"):  # of a copy
-        hold_recovery([root / "a"]).__enter__()
-    with Store.open(directories(golden["rest"]), ENGINE), pytest.raises(LockedError):
-        hold_recovery([golden["rest"] / "a"]).__enter__()
-    place = [str(directory) for directory in directories(root)]
-    assert main(["recover", *place]) == 0
-    said = capsys.readouterr().out
-    assert "lost: generation 7 (step 7), the newest that was reported" in said
-    assert "add --yes" in said
-    assert (root / MANIFEST).read_bytes() == before
-    assert main(["recover", *place, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["newest"] == {"generation": 7, "step": 7}
-    assert main(["recover", *place, "--yes"]) == 0
-    assert "a new run begins there" in capsys.readouterr().out
-    assert main(["recover", *place]) == 0
-    assert "nothing is damaged" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("version", [1, 3])
 def test_a_run_of_another_format_is_left_as_it_is(
-    golden: dict[str, Path], version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden: dict[str, Path], version: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
     copy(golden["rest"], root)
@@ -138,7 +111,101 @@ def test_a_run_of_another_format_is_left_as_it_is(
     places = [root / MANIFEST, *(root / data for data in DATA)]
     before = [place.read_bytes() for place in places]
     # Whole for the version that wrote it, whose states may lie where this one has its heads.
-    assert main(["recover", *map(str, directories(root)), "--yes"]) == 2
-    assert f"store format {version}" in capsys.readouterr().err
+    with pytest.raises(StoreFormatError, match=f"store format {version}"):
+        hold_recovery(directories(root)).__enter__()
     assert [place.read_bytes() for place in places] == before
     assert not (root / "a" / DAMAGED_NAME).exists()
+
+
+def damage_of(root: Path) -> Recovery:
+    with hold_recovery(directories(root)) as found:
+        return found
+
+
+def flip_data(root: Path, number: int) -> None:
+    """Change a byte of the weights of a generation's first chunk."""
+    with Store.open(directories(root), ENGINE) as store:
+        (extent,) = {
+            store.load(s).chunks[0].extent for s in store.generations() if s.number == number
+        }
+        path = store.files[extent.file].path
+    with path.open("r+b") as file:
+        file.seek(extent.offset + SHAPE.weight_offset)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    ("number", "lost"),
+    [
+        (7, ("generation 7 (step 7), the newest that was reported",)),
+        (4, ("snapshot 'step-4' (generation 4)",)),
+    ],
+)
+def test_bytes_that_are_damaged_under_a_whole_manifest(
+    number: int, lost: tuple[str, ...], golden: dict[str, Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["rest"], root)
+    flip_data(root, number)
+    with hold_recovery(directories(root)) as found:
+        assert "chunk 0, weights of elements 0 to 1023 differ" in str(found.damage)
+        assert [g.number for g in found.damaged] == [number]
+        assert [g.number for g in found.whole] == [n for n in (2, 4, 7) if n != number]
+        assert found.lost == lost
+        recover(found)
+    assert damage_of(root).damage is None
+    with Store.open(directories(root), ENGINE) as store:
+        assert [s.number for s in store.generations()] == [n for n in (2, 4, 7) if n != number]
+        assert damages_in(store) == []
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LOG])
+@pytest.mark.parametrize("offset", [20, 50, 63, 5000])
+def test_the_copy_has_what_the_manifest_lost(name: str, offset: int, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(tmp_path / "rest", root)
+    copy(root, tmp_path / "golden")
+    wanted = facts(tmp_path / "golden")
+    with (root / name).open("r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+    with hold_recovery(directories(root)) as found:
+        assert found.lost == ()
+        assert [g.number for g in found.whole] == [2, 4, 7]
+        if found.damage is not None:
+            recover(found)
+    assert facts(root) == wanted
+
+
+def test_what_one_lost_is_looked_for_in_the_other(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, tmp_path / "live")
+    for path, number in ((root / MANIFEST, 7), (root / COPIES[0], 4)):
+        connection = sqlite3.connect(path, isolation_level=None)
+        connection.execute("UPDATE chunks SET offset = 1 WHERE generation = ?", (number,))
+        connection.close()
+    with pytest.raises(DamageError):
+        Store.open(directories(root), ENGINE)
+    with hold_recovery(directories(root)) as found:
+        assert [g.number for g in found.whole] == [2, 4, 7]
+        assert found.lost == ()
+        recover(found)
+    with Store.open(directories(root), ENGINE) as store:
+        assert [name for s in store.generations() for name in s.names] == ["step-2", "step-4"]
+
+
+def test_a_recovered_run_has_a_copy_again(golden: dict[str, Path], tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    copy(golden["rest"], root)
+    flip_data(root, 4)
+    drop_copy(root)
+    with hold_recovery(directories(root)) as found:
+        recover(found)
+    wanted = [2, 7]
+    (root / MANIFEST).unlink()
+    with Store.open(directories(root), ENGINE) as store:
+        assert [s.number for s in store.generations()] == wanted

@@ -47,6 +47,13 @@ def test_while_writing(code: int, kind: type[Exception], told: str) -> None:
     assert told in str(error)
 
 
+def test_tables_that_are_not_there_are_damage(tmp_path: Path) -> None:
+    error = made(sqlite3.SQLITE_ERROR)
+    assert isinstance(read_failure(tmp_path / "manifest.sqlite", error), StoreFormatError)
+    (tmp_path / "states-0.bin").touch()
+    assert isinstance(read_failure(tmp_path / "manifest.sqlite", error), DamageError)
+
+
 def test_while_reading() -> None:
     assert isinstance(read_failure(PATH, made(sqlite3.SQLITE_NOTADB)), StoreFormatError)
     error = read_failure(PATH, made(sqlite3.SQLITE_CANTOPEN))

@@ -1,19 +1,25 @@
 """Reading back: each flaw is found and placed; shared extents are read once; memory is bounded."""
 
 import errno as codes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from powerloss.contents import SHAPE, layout_of, make_content, write_chunk
-from tensorstow.base.errors import StoreFormatError
+from powerloss.contents import (
+    SHAPE,
+    damages_in,
+    layout_of,
+    make_content,
+    scrubbed,
+    write_chunk,
+)
+from tensorstow.base.errors import DamageError
 from tensorstow.io.engine import open_engine
 from tensorstow.store.checksums import PIECE_BYTES
-from tensorstow.store.records import Content, Extent
-from tensorstow.store.scrub import Damage, scrub
+from tensorstow.store.records import ChunkRecord, Content, Extent
 from tensorstow.store.store import Store
 
 
@@ -21,10 +27,6 @@ from tensorstow.store.store import Store
 def store(tmp_path: Path) -> Iterator[Store]:
     with Store.open([tmp_path], open_engine()) as opened:
         yield opened
-
-
-def damages(store: Store, numbers: list[int] | None = None) -> list[Damage]:
-    return [damage for progress in scrub(store, numbers) for damage in progress.found]
 
 
 def flip(store: Store, extent: Extent, at: int) -> None:
@@ -36,7 +38,7 @@ def flip(store: Store, extent: Extent, at: int) -> None:
 
 
 def test_an_empty_store_has_no_flaws(store: Store) -> None:
-    assert list(scrub(store)) == []
+    assert scrubbed(store) == []
 
 
 def test_everything_is_read_once(store: Store) -> None:
@@ -44,10 +46,10 @@ def test_everything_is_read_once(store: Store) -> None:
     store.commit(content)
     store.add_snapshot("a")
     store.commit(replace(content, step=2))
-    progress = list(scrub(store))
+    progress = scrubbed(store)
     chunks = sum(SHAPE.nbytes - (SHAPE.weight_offset if r.blank else 0) for r in content.chunks)
     assert progress[-1].done_bytes == progress[-1].total_bytes == chunks + 7 * 8
-    assert [p.found for p in progress] == [()] * 4
+    assert [p.damages for p in progress] == [()] * 4
     assert [p.done_bytes for p in progress] == sorted(p.done_bytes for p in progress)
 
 
@@ -61,7 +63,7 @@ def test_each_flaw_is_placed(store: Store) -> None:
     flip(store, second, 4096 + 2 * 2999)  # and block 2
     flip(store, second, SHAPE.weight_offset + 2 * 2999 + 1)
     flip(store, second, SHAPE.weight_offset + 2 * 3000)  # behind the end: nobody's
-    states, weights = damages(store)
+    states, weights = damages_in(store)
     assert states.what == "chunk 1, states of elements 1024 to 2999 differ"
     assert (states.path, states.generations) == (store.files[0].path, (1, 2))
     assert states.offset == second.offset + 1024 // 32 * 4
@@ -75,22 +77,22 @@ def test_states_of_a_blank_chunk_are_not_looked_at(store: Store) -> None:
     record = write_chunk(store, 0, 1, blank=True)
     store.commit(Content(1, layout_of(1), None, None, [record]))
     flip(store, record.extent, 5)
-    assert damages(store) == []
+    assert damages_in(store) == []
     flip(store, record.extent, SHAPE.weight_offset)
-    assert len(damages(store)) == 1
+    assert len(damages_in(store)) == 1
 
 
 def test_a_long_tensor_is_read_in_pieces(store: Store) -> None:
     tensor = torch.arange(PIECE_BYTES // 4 + 100)
     record = store.write_tensor("frozen", "table", tensor)
     store.commit(Content(1, layout_of(0), None, None, [], [record]))
-    assert [p.done_bytes for p in scrub(store)] == [
+    assert [p.done_bytes for p in scrubbed(store)] == [
         PIECE_BYTES,
         2 * PIECE_BYTES,
         2 * PIECE_BYTES + 800,
     ]
     flip(store, record.extent, 12345)
-    (damage,) = damages(store)
+    (damage,) = damages_in(store)
     assert "frozen tensor 'table' has checksum" in damage.what
     assert (damage.offset, damage.nbytes) == (record.extent.offset, tensor.numel() * 8)
 
@@ -99,7 +101,7 @@ def test_bytes_that_cannot_be_read_are_damage(store: Store) -> None:
     records = [write_chunk(store, k, k) for k in range(3)]
     store.commit(Content(1, layout_of(3), None, None, records))
     store.files[0].engine.inject_fault("read", after=1, error=codes.EIO)
-    (damage,) = damages(store)
+    (damage,) = damages_in(store)
     store.files[0].engine.clear_faults()
     assert "chunk 1 cannot be read" in damage.what
     assert "EIO" in damage.what
@@ -111,21 +113,23 @@ def test_only_what_was_asked_for(store: Store) -> None:
     store.add_snapshot("a")
     store.commit(Content(2, layout_of(1), None, None, records[1:]))
     flip(store, records[0].extent, 0)
-    assert damages(store, [2]) == []
-    assert [d.generations for d in damages(store)] == [(1,)]
+    assert damages_in(store, [2]) == []
+    assert [d.generations for d in damages_in(store)] == [(1,)]
 
 
-def test_checksums_that_are_missing_are_damage(store: Store) -> None:
-    record = replace(write_chunk(store, 0, 1), checksums=b"")
-    store.commit(Content(1, layout_of(1), None, None, [record]))
-    (damage,) = damages(store)
-    assert "elements 0 to 2999" in damage.what
+def records_without_checksums(record: ChunkRecord, _: Store) -> ChunkRecord:
+    return replace(record, checksums=b"")
 
 
-@pytest.mark.parametrize("chunks", [0, 1])
-def test_records_that_do_not_fit_their_layout(chunks: int, store: Store) -> None:
+def records_in_too_few_bytes(record: ChunkRecord, store: Store) -> ChunkRecord:
+    return replace(record, extent=store.allocate(4096))
+
+
+@pytest.mark.parametrize("change", [records_without_checksums, records_in_too_few_bytes])
+def test_records_that_do_not_fit_their_layout(
+    change: Callable[[ChunkRecord, Store], ChunkRecord], store: Store
+) -> None:
     record = write_chunk(store, 0, 1)
-    short = replace(record, extent=store.allocate(4096)) if chunks else record
-    store.commit(Content(1, layout_of(chunks), None, None, [short]))
-    with pytest.raises(StoreFormatError, match="does not fit its layout"):
-        damages(store)
+    store.commit(Content(1, layout_of(1), None, None, [change(record, store)]))
+    with pytest.raises(DamageError, match="of chunk 0 of generation 1 cannot be"):
+        damages_in(store)

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from compare import all_equal
 from ranks.pool import Ranks
 from ranks.sharded import Training, alone, sharded
-from tensorstow.tensors.dtensor import OffloadedWeight, in_memory
+from tensorstow.tensors.dtensor import OffloadedWeight, in_memory, part_of
 
 CASES = [
     Training(),
@@ -85,3 +88,15 @@ def test_sharded_training_has_the_bits_of_training_alone(
     want = alone(training, world)
     for got in ranks(world).run(sharded, training):
         assert all_equal(got, want)
+
+
+def test_a_part_of_a_whole_tensor_is_cut_without_a_process_group() -> None:
+    """An equal mesh of a group that has ended may come out of torch's cache of operations."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        parameter = distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+    whole = torch.arange(8.0).view(4, 2)
+    assert torch.equal(part_of(whole, parameter, "weight"), whole)

@@ -12,36 +12,36 @@ class Difference:
     """The first difference of a run from its reference."""
 
     run: VerifiedRun
-    what: str
+    description: str
 
 
 def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
     """Return the runs that differ from the first run of their dtype, with the first difference."""
-    found = []
+    mismatches = []
     references: dict[str, Outcome] = {}
     for run, outcome in outcomes.items():
         reference = references.setdefault(run.dtype, outcome)
-        what = first_difference(outcome, reference)
-        if what is not None:
-            found.append(Difference(run, what))
-    return found
+        description = first_difference(outcome, reference)
+        if description is not None:
+            mismatches.append(Difference(run, description))
+    return mismatches
 
 
 def first_difference(outcome: Outcome, reference: Outcome) -> str | None:
-    """Return the first difference in the order of training: of a loss, a parameter, or a state."""
+    """Return the first difference in the order of training: a loss, a parameter, or a state."""
     pairs = zip(outcome.losses, reference.losses, strict=False)
     for step, (loss, expected) in enumerate(pairs):
         if loss.hex() != expected.hex():
             return f"the loss of step {step + 1} is {loss!r} instead of {expected!r}"
     if len(outcome.losses) != len(reference.losses):
         return f"it took {len(outcome.losses)} steps instead of {len(reference.losses)}"
-    for kind, found, known in (
+    for kind, digests, expected_digests in (
         ("parameter", outcome.digests, reference.digests),
         ("state", outcome.states, reference.states),
     ):
-        if found.keys() != known.keys():
+        if digests.keys() != expected_digests.keys():
             return f"it has other {kind}s"
-        unequal = [name for name, digest in found.items() if digest != known[name]]
+        unequal = [name for name, digest in digests.items() if digest != expected_digests[name]]
         if unequal:
             return f"all losses are equal, and {_named(kind, unequal)} at the end"
     return None

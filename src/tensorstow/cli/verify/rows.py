@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensorstow.base.update_on import Overlap
+from tensorstow.base.update_timing import timing_of
 
 STEPS = 6
 COMMITTED = 3
-"""The killed run commits behind this step, and is killed in a later update."""
+"""Number of steps before the killed run commits; it is killed in a later update."""
 _OVERLAPS: tuple[Overlap, ...] = ("none", "forward", "backward")
 
 
@@ -16,36 +17,36 @@ class VerifiedRun:
     """One run of the model."""
 
     dtype: str
-    """Of parameters: "fp32" or "bf16"."""
+    """Dtype of the parameters: "fp32" or "bf16"."""
     states: str
-    """Where states are: "host" or "disk"."""
+    """Placement of the states: "host" or "disk"."""
     state_format: str
     overlap: Overlap = "none"
     is_repeat: bool = False
-    """The reference once more: torch's own kernels must repeat themselves."""
+    """Whether it repeats the reference: torch's own kernels must be deterministic."""
     is_killed: bool = False
 
     @property
     def cells(self) -> tuple[str, str, str, str]:
-        """Return the dtype, where states are, their format, and the overlap, for a table."""
-        where = "RAM" if self.states == "host" else "disk"
-        where += ", again" * self.is_repeat + ", killed" * self.is_killed
-        return self.dtype, where, self.state_format, self.overlap
+        """Return the dtype, the medium of the states, their format, and the overlap."""
+        medium = "RAM" if self.states == "host" else "disk"
+        medium += ", again" * self.is_repeat + ", killed" * self.is_killed
+        return self.dtype, medium, self.state_format, self.overlap
 
     @property
     def title(self) -> str:
         """Return a one-line description."""
-        where = "in RAM" if self.states == "host" else "on disk"
-        about = f"{self.dtype}, states {where} as {self.state_format}"
-        if self.overlap != "none":
-            about += f', overlap="{self.overlap}"'
+        medium = "in RAM" if self.states == "host" else "on disk"
+        about = f"{self.dtype}, states {medium} as {self.state_format}"
+        timing = timing_of(self.overlap)
+        about += f", {timing.keyword}" * timing.is_overlapped
         if self.is_killed:
             about += ", killed and resumed"
         return about + ", again" * self.is_repeat
 
 
 def runs_of(dtypes: Sequence[str]) -> list[VerifiedRun]:
-    """Return the runs, those of each dtype behind their reference."""
+    """Return the runs; the first of each dtype is its reference."""
     runs = []
     for dtype in dtypes:
         formats = ("fp32",) if dtype == "fp32" else ("fp32", "split")

@@ -26,39 +26,39 @@ _NEEDED = 1 << 30
 """Bytes on disk: two commits of a model of 40 M parameters."""
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if any bit differs."""
-    subject = subject_of(given.model)
+    subject = subject_of(options.model)
     facts = (
         choose_directory(_NEEDED)
-        if given.directory is None
-        else check_directory(given.directory, _NEEDED)
+        if options.directory is None
+        else check_directory(options.directory, _NEEDED)
     )
-    device = _device(given.device)
-    console = make_console(to_stderr=given.json)
+    device = _device(options.device)
+    console = make_console(to_stderr=options.json)
     heading = _heading(subject, facts, device)
-    if not given.json:
+    if not options.json:
         print_line(console, heading, "dim")
-    with tempfile.TemporaryDirectory(prefix="tensorstow-verify-", dir=facts.path) as place:
-        outcomes = _run_all(given.model, subject, Path(place), device, console)
-    found = differences(outcomes)
-    _check_repeats(found, device)
-    said = sentence(outcomes, found, facts.path)
-    if given.json:
-        print_json(_as_json(heading, said, outcomes, found))
+    with tempfile.TemporaryDirectory(prefix="tensorstow-verify-", dir=facts.path) as folder:
+        outcomes = _run_all(options.model, subject, Path(folder), device, console)
+    mismatches = differences(outcomes)
+    _check_repeats(mismatches, device)
+    summary = sentence(outcomes, mismatches, facts.path)
+    if options.json:
+        print_json(_as_json(heading, summary, outcomes, mismatches))
     else:
-        _print(console, said, outcomes, found)
-    return 1 if found else 0
+        _print(console, summary, outcomes, mismatches)
+    return 1 if mismatches else 0
 
 
 def sentence(
-    outcomes: Mapping[VerifiedRun, Outcome], found: list[Difference], directory: Path
+    outcomes: Mapping[VerifiedRun, Outcome], mismatches: list[Difference], directory: Path
 ) -> str:
-    """Return one sentence: all are equal, or the first difference."""
-    if found:
-        first = found[0]
-        more = f" ({len(found)} of {len(outcomes)} runs differ)" if len(found) > 1 else ""
-        return f"NOT EQUAL: {first.run.title}: {first.what}{more}."
+    """Return one sentence: all runs are equal, or the first difference."""
+    if mismatches:
+        first = mismatches[0]
+        more = f" ({len(mismatches)} of {len(outcomes)} runs differ)" if len(mismatches) > 1 else ""
+        return f"NOT EQUAL: {first.run.title}: {first.description}{more}."
     steps = format_count(STEPS, "step")
     return (
         f"All {len(outcomes)} runs are bitwise equal, each loss, and each parameter and state after"
@@ -87,7 +87,7 @@ def _heading(subject: Subject, facts: DirectoryFacts, device: torch.device) -> s
 
 
 def _run_all(
-    model: str | None, subject: Subject, place: Path, device: torch.device, console: Console
+    model: str | None, subject: Subject, folder: Path, device: torch.device, console: Console
 ) -> dict[VerifiedRun, Outcome]:
     runs = runs_of(subject.dtypes)
     columns = (
@@ -98,59 +98,59 @@ def _run_all(
         TimeElapsedColumn(),
     )
     outcomes = {}
-    # Its lines go to a terminal alone: a pipe gets the outcome and nothing else.
+    # Only a terminal shows progress: a pipe gets the outcome and nothing else.
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(runs), name="", part="")
-        for number, each in enumerate(runs):
-            progress.update(task, name=each.title, completed=number, part="")
+        for number, run in enumerate(runs):
+            progress.update(task, name=run.title, completed=number, part="")
 
-            def tell(step: int, part: str) -> None:
+            def show_part(step: int, part: str) -> None:
                 progress.update(task, part=f"step {step + 1}, {part}")
 
-            if each.is_killed:
-                directory = place / f"killed-{each.dtype}"
+            if run.is_killed:
+                directory = folder / f"killed-{run.dtype}"
                 directory.mkdir()
-                _kill(model, each, directory, device, tell)
+                _kill(model, run, directory, device, show_part)
             else:
-                directory = place
-            outcomes[each] = train(each, subject, directory, device, tell)
+                directory = folder
+            outcomes[run] = train(run, subject, directory, device, show_part)
         progress.update(task, name="done", completed=len(runs), part="")
     return outcomes
 
 
 def _kill(
-    model: str | None, run: VerifiedRun, directory: Path, device: torch.device, tell: Announce
+    model: str | None, run: VerifiedRun, directory: Path, device: torch.device, announce: Announce
 ) -> None:
     arguments = ["--directory", str(directory), "--dtype", run.dtype, "--format", run.state_format]
     arguments += ["--device", str(device), *(["--model", model] if model else [])]
-    arguments += ["--search", *sys.path]  # where module:function was found
+    arguments += ["--search", *sys.path]  # module:function may be in any of these
     with started(run.title, "tensorstow.cli.verify.killed", arguments) as process:
-        kill_in_an_update(process, COMMITTED, tell)
+        kill_in_an_update(process, COMMITTED, announce)
 
 
-def _check_repeats(found: list[Difference], device: torch.device) -> None:
-    """Raise StowError where torch's own kernels do not repeat themselves."""
-    for each in found:
-        if each.run.is_repeat:
+def _check_repeats(mismatches: list[Difference], device: torch.device) -> None:
+    """Raise StowError if torch's own kernels are not deterministic."""
+    for mismatch in mismatches:
+        if mismatch.run.is_repeat:
             message = (
-                f"Two runs with states in RAM differ: {each.what}. The model itself is not"
-                f" deterministic on {device}, so nothing can be compared. Try --device cpu, or a"
-                " model without operations that torch calls nondeterministic."
+                f"Two runs with states in RAM differ: {mismatch.description}. The model itself is"
+                f" not deterministic on {device}, so nothing can be compared. Try --device cpu, or"
+                " a model without operations that torch calls nondeterministic."
             )
             raise StowError(message)
 
 
 def _as_json(
     heading: str,
-    said: str,
+    summary: str,
     outcomes: Mapping[VerifiedRun, Outcome],
-    found: list[Difference],
+    mismatches: list[Difference],
 ) -> dict[str, Any]:
-    differing = {each.run: each.what for each in found}
+    differing = {mismatch.run: mismatch.description for mismatch in mismatches}
     return {
         "what": heading,
-        "is_equal": not found,
-        "sentence": said,
+        "is_equal": not mismatches,
+        "sentence": summary,
         "runs": [
             {
                 "title": run.title,
@@ -171,11 +171,11 @@ def _as_json(
 
 def _print(
     console: Console,
-    said: str,
+    summary: str,
     outcomes: Mapping[VerifiedRun, Outcome],
-    found: list[Difference],
+    mismatches: list[Difference],
 ) -> None:
-    differing = {each.run for each in found}
+    differing = {mismatch.run for mismatch in mismatches}
     rows = [
         (
             *run.cells,
@@ -188,6 +188,6 @@ def _print(
     print_table(
         console, ("weights", "states", "format", "overlap", "SHA-256", "took", "bits"), rows
     )
-    print_line(console, said, "bold red" if found else "bold green")
-    for each in found[1:]:
-        print_line(console, f"  {each.run.title}: {each.what}")
+    print_line(console, summary, "bold red" if mismatches else "bold green")
+    for mismatch in mismatches[1:]:
+        print_line(console, f"  {mismatch.run.title}: {mismatch.description}")

@@ -1,4 +1,4 @@
-"""The model that is verified: a small one, one by name that is cut, or a user's own."""
+"""The model to verify: a small transformer, a named model cut down, or the user's own."""
 
 import math
 from collections.abc import Callable
@@ -28,19 +28,19 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model that can be built again, with the same values each time, and fed."""
+    """A model that can be rebuilt with the same values each time, and its inputs."""
 
     name: str
     note: str
-    """What was cut, in a sentence; empty: nothing was."""
+    """A sentence about what was cut; empty: nothing."""
     dtypes: tuple[str, ...]
-    """Of parameters: the names of the dtypes that are verified."""
+    """Names of the parameters' dtypes to verify."""
     build: Callable[[], nn.Module]
     inputs: Callable[[nn.Module], Inputs]
-    """Makes a batch, from torch's random numbers."""
+    """Function that makes a batch from torch's random numbers."""
 
     def make(self, dtype: str, device: torch.device) -> nn.Module:
-        """Return the model with the values that it always has, in training mode."""
+        """Return the model in training mode, with the same values each time."""
         torch.manual_seed(0)
         return self.build().to(device=device, dtype=_DTYPES[dtype]).train()
 
@@ -48,16 +48,16 @@ class Subject:
         """Return the loss of a step; batch and dropout are drawn from the step's own seed."""
         torch.manual_seed(1_000 + step)
         parameter = next(module.parameters())
-        given, named = moved_to(self.inputs(module), parameter.device, parameter.dtype)
-        found = module(*given, **named)
-        return loss_of(found)
+        positional, keywords = moved_to(self.inputs(module), parameter.device, parameter.dtype)
+        output = module(*positional, **keywords)
+        return loss_of(output)
 
 
 class SmallTransformer(nn.Module):
     """Two blocks with dropout, and a head that shares the embedding's weights."""
 
     def __init__(self) -> None:
-        """Make it."""
+        """Create the layers."""
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
         self.blocks = nn.ModuleList(
@@ -88,7 +88,7 @@ def subject_of(name: str | None) -> Subject:
             forward as a tuple or a dict. None: a small transformer.
 
     Raises:
-        OptionError: It is no model that can be built and run.
+        OptionError: The model cannot be built and run.
     """
     if name is None:
         return Subject(
@@ -121,20 +121,20 @@ def subject_of(name: str | None) -> Subject:
 
 
 def _is_function(name: str) -> bool:
-    where, _, function = name.partition(":")
-    return bool(function) and all(part.isidentifier() for part in [*where.split("."), function])
+    module, _, function = name.partition(":")
+    return bool(function) and all(part.isidentifier() for part in [*module.split("."), function])
 
 
 def _of_function(name: str) -> Subject:
-    module, given = call_function(name, "--model")
+    module, call_inputs = call_function(name, "--model")
     dtype = next((p.dtype for p in module.parameters()), None)
-    names = tuple(label for label, each in _DTYPES.items() if each == dtype)
+    names = tuple(label for label, known_dtype in _DTYPES.items() if known_dtype == dtype)
     if not names:
         message = (
             f"--model {name} was given, whose parameters are {dtype}: fp32 and bf16 are verified."
         )
         raise OptionError(message)
-    inputs = _guessed(module, name) if given is None else lambda _: given
+    inputs = _guessed(module, name) if call_inputs is None else lambda _: call_inputs
     return Subject(name, "", names, lambda: call_function(name, "--model")[0], inputs)
 
 
@@ -151,14 +151,14 @@ def _guessed(module: nn.Module, name: str) -> Callable[[nn.Module], Inputs]:
             channels = layer.in_channels
             return lambda _: ((torch.randn(_BATCH, channels, _SEQUENCE, _SEQUENCE),), {})
     message = (
-        f"--model {name} was given, and its first layer does not tell what it takes: return the"
+        f"--model {name} was given, whose first layer does not show what it takes: return the"
         " module and the arguments of its forward, `return model, (batch,)`."
     )
     raise OptionError(message)
 
 
 def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
-    """Return a configuration of two narrow layers, and a sentence about what was cut."""
+    """Return a configuration of two narrow layers, and a sentence about the cut."""
     heads, width = config.num_attention_heads, config.hidden_size
     size = getattr(config, "head_dim", None) or width // heads
     fewer = max(1, min(heads, _WIDTH // size))

@@ -1,4 +1,4 @@
-"""The training loop of every run, and what it leaves to be compared."""
+"""The training loop of every run, and its results for the comparison."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from tensorstow.states.policy import PipelinePolicy
 _CHUNK = 1 << 16
 """Small, so that a small model has many chunks."""
 Announce = Callable[[int, str], None]
-"""Called with the step and the part of it that begins."""
+"""Function that is called with the step and the part of it that begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Outcome:
     """The result of one run."""
 
     losses: tuple[float, ...]
-    """Of each step, in fp64, which holds every loss exactly; those of a killed run's first life
-    come with its commit."""
+    """Loss of each step in fp64, which holds every loss exactly; a killed run commits the losses of
+    its first process."""
     digests: Mapping[str, str]
     """SHA-256 of each final parameter."""
     states: Mapping[str, str]
@@ -50,24 +50,24 @@ def train(
     *,
     steps: int = STEPS,
 ) -> Outcome:
-    """Train ``steps`` steps, or go on where a killed run was committed.
+    """Train ``steps`` steps, or resume a killed run from its commit.
 
     Args:
-        run: How.
+        run: Dtype, placement and overlap.
         subject: The model.
-        directory: For states on disk; the run's own if it is killed.
-        device: Where the model computes.
+        directory: Directory for states on disk; a killed run needs one of its own.
+        device: Device that the model computes on.
         progress: Called with the step and the part that begins.
-        steps: After how many steps to end.
+        steps: Total number of steps.
     """
     torch.set_num_threads(usable_cores())
     begun = time.monotonic()
     model = subject.make(run.dtype, device)
-    given: dict[str, Any] = {}
+    disk_options: dict[str, Any] = {}
     if run.states == "disk":
-        given = {"dir": directory, "durability": "commit" if run.is_killed else "none"}
+        disk_options = {"dir": directory, "durability": "commit" if run.is_killed else "none"}
         if run.is_killed:
-            given["commit_every"] = None
+            disk_options["commit_every"] = None
     losses: list[float] = []
     with tensorstow.AdamW(
         model.parameters(),
@@ -77,7 +77,7 @@ def train(
         overlap=run.overlap,
         module=model,
         policy=PipelinePolicy(chunk_elements=_CHUNK),
-        **given,
+        **disk_options,
     ) as optimizer:
         start = (optimizer.resume() or 0) if run.is_killed else 0
         if start:

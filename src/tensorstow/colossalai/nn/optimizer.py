@@ -1,8 +1,6 @@
 """``colossalai.nn.optimizer``: the two that keep states on disk."""
 
-from typing import NoReturn
-
-from tensorstow.colossalai.absent import refuse
+from tensorstow.base.absent_names import refuse_names
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
 
 __all__ = ["CPUAdam", "HybridAdam"]
@@ -14,7 +12,4 @@ _ABSENT = {
         "tensorstow.StowedOptimizer keeps the states of any optimizer class of torch",
     ),
 }
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

@@ -1,15 +1,13 @@
 """``colossalai.zero``: Gemini without a booster."""
 
-from typing import NoReturn
-
-from tensorstow.colossalai.absent import refuse
+from tensorstow.base.absent_names import refuse_names
 from tensorstow.colossalai.utils.model.colo_init_context import ColoInitContext
 from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
 from tensorstow.colossalai.zero.gemini.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
 
 __all__ = ["ColoInitContext", "GeminiAdamOptimizer", "GeminiDDP", "GeminiOptimizer"]
 
-_BOOSTER = "Booster(plugin={}) places a model and makes its optimizer anew in one call"
+_BOOSTER = "Booster(plugin={}) places a model and creates its optimizer again in one call"
 _LOW_LEVEL = _BOOSTER.format("LowLevelZeroPlugin(stage=1)")
 _ABSENT = {
     "LowLevelZeroOptimizer": f"an optimizer alone does not show its model. {_LOW_LEVEL}",
@@ -18,7 +16,4 @@ _ABSENT = {
     "zero_model_wrapper": _BOOSTER.format("LowLevelZeroPlugin or GeminiPlugin"),
     "zero_optim_wrapper": _BOOSTER.format("LowLevelZeroPlugin or GeminiPlugin"),
 }
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

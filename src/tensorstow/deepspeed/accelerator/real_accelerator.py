@@ -57,135 +57,73 @@ class TorchAccelerator:
         self._kind = current_device().type
         self._is_host = self._kind == "cpu"
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # whatever torch has
+    def __getattr__(self, name: str) -> Any:
         """Return what the device's module in torch has by this name."""
         if self._is_host and name in _OF_THE_CPU:
             return _OF_THE_CPU[name]
         return getattr(self._module(), name)
 
-    def _module(self) -> Any:  # noqa: ANN401  # modules have no common type
+    def _module(self) -> Any:
         """Return the device's module in torch: ``torch.cuda``, ``torch.cpu``, ..."""
         return torch.get_device_module(self._kind)
 
     random = torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a tensor in host memory that the device copies from directly.
-
-        Args:
-            tensor: A tensor in host memory.
-            align_bytes: Not used.
-
-        Returns:
-            A copy; the tensor itself on the CPU.
-        """
+        """Return a copy that the device reads directly; on the CPU, the tensor itself."""
         del align_bytes
         return tensor if self._is_host else tensor.pin_memory()
 
     def is_synchronized_device(self) -> bool:
-        """Return whether calls end when their work has.
-
-        Returns:
-            True for the CPU.
-        """
+        """Return whether calls end when their work has: on the CPU."""
         return self._is_host
 
     def is_available(self) -> bool:
-        """Return whether there is a device.
-
-        Returns:
-            True.
-        """
+        """Return True: the CPU is a device too."""
         return True
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Return how torch names a device.
-
-        Args:
-            device_index: The device. Default: None, the kind of device alone.
-
-        Returns:
-            "cuda" or "cuda:1"; "cpu" for the CPU.
-        """
+        """Return a device's name: "cuda", "cuda:1" or "cpu"."""
         named = self._is_host or device_index is None
         return self._kind if named else f"{self._kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> torch.device:
-        """Return a device.
-
-        Args:
-            device_index: The device. Default: None, the current one.
-
-        Returns:
-            The device, which is a context manager too.
-        """
+        """Return a device, which is a context manager too."""
         return torch.device(self.device_name(device_index))
 
     def current_device(self) -> int:
-        """Return the current device's index.
-
-        Returns:
-            The index; 0 for the CPU.
-        """
+        """Return the current device's index; 0 for the CPU."""
         return 0 if self._is_host else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
-        """Return how torch names the current device.
-
-        Returns:
-            "cuda:0"; "cpu" for the CPU.
-        """
+        """Return the current device's name: "cuda:0"; "cpu" for the CPU."""
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Make a device the current one.
-
-        Args:
-            device_index: The device; without effect for the CPU.
-        """
+        """Make a device the current one; without effect for the CPU."""
         if not self._is_host:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices.
-
-        Returns:
-            Devices; 1 for the CPU.
-        """
+        """Return the number of devices; 1 for the CPU."""
         return 1 if self._is_host else torch.accelerator.device_count()
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the work of a device.
-
-        Args:
-            device_index: The device. Default: None, the current one.
-        """
+        """Wait for the work of a device, by default the current one."""
         if not self._is_host:
             torch.accelerator.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
-        """Return the backend of collectives between devices.
-
-        Returns:
-            "nccl" for CUDA, "gloo" for the CPU, ...
-        """
+        """Return the backend of collectives: "nccl" for CUDA, "gloo" for the CPU, ..."""
         return backend_of(current_device()).rpartition(":")[2]
 
     def is_bf16_supported(self) -> bool:
-        """Return whether models may be in bf16.
-
-        Returns:
-            What the device's module says; True where it says nothing.
-        """
+        """Return whether models may be in bf16; True if the device's module does not say."""
         ask = getattr(self._module(), "is_bf16_supported", None)
         return True if ask is None else bool(ask())
 
     def is_fp16_supported(self) -> bool:
-        """Return whether models may be in fp16.
-
-        Returns:
-            True.
-        """
+        """Return True: models may be in fp16."""
         return True
 
     def empty_cache(self) -> None:
@@ -195,25 +133,11 @@ class TorchAccelerator:
             give_back()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of the tensors on a device.
-
-        Args:
-            device_index: The device. Default: None, the current one.
-
-        Returns:
-            Bytes; 0 for the CPU, whose memory torch does not count.
-        """
+        """Return the bytes of the tensors on a device; 0 for the CPU."""
         return self._bytes("memory_allocated", device_index)
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the most bytes that tensors had on a device.
-
-        Args:
-            device_index: The device. Default: None, the current one.
-
-        Returns:
-            Bytes; 0 for the CPU, whose memory torch does not count.
-        """
+        """Return the most bytes that tensors had on a device; 0 for the CPU."""
         return self._bytes("max_memory_allocated", device_index)
 
     def _bytes(self, name: str, device_index: int | None) -> int:
@@ -223,9 +147,5 @@ class TorchAccelerator:
 
 @cache
 def get_accelerator() -> TorchAccelerator:
-    """Return the accelerator.
-
-    Returns:
-        The same object at each call.
-    """
+    """Return the accelerator, the same object at each call."""
     return TorchAccelerator()

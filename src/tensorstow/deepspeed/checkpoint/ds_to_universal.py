@@ -15,21 +15,26 @@ from typing import Any
 
 import torch
 
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.deepspeed.checkpoint.sharded import (
+    LATEST_UNIVERSAL,
     read_common,
     read_states,
     read_whole,
     saved_weights,
+    write_tag,
 )
+from tensorstow.deepspeed.checkpoint.zero_files import UNIVERSAL_MAIN
+from tensorstow.io.digest_list import DigestList, digest_of
 
 __all__ = ["main"]
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 _VERSION = "0.19.6"
-"""Of DeepSpeed, whose layout it is."""
+"""The version of DeepSpeed whose layout this is."""
 
 
 def main(args: Namespace) -> None:
@@ -52,14 +57,18 @@ def main(args: Namespace) -> None:
         message = f"{source} was saved without an optimizer: it has no states to write."
         raise OptionError(message)
     zero = target / "zero"
-    zero.mkdir(parents=True)
+    make_folder(zero)
     shapes = [_write_states(source, common, group, zero) for group in common["groups"]]
     torch.save(_optimizer_state(common), zero / "optimizer_state.pt")
     # Upstream looks for the first name up to stage 2, and for the other one under stage 3.
-    file = target / "mp_rank_00_model_states.pt"
+    file = target / UNIVERSAL_MAIN
     torch.save(_model_states(source, common, shapes), file)
     _link(file, target / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    (target.parent / "latest_universal").write_text(target.name)
+    listed = DigestList(file)
+    for written in target.rglob("*.pt"):
+        listed.note(written, digest_of(written))
+    listed.write()
+    write_tag(target.parent / LATEST_UNIVERSAL, target.name)
 
 
 def _write_states(
@@ -119,8 +128,8 @@ def _model_states(
     """Return the counters, buffers and frozen weights; trained ones are in the folder zero."""
     weights = saved_weights(source)
     trained = {name for group in shapes for name in group}
-    others = {name: saved for name, saved in weights.items() if name not in trained}
-    whole = read_whole(source, others)
+    untrained = {name: saved for name, saved in weights.items() if name not in trained}
+    whole = read_whole(source, untrained)
     module = {
         name: torch.empty(0, dtype=saved.dtype) if name in trained else whole[name]
         for name, saved in weights.items()
@@ -130,7 +139,7 @@ def _model_states(
     plain, tensors = common["client_state"]
     return {
         "module": module,
-        "buffer_names": sorted(others.keys() - set(common["frozen"])),
+        "buffer_names": sorted(untrained.keys() - set(common["frozen"])),
         "optimizer": None,
         "param_shapes": shapes,
         "frozen_param_shapes": None,
@@ -150,7 +159,7 @@ def _model_states(
 
 
 def _link(file: Path, name: Path) -> None:
-    """Give a file another name, or copy it where a file system has no links."""
+    """Give a file another name, or copy it if the file system has no links."""
     try:
         os.link(file, name)
     except OSError:

@@ -7,12 +7,15 @@ from torch import nn
 
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.deepspeed.checkpoint.sharded import (
+    LATEST,
+    LATEST_UNIVERSAL,
     latest_tag,
     load_module,
     load_states,
     read_common,
 )
 from tensorstow.deepspeed.checkpoint.zero_checkpoint import ZeroCheckpoint
+from tensorstow.fsdp.sharding import verify_together
 from tensorstow.optim.placed import PlacedOptimizer
 
 COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -22,19 +25,22 @@ class ShardedCheckpoint:
     """A folder that this engine's ``save_checkpoint`` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what is the same on every rank; raises StoreFormatError if it is not there."""
+        """Verify the files, and read what is the same on every rank; collective.
+
+        Raises StoreFormatError if there is no checkpoint, DamageError if it is damaged.
+        """
         self._folder = folder
-        self._common = read_common(folder)
+        self._common = read_common(folder, verify_together)
         self.counts: dict[str, int] = {name: self._common[name] for name in COUNTS}
         self.scale: dict[str, Any] | None = self._common["scale"]
         self.scheduler: Any = self._common["scheduler"]
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What was given to ``save_checkpoint``."""
+        """The ``client_state`` of ``save_checkpoint``."""
         plain, tensors = self._common["client_state"]
-        given: dict[str, Any] = inflate(plain, tensors.__getitem__)
-        return given
+        state: dict[str, Any] = inflate(plain, tensors.__getitem__)
+        return state
 
     def load_module(self, module: nn.Module, *, strict: bool) -> None:
         """Load weights and buffers; collective."""
@@ -51,8 +57,5 @@ def open_checkpoint(folder: Path) -> ShardedCheckpoint | ZeroCheckpoint:
 
 
 def tag_to_load(directory: Path, *, universal: bool) -> str | None:
-    """Return the tag that DeepSpeed takes where none is given; None if nothing was saved."""
-    if not universal:
-        return latest_tag(directory)
-    file = directory / "latest_universal"
-    return file.read_text().strip() if file.is_file() else None
+    """Return DeepSpeed's default tag; None if nothing was saved."""
+    return latest_tag(directory, LATEST_UNIVERSAL if universal else LATEST)

@@ -3,36 +3,46 @@
 [Note: Checkpoints] A folder per tag holds what ``torch.distributed.checkpoint`` writes (every rank
 its own elements, no rank the whole) and ``engine.pt``, the little that is the same on every rank.
 Names are the model's: ``module.<name>`` and ``optimizer.<name>.<state>``. The file ``latest`` is
-replaced when all of that is there, so it never names half a checkpoint.
+replaced when all of that is written, so it never names half a checkpoint. ``engine.pt.digests`` has
+the files' digests, which are verified before anything is loaded.
 """
 
 import os
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.base.directories import path_inside
+from tensorstow.base.errors import OptionError, StoreFormatError, StowError
+from tensorstow.base.new_file import NewFile
+from tensorstow.base.regular_file import check_regular
+from tensorstow.base.text_file import read_text
+from tensorstow.checkpoint.torch_file import load_torch_file
+from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, states_of
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
-from tensorstow.fsdp.sharding import host_group, on_every_rank
+from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.optim.placed import PlacedOptimizer, name_of_class
+from tensorstow.io.digest_list import DigestList, verify
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.dtensor import is_sharded, shard_of
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
 _KEPT = "engine.pt"
 _MODULE, _OPTIMIZER = "module.", "optimizer."
 Tensors = dict[str, torch.Tensor]
@@ -47,11 +57,11 @@ class Contents:
     frozen: bool = True
 
 
-def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: bool) -> None:
+def save(folder: Path, contents: Contents, common: Mapping[str, Any], *, latest: bool) -> None:
     """Write a checkpoint to ``folder``; collective.
 
-    ``kept`` is what is the same on every rank. During the call a rank holds a copy of its weights;
-    states on disk are read through a mapped file.
+    ``common`` has the values that are the same on every rank. During the call a rank holds a copy
+    of its weights; states on disk are read through a mapped file.
     """
     module, optimizer = contents.module, contents.optimizer
     tensors, named = _values_of(module), _parameters(module)
@@ -70,19 +80,53 @@ def save(folder: Path, contents: Contents, kept: Mapping[str, Any], *, latest: b
     names = iter([] if optimizer is None else owned_names(module, optimizer))
     for group in groups:
         group["params"] = [next(names) for _ in group["params"]]
-    told: dict[str, Any] = {"groups": groups, "steps": steps, "numbers": numbers, "frozen": frozen}
-    told["tied"] = aliases_of(module)
-    told["class"] = None if optimizer is None else name_of_class(optimizer)
+    summary: dict[str, Any] = {
+        "groups": groups,
+        "steps": steps,
+        "numbers": numbers,
+        "frozen": frozen,
+    }
+    summary["tied"] = aliases_of(module)
+    summary["class"] = None if optimizer is None else optimizer.stowed_class
+    listed = DigestList(folder / _KEPT)
+    writer = FileSystemWriter(folder)
+    writer.fs = _ListedFileSystem(listed)
     with _quietly():
-        dcp_save(tensors, checkpoint_id=folder, process_group=host_group())
+        dcp_save(tensors, storage_writer=writer, process_group=host_group())
+    gather_digests(listed)
 
     def write() -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            torch.save({**kept, **told}, folder / _KEPT)
+        if rank_here() == 0:
+            listed.write_main(partial(torch.save, {**common, **summary}))
             if latest:
-                _replace(folder.parent / LATEST, folder.name)
+                write_tag(folder.parent / LATEST, folder.name)
 
     on_every_rank(write, f"write to {folder}")
+
+
+class _ListedFileSystem(FileSystem):
+    """Writes each file of a checkpoint as a new one that replaces an older one."""
+
+    def __init__(self, listed: DigestList) -> None:
+        """Note the digests of files in a list."""
+        self._listed = listed
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Yield a stream that reads or writes a file, as torch calls it."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with NewFile(Path(path)) as file:
+            with self._listed.stream(file) as new:
+                yield new
+            file.publish()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file, as torch calls it for the metadata."""
+        super().rename(path, new_path)
+        self._listed.digests[Path(new_path).name] = self._listed.digests.pop(Path(path).name)
 
 
 def validate_same_folder(directory: str | os.PathLike[str], tag: str | None, call: str) -> None:
@@ -94,47 +138,65 @@ def validate_same_folder(directory: str | os.PathLike[str], tag: str | None, cal
     group = host_group()
     if group is None:
         return
-    own = (tag, socket.gethostname(), os.path.realpath(directory))
-    given: list[tuple[str | None, str, str]] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(given, own, group=group)
-    tags = [each[0] for each in given]
+    place = (tag, socket.gethostname(), os.path.realpath(directory))
+    places: list[tuple[str | None, str, str]] = [place] * dist.get_world_size(group)
+    dist.all_gather_object(places, place, group=group)
+    tags = [entry[0] for entry in places]
     if len(set(tags)) > 1:
-        what, values = "tags", tags
-    elif len({each[1:] for each in given}) > len({each[1] for each in given}):
-        what, values = "directories", [each[2] for each in given]
+        noun, values = "tags", tags
+    elif len({entry[1:] for entry in places}) > len({entry[1] for entry in places}):
+        noun, values = "directories", [entry[2] for entry in places]
     else:
         return
     message = (
-        f"{call} was called with the {what} {values} on ranks 0 to {len(given) - 1}: each rank has"
-        " a part of one checkpoint. Give the same tag on every rank, and a directory that all of"
+        f"{call} was called with the {noun} {values} on ranks 0 to {len(places) - 1}: each rank has"
+        " a part of one checkpoint. Pass the same tag on every rank, and a directory that all of"
         " them share."
     )
     raise OptionError(message)
 
 
-def latest_tag(directory: Path) -> str | None:
-    """Return the tag in ``latest``; None if nothing was saved."""
-    file = directory / LATEST
-    return file.read_text().strip() if file.is_file() else None
+def latest_tag(directory: Path, name: str = LATEST) -> str | None:
+    """Return the tag in ``latest``, or another file; None if nothing was saved.
+
+    Raises StoreFormatError if it is not a name in the directory, DirectoryError if it is not a
+    file.
+    """
+    file = directory / name
+    verify(file)
+    if not os.path.lexists(file):
+        return None
+    tag = read_text(file, errors="replace").strip()
+    path_inside(directory, tag, file, links=True)
+    return tag
 
 
-def read_common(folder: Path) -> dict[str, Any]:
-    """Return what is the same on every rank; raises StoreFormatError if there is none."""
+def write_tag(file: Path, tag: str) -> None:
+    """Write the file that names the newest checkpoint of its directory."""
+    DigestList(file).write_main(lambda stream: stream.write(tag.encode()))
+
+
+def read_common(folder: Path, check: Callable[[Path], None] = verify) -> dict[str, Any]:
+    """Return what is the same on every rank, after ``check`` of all files of the checkpoint.
+
+    Raises StoreFormatError if there is none, DamageError if a file is not what was written.
+    """
     file = folder / _KEPT
-    if not file.is_file():
+    check(file)
+    if not os.path.lexists(file):
         message = (
-            f"{folder} has no {_KEPT}: it is no checkpoint. Name a directory that"
+            f"{folder} has no {_KEPT}: it is not a checkpoint. Pass a directory that"
             " save_checkpoint() wrote to, this engine's or DeepSpeed's, and a tag in it."
         )
         raise StoreFormatError(message)
     try:
-        found: dict[str, Any] = torch.load(file, weights_only=True)
+        common: dict[str, Any] = load_torch_file(file)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what reading damaged bytes raises may be of any kind
+    except Exception as error:  # damaged bytes may raise any error
         message = f"{file} cannot be read: it is damaged or cut short. Load another checkpoint."
         raise StoreFormatError(message) from error
-    return found
+    return common
 
 
 def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
@@ -142,16 +204,26 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 
     With ``strict`` it raises OptionError if the checkpoint has other names than the module.
     """
-    there = {n.removeprefix(_MODULE) for n in _names_in(folder) if n.startswith(_MODULE)}
+    saved = {
+        n.removeprefix(_MODULE): v for n, v in _metadata(folder).items() if n.startswith(_MODULE)
+    }
+    saved_names = saved.keys()
     tensors = _room_for(module)
-    if strict and there != tensors.keys():
-        missing, more = sorted(tensors.keys() - there), sorted(there - tensors.keys())
+    if strict and saved_names != tensors.keys():
+        missing, more = sorted(tensors.keys() - saved_names), sorted(saved_names - tensors.keys())
         message = (
             f"{folder} is of another model: it lacks {missing} and also has {more}. Pass"
             " load_module_strict=False to load what both have."
         )
         raise OptionError(message)
-    taken = {name: values for name, values in tensors.items() if name in there}
+    taken = {name: values for name, values in tensors.items() if name in saved_names}
+    for name, values in taken.items():
+        if saved[name].size != values.shape:
+            message = (
+                f"{name} is {tuple(saved[name].size)} in {folder} and {tuple(values.shape)} in the"
+                " model: it is of another model."
+            )
+            raise OptionError(message)
     _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
     targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
     with torch.no_grad():
@@ -160,13 +232,13 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
 
 
 def load_states(
-    folder: Path, kept: Mapping[str, Any], module: nn.Module, optimizer: PlacedOptimizer
+    folder: Path, common: Mapping[str, Any], module: nn.Module, optimizer: PlacedOptimizer
 ) -> None:
     """Load the states and hyper-parameters of a checkpoint into the optimizer; collective.
 
     Raises OptionError if the checkpoint's groups have other parameters, or it is of another class.
     """
-    theirs, ours = kept.get("class"), name_of_class(optimizer)  # older ones lack it
+    theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
     if theirs not in {None, ours}:
         message = (
             f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
@@ -174,17 +246,17 @@ def load_states(
         )
         raise OptionError(message)
     names = iter(owned_names(module, optimizer))
-    here = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    if here != [group["params"] for group in kept["groups"]]:
+    our_groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
+    if our_groups != [group["params"] for group in common["groups"]]:
         message = (
-            f"{folder} has groups of {[len(g['params']) for g in kept['groups']]} parameters and"
-            f" the optimizer of {list(map(len, here))}, or their names differ: create the same"
-            " groups, or pass load_optimizer_states=False."
+            f"{folder} has groups of {[len(g['params']) for g in common['groups']]} parameters and"
+            f" the optimizer of {list(map(len, our_groups))}, or their names differ: create the"
+            " same groups, or pass load_optimizer_states=False."
         )
         raise OptionError(message)
     named = _parameters(module)
     room: Tensors = {}
-    for key, saved in FileSystemReader(folder).read_metadata().state_dict_metadata.items():
+    for key, saved in _metadata(folder).items():
         name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
         if (
             key.startswith(_OPTIMIZER)
@@ -193,21 +265,21 @@ def load_states(
         ):
             dtype, parameter = saved.properties.dtype, named[name]
             if saved.size == parameter.shape:
-                own = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
-                room[key] = host_dtensor(own, parameter)
-            else:  # of a class that is not elementwise (Adafactor's rows), which has all of them
+                share = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
+                room[key] = host_dtensor(share, parameter)
+            else:  # the class is not elementwise (Adafactor's rows): every rank has all of them
                 room[key] = torch.empty(saved.size, dtype=dtype, device="cpu")
     _read(folder, room)
     states: StatesByName = {
-        name: {"step": torch.tensor(step)} for name, step in kept["steps"].items()
+        name: {"step": torch.tensor(step)} for name, step in common["steps"].items()
     }
-    for name, numbers in kept.get("numbers", {}).items():  # which older ones lack
+    for name, numbers in common.get("numbers", {}).items():  # which older ones lack
         states.setdefault(name, {}).update(numbers)
     for key, values in room.items():
         name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
         states.setdefault(name, {})[state] = to_local(values)
     set_states(module, optimizer, states)
-    for group, saved in zip(optimizer.param_groups, kept["groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, common["groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
 
 
@@ -243,16 +315,16 @@ class SavedWeight:
 
 def saved_weights(folder: Path) -> dict[str, SavedWeight]:
     """Return the weights and buffers of a checkpoint by the model's names."""
-    there: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    found: dict[str, SavedWeight] = {}
-    for key in [k for k in there if k.startswith(_MODULE)]:
+    entries = _metadata(folder)
+    weights: dict[str, SavedWeight] = {}
+    for key in [k for k in entries if k.startswith(_MODULE)]:
         name = key.removeprefix(_MODULE)
         master = f"{_OPTIMIZER}{name}.master"
-        entry = there[key]
-        found[name] = SavedWeight(
-            key, master if master in there else None, entry.size, entry.properties.dtype
+        entry = entries[key]
+        weights[name] = SavedWeight(
+            key, master if master in entries else None, entry.size, entry.properties.dtype
         )
-    return found
+    return weights
 
 
 def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
@@ -265,9 +337,7 @@ def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
         room[saved.key] = torch.empty(saved.shape, dtype=saved.dtype)
         if saved.master is not None:
             room[saved.master] = torch.empty(saved.shape)
-    if room:
-        with _quietly():
-            dcp_load(room, checkpoint_id=folder, no_dist=True)
+    _read(folder, room, alone=True)
     whole: Tensors = {}
     for name, saved in weights.items():
         values = room.pop(saved.key)
@@ -280,16 +350,14 @@ def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
 
 def read_states(folder: Path, name: str) -> Tensors:
     """Return the whole states of a parameter that are tensors; this rank reads them by itself."""
-    there = FileSystemReader(folder).read_metadata().state_dict_metadata
+    entries = _metadata(folder)
     prefix = f"{_OPTIMIZER}{name}."
     room: Tensors = {}
-    for key, saved in there.items():
+    for key, saved in entries.items():
         state = key.removeprefix(prefix)
         if key != state and "." not in state and isinstance(saved, TensorStorageMetadata):
             room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    if room:
-        with _quietly():
-            dcp_load(room, checkpoint_id=folder, no_dist=True)
+    _read(folder, room, alone=True)
     return {key.removeprefix(prefix): values for key, values in room.items()}
 
 
@@ -299,7 +367,7 @@ def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
     ``frozen``: also those of frozen parameters.
     """
     left_out = {} if frozen else {n for n, p in module.named_parameters() if not p.requires_grad}
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = rank_here() == 0
     whole: Tensors = {}
     for name, values in module.state_dict().items():
         if name not in left_out:
@@ -316,8 +384,8 @@ def _values_of(module: nn.Module) -> Tensors:
     for name, values in module.state_dict().items():
         if name in named:
             if is_sharded(values):
-                own = values.to_local().detach().clone().cpu()
-                tensors[_MODULE + name] = host_dtensor(own, named[name])
+                share = values.to_local().detach().clone().cpu()
+                tensors[_MODULE + name] = host_dtensor(share, named[name])
             else:
                 tensors[_MODULE + name] = values.detach().clone().cpu()
         elif name not in dict(module.named_parameters(remove_duplicate=False)):
@@ -337,14 +405,53 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(resharded(module).named_parameters())
 
 
-def _names_in(folder: Path) -> list[str]:
-    return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
+def _metadata(folder: Path) -> dict[str, Any]:
+    """Return what is known of each tensor; raise StoreFormatError if a file lacks a part of one."""
+    file, ends = folder / ".metadata", dict[Path, int]()
+    with _reading(file):
+        read = RestrictedReader(folder).read_metadata()
+        for info in read.storage_data.values():
+            part = path_inside(folder, info.relative_path, file)
+            ends[part] = max(info.offset + info.length, ends.get(part, 0))
+    for part, end in ends.items():
+        nbytes = check_regular(part).st_size if os.path.lexists(part) else 0
+        if nbytes != end:
+            message = (
+                f"{part} is gone, was cut short or is another file: it has {nbytes} bytes, and by"
+                f" {file} {end} were written. Load another checkpoint."
+            )
+            raise StoreFormatError(message)
+    return read.state_dict_metadata
 
 
-def _read(folder: Path, room: Tensors) -> None:
-    if room:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise StoreFormatError if what torch reads of a checkpoint in the block cannot be read."""
+    try:
         with _quietly():
-            dcp_load(room, checkpoint_id=folder, process_group=host_group())
+            yield
+    except (StowError, MemoryError):
+        raise
+    except (Exception, CheckpointException) as error:  # damaged bytes raise errors of any kind
+        for failure in _failures_in(error):
+            if isinstance(failure, StowError) or not isinstance(failure, Exception):
+                raise failure from error
+        message = f"{path} cannot be read: it is damaged or cut short. Load another checkpoint."
+        raise StoreFormatError(message) from error
+
+
+def _failures_in(error: BaseException) -> list[BaseException]:
+    """Return what the ranks raised, which torch collects in an error that is no Exception."""
+    if not isinstance(error, CheckpointException):
+        return []
+    return [failure for failure, _ in error.failures.values()]
+
+
+def _read(folder: Path, room: Tensors, *, alone: bool = False) -> None:
+    """Read the tensors in ``room``; collective, unless this rank reads them ``alone``."""
+    if room:
+        with _reading(folder):
+            load_tensors(folder, room, group=host_group(), alone=alone)
 
 
 @contextmanager
@@ -353,12 +460,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*uninitialized, assuming the intent.*")
         yield
-
-
-def _replace(file: Path, text: str) -> None:
-    beside = file.with_name(f".{file.name}.new")
-    with beside.open("w") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    beside.replace(file)

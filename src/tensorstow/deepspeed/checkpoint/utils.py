@@ -9,17 +9,12 @@ __all__ = ["clone_tensors_for_torch_save"]
 
 
 def clone_tensors_for_torch_save(
-    item: Any,  # noqa: ANN401  # upstream's
+    item: Any,
     device: torch.device | str = torch.device("cpu"),  # noqa: B008
-) -> Any:  # noqa: ANN401
+) -> Any:
     """Return a copy of tensors in lists, tuples and dicts; sharded ones become whole.
 
-    Args:
-        item: A tensor, or what has tensors. With sharded ones in it, call it on every rank.
-        device: Where the copies are. Default: host memory.
-
-    Returns:
-        The same structure; what is no tensor is the same object.
+    Objects other than tensors are the same.
     """
     if isinstance(item, torch.Tensor):
         with torch.no_grad():

@@ -4,6 +4,7 @@ Every rank maps the files of all ranks. One parameter at a time is put together,
 keeps its elements.
 """
 
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from tensorstow.deepspeed.checkpoint.zero_files import (
     FP32,
+    UNIVERSAL_MAIN,
     Fragment,
     Partitions,
     joined,
@@ -25,6 +27,8 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
 )
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
 from tensorstow.fsdp.full_tensors import resharded, to_local
+from tensorstow.fsdp.sharding import verify_together
+from tensorstow.io.digest_list import DigestList
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import is_sharded, part_of
@@ -47,9 +51,14 @@ class ZeroCheckpoint:
     """A folder that DeepSpeed's ``save_checkpoint`` or ``ds_to_universal`` wrote."""
 
     def __init__(self, folder: Path) -> None:
-        """Map the files of weights; raises StoreFormatError for a layout that is not known."""
+        """Verify the files if they have a list, and map those of weights; collective.
+
+        Raises StoreFormatError for a layout that is not known.
+        """
+        files, ours = model_files(folder), DigestList(folder / UNIVERSAL_MAIN)
+        verify_together(ours.main if os.path.lexists(ours.path) else files[0])
         self._folder = folder
-        self._models = [read_dict(file, "module") for file in model_files(folder)]
+        self._models = [read_dict(file, "module") for file in files]
         self._common = self._models[0]
         if self._common.get("num_experts") or self._common.get("ds_autoep_layers"):
             message = (
@@ -69,25 +78,25 @@ class ZeroCheckpoint:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The engine's counters; micro-batches begin anew, as upstream."""
+        """The engine's counters; micro-batches begin again, as upstream."""
         counts = {name: int(self._common[name]) for name in _COUNTS if name in self._common}
         return {"micro_steps": 0, **counts}
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What was given to ``save_checkpoint``."""
-        given = {key: value for key, value in self._common.items() if key not in _OF_DEEPSPEED}
-        own: dict[str, Any] = clone_tensors_for_torch_save(given)  # files may be replaced later
-        return own
+        """The ``client_state`` of ``save_checkpoint``."""
+        state = {key: value for key, value in self._common.items() if key not in _OF_DEEPSPEED}
+        copies: dict[str, Any] = clone_tensors_for_torch_save(state)  # files may be replaced later
+        return copies
 
     @property
-    def scheduler(self) -> Any:  # noqa: ANN401  # a scheduler's own
-        """The scheduler's state; None: there was none."""
+    def scheduler(self) -> Any:
+        """The scheduler's state; None if the engine had no scheduler."""
         return clone_tensors_for_torch_save(self._common.get("lr_scheduler"))
 
     @property
     def scale(self) -> dict[str, float | int] | None:
-        """The state of a dynamic loss scale; None: there was none."""
+        """The state of a dynamic loss scale; None if the engine had none."""
         scaler: Any = self._partitions.scaler
         if scaler is None or not getattr(scaler, "dynamic", False):
             return None
@@ -101,10 +110,11 @@ class ZeroCheckpoint:
     @torch.no_grad()
     def load_module(self, module: nn.Module, *, strict: bool) -> None:
         """Load weights and buffers; raises OptionError if ``strict`` and the names differ."""
-        here = module.state_dict()
-        there: Mapping[str, torch.Tensor] = self._common["module"]
-        if strict and there.keys() != here.keys():
-            missing, more = sorted(here.keys() - there.keys()), sorted(there.keys() - here.keys())
+        module_state = module.state_dict()
+        saved_state: Mapping[str, torch.Tensor] = self._common["module"]
+        if strict and saved_state.keys() != module_state.keys():
+            missing = sorted(module_state.keys() - saved_state.keys())
+            more = sorted(saved_state.keys() - module_state.keys())
             message = (
                 f"{self._folder} is of another model: it lacks {missing} and also has {more}. Pass"
                 " load_module_strict=False to load what both have."
@@ -112,9 +122,9 @@ class ZeroCheckpoint:
             raise OptionError(message)
         named = dict(resharded(module).named_parameters())
         targets: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **named}
-        both = {name: target for name, target in targets.items() if name in there}
+        both = {name: target for name, target in targets.items() if name in saved_state}
         for name, target in both.items():
-            shape = self._shapes.get(name, there[name].shape)
+            shape = self._shapes.get(name, saved_state[name].shape)
             if shape != target.shape:
                 message = (
                     f"{name} has the shape {tuple(target.shape)} here and {tuple(shape)} in"
@@ -122,8 +132,8 @@ class ZeroCheckpoint:
                 )
                 raise OptionError(message)
         for name, target in both.items():
-            is_whole = there[name].shape == target.shape
-            _write(target, there[name] if is_whole else self._gathered(name), name)
+            is_whole = saved_state[name].shape == target.shape
+            _write(target, saved_state[name] if is_whole else self._gathered(name), name)
 
     @torch.no_grad()
     def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
@@ -133,10 +143,10 @@ class ZeroCheckpoint:
         """
         saved = self._partitions
         self._compare_groups(module, optimizer)
-        kept = {key for each in saved.fragments.values() for key in each}
-        if not isinstance(optimizer, StowedAdam) or not kept <= _OF_ADAM:
+        keys = {key for fragments in saved.fragments.values() for key in fragments}
+        if not isinstance(optimizer, StowedAdam) or not keys <= _OF_ADAM:
             message = (
-                f"{self._folder} has the states {sorted(kept - {FP32})}, and the optimizer is"
+                f"{self._folder} has the states {sorted(keys - {FP32})}, and the optimizer is"
                 f" {type(optimizer).__name__}: DeepSpeed's are read for Adam and AdamW. Pass"
                 " load_optimizer_states=False."
             )
@@ -157,32 +167,32 @@ class ZeroCheckpoint:
                 entry[key] = _own(saved.whole(name, key), parameter, name)
             states[name] = entry
         set_states(module, optimizer, states)
-        for group, there in zip(optimizer.param_groups, saved.groups, strict=True):
-            group.update({k: v for k, v in there.values.items() if k in _HYPER_PARAMETERS})
+        for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
+            group.update({k: v for k, v in saved_group.values.items() if k in _HYPER_PARAMETERS})
 
     def _compare_groups(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
         names = iter(owned_names(module, optimizer))
         named = dict(resharded(module).named_parameters())
-        here = [
+        our_names = [
             {name for name in (next(names) for _ in group["params"]) if named[name].requires_grad}
             for group in optimizer.param_groups
         ]
-        there = [group.names for group in self._partitions.groups]
-        if here != there:
+        saved_names = [group.names for group in self._partitions.groups]
+        if our_names != saved_names:
             message = (
-                f"{self._folder} has groups of {[len(names) for names in there]} parameters and the"
-                f" optimizer of {[len(names) for names in here]}, or their names differ: create the"
-                " same groups, or pass load_optimizer_states=False."
+                f"{self._folder} has groups of {[*map(len, saved_names)]} parameters and the"
+                f" optimizer of {[*map(len, our_names)]}, or their names differ: create the same"
+                " groups, or pass load_optimizer_states=False."
             )
             raise OptionError(message)
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
-        """Of weights that stage 3 has cut: it leaves empty tensors in their places."""
+        """Shapes of weights that stage 3 has cut: it leaves empty tensors in their places."""
         groups = self._common.get("param_shapes") or []
         frozen = self._common.get("frozen_param_shapes") or {}
-        each = [groups] if isinstance(groups, Mapping) else groups
-        return {name: torch.Size(s) for group in (*each, frozen) for name, s in group.items()}
+        listed = [groups] if isinstance(groups, Mapping) else groups
+        return {name: torch.Size(s) for group in (*listed, frozen) for name, s in group.items()}
 
     def _gathered(self, name: str) -> torch.Tensor:
         """Return a whole weight that stage 3 had cut."""
@@ -197,16 +207,16 @@ class ZeroCheckpoint:
             raise StoreFormatError(message)
         shape, fragments, start = self._shapes[name], [], 0
         for fragment in cut:
-            own = fragment[name].reshape(-1)[: shape.numel() - start]
-            fragments.append(Fragment(start, own))
-            start += own.numel()
+            values = fragment[name].reshape(-1)[: shape.numel() - start]
+            fragments.append(Fragment(start, values))
+            start += values.numel()
         return joined(fragments, shape, name)
 
 
 def _write(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
     """Copy a whole tensor into a weight or buffer, of which this rank may have a part."""
-    own = part_of(whole, target, name) if is_sharded(target) else whole
-    to_local(target).copy_(own)
+    share = part_of(whole, target, name) if is_sharded(target) else whole
+    to_local(target).copy_(share)
 
 
 def _own(whole: torch.Tensor, parameter: torch.Tensor, name: str) -> torch.Tensor:

@@ -20,14 +20,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from torch.serialization import safe_globals
 
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.checkpoint.torch_file import load_torch_file
 
 FP32 = "fp32"
+UNIVERSAL_MAIN = "mp_rank_00_model_states.pt"
+"""The file to whose digests ds_to_universal of this project writes a list."""
 _OPTIMIZER = "optimizer_state_dict"
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
@@ -36,7 +38,7 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim
 class PickledValue:
     """Stands in for an object of DeepSpeed's: has its attributes, and none of its code."""
 
-    def __init__(self, *args: Any) -> None:  # noqa: ANN401  # an enum's value
+    def __init__(self, *args: Any) -> None:
         """Keep the arguments of a class that is called."""
         self.args = args
 
@@ -49,19 +51,19 @@ _STOOD_IN = (
 )
 
 
-def read_file(file: Path) -> Any:  # noqa: ANN401  # universal checkpoints have lone tensors
+def read_file(file: Path) -> Any:
     """Return what a file of DeepSpeed's holds, its tensors mapped; no code of a file is run.
 
-    Raises StoreFormatError for an object of a class that is not known to be harmless, and for a
-    file that is damaged.
+    Raises StoreFormatError for an object of a class that may not be harmless, and for a damaged
+    file.
     """
-    known: list[Any] = [(PickledValue, name) for name in _STOOD_IN]
+    harmless: list[Any] = [(PickledValue, name) for name in _STOOD_IN]
     try:
-        with safe_globals([*known, Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+        with safe_globals([*harmless, Namespace]):
+            return load_torch_file(file, maps=True)
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what reading damaged bytes raises may be of any kind
+    except Exception as error:  # damaged bytes may raise any error
         named = re.search(r"GLOBAL (\S+)", str(error))
         if not isinstance(error, UnpicklingError) or named is None:
             message = (
@@ -77,12 +79,12 @@ def read_file(file: Path) -> Any:  # noqa: ANN401  # universal checkpoints have 
 
 
 def read_dict(file: Path, key: str) -> dict[str, Any]:
-    """Return what a file holds that has ``key``; raises StoreFormatError where it has not."""
-    found: Any = read_file(file)
-    if not isinstance(found, dict) or key not in found:
+    """Return the dict in a file; raises StoreFormatError if it lacks ``key``."""
+    content: Any = read_file(file)
+    if not isinstance(content, dict) or key not in content:
         message = f'{file} has no "{key}", as such a file of a DeepSpeed checkpoint has.'
         raise StoreFormatError(message)
-    return found
+    return content
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,7 +101,7 @@ class SavedGroup:
 
     names: frozenset[str]
     values: Mapping[str, Any]
-    """Its hyper-parameters; empty where the files have none."""
+    """Its hyper-parameters; empty if the files have none."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -108,27 +110,27 @@ class Partitions:
 
     shapes: dict[str, torch.Size]
     fragments: dict[str, dict[str, list[Fragment]]]
-    """By name, then "fp32" or a state's name."""
+    """Fragments by the weight's name, then by "fp32" or a state's name."""
     steps: dict[str, float] = field(default_factory=dict)
-    """Updates of each parameter; none for one that has no states."""
+    """Number of updates of each parameter that has states."""
     groups: list[SavedGroup] = field(default_factory=list)
     scaler: PickledValue | None = None
 
     def whole(self, name: str, key: str) -> torch.Tensor:
         """Return the whole fp32 weight or state of a parameter.
 
-        A view of a mapped file where one fragment has all of it. Raises StoreFormatError where
+        It is a view of a mapped file if one fragment has all of it. Raises StoreFormatError if
         elements are missing.
         """
         return joined(self.fragments[name][key], self.shapes[name], f"{key} of {name}")
 
 
-def joined(fragments: Sequence[Fragment], shape: torch.Size, what: str) -> torch.Tensor:
-    """Return the tensor of which these are the elements; a view of one that has all."""
-    there = sum(fragment.values.numel() for fragment in fragments)
-    if there != shape.numel():
+def joined(fragments: Sequence[Fragment], shape: torch.Size, name: str) -> torch.Tensor:
+    """Return the tensor with these elements; a view if one fragment has all of them."""
+    count = sum(fragment.values.numel() for fragment in fragments)
+    if count != shape.numel():
         message = (
-            f"{what} has {shape.numel()} elements, of which the files hold {there}: a file of a"
+            f"{name} has {shape.numel()} elements, of which the files hold {count}: a file of a"
             " rank is missing, or of another checkpoint."
         )
         raise StoreFormatError(message)
@@ -141,7 +143,7 @@ def joined(fragments: Sequence[Fragment], shape: torch.Size, what: str) -> torch
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files of weights and counters, in the order of ranks; none: it is no checkpoint.
+    """Return the files of weights and counters, in the order of ranks; none without a checkpoint.
 
     Raises StoreFormatError for a model that was cut over ranks (tensor or pipeline parallelism).
     """
@@ -154,24 +156,24 @@ def optimizer_files(folder: Path) -> list[Path]:
 
 
 def _by_rank(folder: Path, names: re.Pattern[str]) -> list[Path]:
-    found: dict[int, Path] = {}
+    file_of_rank: dict[int, Path] = {}
     for file in folder.iterdir() if folder.is_dir() else ():
         match = names.fullmatch(file.name)
         if match is not None:
             if int(match[2]) > 0:
                 message = (
                     f"{file} is of a model that tensor or pipeline parallelism had cut: only"
-                    " checkpoints of data-parallel ranks are read."
+                    " checkpoints of data-parallel ranks can be loaded."
                 )
                 raise StoreFormatError(message)
-            found[int(match[1] or 0)] = file
-    if sorted(found) != list(range(len(found))):
+            file_of_rank[int(match[1] or 0)] = file
+    if sorted(file_of_rank) != list(range(len(file_of_rank))):
         message = (
-            f"{folder} has files of the ranks {sorted(found)}: copy those of all ranks into one"
-            " directory."
+            f"{folder} has files of the ranks {sorted(file_of_rank)}: copy those of all ranks into"
+            " one directory."
         )
         raise StoreFormatError(message)
-    return [found[rank] for rank in range(len(found))]
+    return [file_of_rank[rank] for rank in range(len(file_of_rank))]
 
 
 def is_universal(folder: Path) -> bool:
@@ -189,7 +191,7 @@ def partitions_of(folder: Path, models: Sequence[Mapping[str, Any]]) -> Partitio
     if shapes is None:
         message = (
             f"{folder} was saved by DeepSpeed under stage 0, which has no ZeRO partitions: its"
-            " states cannot be told apart. Load it with load_optimizer_states=False."
+            " states cannot be distinguished. Load it with load_optimizer_states=False."
         )
         raise StoreFormatError(message)
     shapes = [shapes] if isinstance(shapes, Mapping) else list(shapes)
@@ -212,41 +214,43 @@ def partitions_of(folder: Path, models: Sequence[Mapping[str, Any]]) -> Partitio
 def _stages_1_and_2(
     ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
 ) -> Partitions:
-    found = _empty(shapes, ranks[0].get("loss_scaler"))
+    partitions = _empty(shapes, ranks[0].get("loss_scaler"))
     base = ranks[0]["base_optimizer_state"]
     is_elastic = not isinstance(base, Mapping)
     saved = [] if is_elastic else base["param_groups"]
     for number, group in enumerate(shapes):
         states = [_states_of(rank["base_optimizer_state"], number) for rank in ranks]
         parts = [rank["single_partition_of_fp32_groups"][number] for rank in ranks]
-        each = parts[0].numel()  # padding is in the last one's, which may lack it
-        kept = {FP32: parts, **{key: [state[key] for state in states] for key in _flat(states[0])}}
+        part_elements = parts[0].numel()  # all parts have as many, but for the last one's padding
+        flats_of = {FP32: parts, **{k: [state[k] for state in states] for k in _flat(states[0])}}
         start = 0
         for name, shape in group.items():
             stop = start + shape.numel()
-            for key, flats in kept.items():
-                found.fragments[name][key] = _cut(flats, each, start, stop)
+            for key, flats in flats_of.items():
+                partitions.fragments[name][key] = _cut(flats, part_elements, start, stop)
             start = stop
-        _tell_steps(found, group, states[0], [ranks[0].get("base_optimizer_state_step"), *saved])
-    _tell_groups(found, saved, shapes)
-    return found
+        fallbacks = [ranks[0].get("base_optimizer_state_step"), *saved]
+        _tell_steps(partitions, group, states[0], fallbacks)
+    _tell_groups(partitions, saved, shapes)
+    return partitions
 
 
-def _cut(flats: Sequence[torch.Tensor], each: int, start: int, stop: int) -> list[Fragment]:
-    """Return the elements from ``start`` to ``stop`` of a tensor that is cut into parts."""
+def _cut(flats: Sequence[torch.Tensor], elements: int, start: int, stop: int) -> list[Fragment]:
+    """Return the elements from ``start`` to ``stop`` of a tensor cut into parts of ``elements``."""
     fragments = []
     for rank, flat in enumerate(flats):
-        first, end = max(start, rank * each), min(stop, rank * each + flat.numel())
+        begin = rank * elements
+        first, end = max(start, begin), min(stop, begin + flat.numel())
         if first < end:
-            own = flat.detach()[first - rank * each : end - rank * each]
-            fragments.append(Fragment(first - start, own))
+            values = flat.detach()[first - begin : end - begin]
+            fragments.append(Fragment(first - start, values))
     return fragments
 
 
 def _stage_3(
     folder: Path, ranks: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]]
 ) -> Partitions:
-    found = _empty(shapes, ranks[0].get("loss_scaler"))
+    partitions = _empty(shapes, ranks[0].get("loss_scaler"))
     saved = ranks[0][_OPTIMIZER]["param_groups"]
     for number, group in enumerate(shapes):
         states = [_states_of(rank[_OPTIMIZER], number) for rank in ranks]
@@ -257,22 +261,22 @@ def _stage_3(
                 " them to offloaded_tensors/. Save it from a run without offload to nvme."
             )
             raise StoreFormatError(message)
-        kept = {FP32: parts, **{key: [state[key] for state in states] for key in _flat(states[0])}}
+        flats_of = {FP32: parts, **{k: [state[k] for state in states] for k in _flat(states[0])}}
         offset = 0
         for name, shape in group.items():
-            each = -(-shape.numel() // len(ranks))
-            for key, flats in kept.items():
-                own = [flat.detach()[offset : offset + each] for flat in flats]
-                found.fragments[name][key] = _cut(own, each, 0, shape.numel())
-            offset += each
-        _tell_steps(found, group, states[0], saved)
-    _tell_groups(found, saved, shapes)
-    return found
+            share = -(-shape.numel() // len(ranks))
+            for key, flats in flats_of.items():
+                shares = [flat.detach()[offset : offset + share] for flat in flats]
+                partitions.fragments[name][key] = _cut(shares, share, 0, shape.numel())
+            offset += share
+        _tell_steps(partitions, group, states[0], saved)
+    _tell_groups(partitions, saved, shapes)
+    return partitions
 
 
 def _universal(folder: Path, shapes: Sequence[Mapping[str, torch.Size]]) -> Partitions:
     common = read_dict(folder / "optimizer_state.pt", "param_groups")
-    found = _empty(shapes, common.get("loss_scaler"))
+    partitions = _empty(shapes, common.get("loss_scaler"))
     for number, group in enumerate(shapes):
         for name in group:
             step: Any = None
@@ -282,12 +286,14 @@ def _universal(folder: Path, shapes: Sequence[Mapping[str, torch.Size]]) -> Part
                     step = saved
                 else:
                     whole = saved["param"] if isinstance(saved, Mapping) else saved
-                    found.fragments[name][file.stem] = [Fragment(0, whole.detach().reshape(-1))]
+                    partitions.fragments[name][file.stem] = [
+                        Fragment(0, whole.detach().reshape(-1))
+                    ]
             state = {"step": step} if step is not None else _states_of(common[_OPTIMIZER], number)
-            if len(found.fragments[name]) > 1:
-                found.steps[name] = float(state["step"])
-    _tell_groups(found, common["param_groups"], shapes)
-    return found
+            if len(partitions.fragments[name]) > 1:
+                partitions.steps[name] = float(state["step"])
+    _tell_groups(partitions, common["param_groups"], shapes)
+    return partitions
 
 
 def _empty(shapes: Sequence[Mapping[str, torch.Size]], scaler: PickledValue | None) -> Partitions:
@@ -295,36 +301,39 @@ def _empty(shapes: Sequence[Mapping[str, torch.Size]], scaler: PickledValue | No
     return Partitions(whole, {name: {} for name in whole}, scaler=scaler)
 
 
-def _states_of(base: Any, number: int) -> Mapping[str, Any]:  # noqa: ANN401
+def _states_of(base: Any, number: int) -> Mapping[str, Any]:
     """Return the states of a group; an elastic checkpoint has them in a list."""
     states = base["state"].get(number, {}) if isinstance(base, Mapping) else base[number]
-    found: Mapping[str, Any] = states
-    return found
+    of_group: Mapping[str, Any] = states
+    return of_group
 
 
 def _flat(states: Mapping[str, Any]) -> list[str]:
-    """Return the names of states that have an element for each of the weight's."""
+    """Return the names of states with one element for each element of the weight."""
     return [k for k, v in states.items() if isinstance(v, torch.Tensor) and v.ndim == 1]
 
 
 def _tell_steps(
-    found: Partitions, group: Mapping[str, Any], states: Mapping[str, Any], others: Sequence[Any]
+    partitions: Partitions,
+    group: Mapping[str, Any],
+    states: Mapping[str, Any],
+    fallbacks: Sequence[Any],
 ) -> None:
-    """Note the updates of a group's parameters; old versions count them in another place."""
+    """Record the updates of a group's parameters; old versions count them in another place."""
     if not _flat(states):
         return
-    counted = [states, *others]
-    steps = [each.get("step") if isinstance(each, Mapping) else each for each in counted]
+    counted = [states, *fallbacks]
+    steps = [holder.get("step") if isinstance(holder, Mapping) else holder for holder in counted]
     step = next((float(step) for step in steps if step is not None), 0.0)
-    found.steps.update(dict.fromkeys(group, step))
+    partitions.steps.update(dict.fromkeys(group, step))
 
 
 def _tell_groups(
-    found: Partitions, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
+    partitions: Partitions, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Note the groups; stage 3 cuts one into several, whose numbers are its params."""
+    """Record the groups; stage 3 cuts one into several, whose numbers are its params."""
     if not saved:
-        found.groups.extend(SavedGroup(frozenset(group), {}) for group in shapes)
+        partitions.groups.extend(SavedGroup(frozenset(group), {}) for group in shapes)
     for values in saved:
         names = frozenset(name for number in values["params"] for name in shapes[number])
-        found.groups.append(SavedGroup(names, values))
+        partitions.groups.append(SavedGroup(names, values))

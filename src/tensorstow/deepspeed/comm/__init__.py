@@ -9,43 +9,26 @@ from typing import Any
 import torch.distributed as dist
 
 from tensorstow.deepspeed.ranks import init_distributed, local_rank
+from tensorstow.fsdp.sharding import rank_here, world_size
 
 __all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed"]
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return the rank of this process.
-
-    Args:
-        group: The group. Default: None, all ranks.
-
-    Returns:
-        The rank; 0 without a group of processes.
-    """
-    return dist.get_rank(group) if dist.is_initialized() else 0
+    """Return the rank of this process; without a group of processes, the launcher's."""
+    return dist.get_rank(group) if dist.is_initialized() else rank_here()
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks.
-
-    Args:
-        group: The group. Default: None, all ranks.
-
-    Returns:
-        Ranks; 1 without a group of processes.
-    """
-    return dist.get_world_size(group) if dist.is_initialized() else 1
+    """Return the number of ranks; without a group of processes, the launcher's."""
+    return dist.get_world_size(group) if dist.is_initialized() else world_size()
 
 
 def get_local_rank() -> int:
-    """Return the rank of this process on its machine.
-
-    Returns:
-        The rank, from 0.
-    """
+    """Return the rank of this process on its machine, from 0."""
     return local_rank()
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401  # whatever torch has
+def __getattr__(name: str) -> Any:
     """Return what torch.distributed has by this name."""
     return getattr(dist, name)

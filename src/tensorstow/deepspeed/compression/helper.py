@@ -4,26 +4,12 @@ from functools import reduce
 from typing import Any
 
 
-def recursive_getattr(model: Any, module_name: str) -> Any:  # noqa: ANN401  # any attribute
-    """Return what is at a path in a model.
-
-    Args:
-        model: The model.
-        module_name: The path, with dots.
-
-    Returns:
-        The part.
-    """
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """Return what is at a path in a model, which has dots."""
     return reduce(getattr, module_name.split("."), model)
 
 
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:  # noqa: ANN401
-    """Put something at a path in a model.
-
-    Args:
-        model: The model.
-        module_name: The path, with dots.
-        module: What is put there.
-    """
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Put something at a path in a model, which has dots."""
     *owner, last = module_name.split(".")
     setattr(reduce(getattr, owner, model), last, module)

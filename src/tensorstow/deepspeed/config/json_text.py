@@ -9,20 +9,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Never
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.text_file import read_text
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
-_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _WORD = re.compile(r"[^\W\d]\w*")
+_MOST_SLIPS = 20
+_WIDEST = 200
+"""The characters of a line that an error shows."""
 _WRITTEN = {"True": "true", "False": "false", "None": "null"}
 
 
 class _Slip(NamedTuple):
     at: int
-    what: str
+    problem: str
     meant: str | None = None
-    """The text without it, as long as it was, where there is no doubt."""
+    """The corrected text, of the same length; None if several corrections are possible."""
 
 
 def load(source: Source) -> dict[str, Any]:
@@ -31,14 +35,14 @@ def load(source: Source) -> dict[str, Any]:
         return dict(source)
     try:
         path = Path(source)
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig")
     except (OSError, TypeError, ValueError) as error:
         encoded = _of_base64(source)
         if encoded is not None:
             return parse(encoded, "config, from base64,")
-        why = error.strerror if isinstance(error, OSError) else error
+        why = getattr(error, "strerror", None) or error
         message = (
-            f"config={source!r} cannot be read ({why}). Pass a dict, the path of a"
+            f"config={abbreviated(source)} cannot be read ({why}). Pass a dict, the path of a"
             " JSON file in UTF-8, or one in base64."
         )
         raise OptionError(message) from error
@@ -57,29 +61,18 @@ def _of_base64(source: object) -> str | None:
 def parse(text: str, name: str) -> dict[str, Any]:
     """Parse a JSON object; ``name`` is the file's name in errors.
 
-    Raises OptionError with every error up to the first one after which the meaning is not clear.
+    Raises OptionError with every error, but for those after 20, or after the first one that leaves
+    the meaning unclear.
     """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twins(pairs, text, name)
-        return dict(pairs)
-
-    def constant(found: str) -> Never:
-        message = f"{name} has {found}, which is no number in JSON. Write a finite one."
-        raise OptionError(message)
-
     slips: list[_Slip] = []
     meant: str | None = _without_comments(text)
     value: object = None
-    while meant is not None:
+    while meant is not None and len(slips) < _MOST_SLIPS:
         try:
-            value = json.loads(meant, object_pairs_hook=unique, parse_constant=constant)
+            value = _value_of(meant, text, name)
         except json.JSONDecodeError as error:
             slips.append(_slip(meant, error))
             meant = slips[-1].meant
-        except RecursionError as error:
-            message = f"{name} is nested more deeply than any configuration. Take the original."
-            raise OptionError(message) from error
         else:
             break
     if slips:
@@ -90,11 +83,38 @@ def parse(text: str, name: str) -> dict[str, Any]:
     return value
 
 
+def _value_of(meant: str, text: str, name: str) -> object:
+    """Return the value of ``meant``, which is ``text`` without what is not JSON.
+
+    Raises JSONDecodeError, or OptionError for what is JSON but no configuration.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twins(pairs, text, name)
+        return dict(pairs)
+
+    def constant(literal: str) -> Never:
+        message = f"{name} has {literal}, which is not a number in JSON. Write a finite one."
+        raise OptionError(message)
+
+    try:
+        value: object = json.loads(meant, object_pairs_hook=unique, parse_constant=constant)
+    except (json.JSONDecodeError, OptionError):
+        raise
+    except ValueError as error:
+        message = f"{name} has a number of more digits than Python reads. Write a smaller one."
+        raise OptionError(message) from error
+    except RecursionError as error:
+        message = f"{name} is nested more deeply than any configuration. Take the original."
+        raise OptionError(message) from error
+    return value
+
+
 def _without_comments(text: str) -> str:
     """Return a text of the same length, with blanks for comments, as upstream's parser has them."""
 
-    def blank(found: re.Match[str]) -> str:
-        return found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0])
+    def blank(match: re.Match[str]) -> str:
+        return match[0] if match[0][0] == '"' else re.sub(r"[^\n]", " ", match[0])
 
     return _TEXT_OR_COMMENT.sub(blank, text)
 
@@ -103,9 +123,9 @@ def _refuse_twins(pairs: list[tuple[str, Any]], text: str, name: str) -> None:
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
             lines = [i for i, line in enumerate(text.splitlines(), 1) if json.dumps(key) in line]
-            where = ", ".join(map(str, lines))
+            line_numbers = ", ".join(map(str, lines))
             message = (
-                f"{name} has {key!r} {count} times in one object (it stands in line {where})."
+                f"{name} has {key!r} {count} times in one object (in line {line_numbers})."
                 " Keep the one that is meant."
             )
             raise OptionError(message)
@@ -114,15 +134,16 @@ def _refuse_twins(pairs: list[tuple[str, Any]], text: str, name: str) -> None:
 def _pointing(text: str, name: str, slip: _Slip) -> str:
     at = slip.at
     start = text.rfind("\n", 0, at) + 1
-    line = text[start:].split("\n", 1)[0].rstrip()
     number, column = text.count("\n", 0, at) + 1, at - start + 1
-    # Tabs stay tabs before the caret: it stands under its character however wide they are.
+    start = max(start, at - _WIDEST // 2)
+    line = text[start : start + _WIDEST].split("\n", 1)[0].rstrip()
+    # Tabs stay tabs before the caret, so that it is below its character at any tab width.
     blank = re.sub(r"[^\t]", " ", text[start:at])
-    return f"{name}, line {number}, column {column}: {slip.what}.\n    {line}\n    {blank}^"
+    return f"{name}, line {number}, column {column}: {slip.problem}.\n    {line}\n    {blank}^"
 
 
 def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
-    """Return where the error is, which may be before the position that the parser reports."""
+    """Return the error's position, which may be before the one that the parser reports."""
     at = error.pos
     while text[at : at + 1].isspace():
         at += 1
@@ -131,10 +152,10 @@ def _slip(text: str, error: json.JSONDecodeError) -> _Slip:
 
 def _comma_or_end(text: str, at: int, reason: str) -> _Slip | None:
     end = len(text[:at].rstrip())
-    for comma in (at, end - 1):  # Python 3.13 is at the comma, older ones are behind it
+    for comma in (at, end - 1):  # Python 3.13 reports the comma, older ones the position after it
         if text[comma : comma + 1] == "," and text[comma + 1 :].lstrip()[:1] in {"}", "]"}:
-            what = "this comma has nothing after it: take it away"
-            return _Slip(comma, what, _with(text, comma, " "))
+            problem = "this comma has nothing after it: remove it"
+            return _Slip(comma, problem, _with(text, comma, " "))
     if at >= len(text):
         return _Slip(end, "the text ends here: a brace or bracket is still open")
     if "',' delimiter" in reason:
@@ -147,13 +168,13 @@ def _other(text: str, at: int, reason: str) -> _Slip:
     if reason == "Extra data":
         return _Slip(at, "the configuration has ended before this: one {...} is all of it")
     if text[at] == "'":
-        return _Slip(at, 'JSON quotes text with ": exchange the single quotes')
+        return _Slip(at, 'JSON quotes text with ": replace the single quotes')
     word = _WORD.match(text, at)
     if word and word[0] in _WRITTEN:
-        known = _WRITTEN[word[0]]
-        return _Slip(at, f"JSON writes {known}", _with(text, at, known))
-    what = f'{word[0]} has no quotes: write "{word[0]}"' if word else reason[0].lower() + reason[1:]
-    return _Slip(at, what)
+        json_word = _WRITTEN[word[0]]
+        return _Slip(at, f"JSON writes {json_word}", _with(text, at, json_word))
+    unquoted = None if word is None else f'{word[0]} has no quotes: write "{word[0]}"'
+    return _Slip(at, unquoted or reason[0].lower() + reason[1:])
 
 
 def _with(text: str, at: int, new: str) -> str:

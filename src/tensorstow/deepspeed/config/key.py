@@ -4,8 +4,10 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
+
+from tensorstow.base.fields import FP32_MAX, number_of
+from tensorstow.doorkit.keyword_table import Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,35 +22,36 @@ def whole(least: int = 0, most: int | None = None) -> ValueType:
     """Return the type of whole numbers; a float such as 5e8 is one, 1.5 is not."""
 
     def take(value: object) -> int:
-        found = _number(value)
-        if not found.is_integer():
+        amount = _number(value)
+        if not amount.is_integer():
             raise ValueError
-        _within(found, least, most)
-        # The int itself, where it is one: a float has 53 bits.
-        return value if isinstance(value, int) else int(found)
+        # Return an int as it is: a float has only 53 bits.
+        exact = value if isinstance(value, int) else int(amount)
+        _within(exact, least, sys.maxsize if most is None else most)
+        return exact
 
     return ValueType(f"a whole number, {_range(least, most)}", take)
 
 
 def number(least: float = 0.0, most: float | None = None) -> ValueType:
-    """Return the type of finite numbers."""
+    """Return the type of numbers that fp32 holds."""
 
     def take(value: object) -> float:
-        found = _number(value)
-        _within(found, least, most)
-        return found
+        amount = _number(value)
+        _within(amount, least, most)
+        return amount
 
     return ValueType(f"a number, {_range(least, most)}", take)
 
 
 def positive() -> ValueType:
-    """Return the type of finite numbers above zero."""
+    """Return the type of numbers above zero that fp32 holds."""
 
     def take(value: object) -> float:
-        found = _number(value)
-        if found <= 0.0:
+        amount = _number(value)
+        if amount <= 0.0:
             raise ValueError
-        return found
+        return amount
 
     return ValueType("a number above 0", take)
 
@@ -111,18 +114,19 @@ def is_off(value: object) -> bool:
 
 def _switches(section: Mapping[str, Any]) -> list[bool]:
     # DeepSpeed reads inner switches even if the outer one is off.
-    own = section.get("enabled")
-    found = [bool(own) and own != "auto"] if "enabled" in section else []
+    enabled = section.get("enabled")
+    switches = [bool(enabled) and enabled != "auto"] if "enabled" in section else []
     for value in section.values():
         if isinstance(value, Mapping):
-            found.extend(_switches(value))
-    return found
+            switches.extend(_switches(value))
+    return switches
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = number_of(value)
+    if number is None:
         raise ValueError
-    return float(value)
+    return number
 
 
 def _within(value: float, least: float, most: float | None) -> None:
@@ -135,15 +139,7 @@ def _range(least: float, most: float | None) -> str:
 
 
 ANY_WHOLE = replace(whole(-sys.maxsize), allowed="a whole number")
-ANY_NUMBER = replace(number(-sys.float_info.max), allowed="a number")
-
-
-class Support(Enum):
-    """What tensorstow does with a key."""
-
-    HONOURED = "honoured"
-    NO_MEANING = "no meaning"
-    REFUSED = "refused"
+ANY_NUMBER = replace(number(-FP32_MAX), allowed="a number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from tensorstow.deepspeed.config.key import (
     STRING,
     TEXT,
     Key,
-    Support,
     honoured,
     idle,
     number,
@@ -31,6 +30,7 @@ from tensorstow.deepspeed.config.key import (
     whole,
     with_prefix,
 )
+from tensorstow.doorkit.keyword_table import Support
 
 _DEVICE = one_of("none", "cpu", "nvme")
 _DTYPE = one_of("fp16", "bf16", "fp32")
@@ -178,7 +178,7 @@ _ZERO = [
     section(f"{_Z}zeropp_loco_param", instead="leave it out: gradients are not rounded"),
     section(
         f"{_Z}zenflow",
-        instead="leave it out: updates are exact, and run beside passes where they can",
+        instead="leave it out: updates are exact, and run during passes where they can",
     ),
 ]
 
@@ -226,7 +226,7 @@ _OFFLOAD = [
     *idle(_OO, BOOL, "pin_memory", why="host memory is pinned where that helps"),
     *idle(_OO, BOOL, "pipeline", "pipeline_read", "pipeline_write", why="I/O overlaps always"),
     *idle(_OO, BOOL, "fast_init", why="states are zero until they are written"),
-    *idle(_OO, BOOL, "super_offload", why="updates run beside passes where they can"),
+    *idle(_OO, BOOL, "super_offload", why="updates run during passes where they can"),
     *idle(_OO, number(0.0, 1.0), "cpuadam_cores_perc", why="threads follow the cores allowed"),
     honoured(f"{_OP}device", _DEVICE, off="none"),
     honoured(f"{_OP}nvme_path", TEXT, off=None),

@@ -37,14 +37,14 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
     ``{"optimizer.params.lr": 1e-4}``. Keys without a meaning here are logged once.
     """
     if world < 1:
-        message = f"world={world} was given: a run has at least one rank."
+        message = f"world={world} was given: it must be at least 1."
         raise OptionError(message)
-    given = given_keys(load(source))
-    values = values_of(given, fill or {})
-    older = older_names(given)
+    keys = given_keys(load(source))
+    values = values_of(keys, fill or {})
+    older = older_names(keys)
     if older:
         say_once(f"deprecated names in the DeepSpeed configuration: {', '.join(older)}")
-    if not any(one.key.path == "gradient_clipping" for one in given):
+    if not any(one.key.path == "gradient_clipping" for one in keys):
         say_once(
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
             ' write "gradient_clipping": 1.0 for what it does since'
@@ -95,18 +95,18 @@ def _fp16(values: Values) -> Fp16 | None:
     """Return the loss scale; raises OptionError for numbers that a dynamic one cannot have."""
     if not values["fp16.enabled"]:
         return None
-    found = Fp16(**_fields(Fp16, "fp16", values))
-    if found.loss_scale == 0.0:  # a static one reads none of them, as upstream
-        if found.loss_scale_window < 1:
+    fp16 = Fp16(**_fields(Fp16, "fp16", values))
+    if fp16.loss_scale == 0.0:  # a static scale ignores them, as upstream
+        if fp16.loss_scale_window < 1:
             message = (
-                f"fp16.loss_scale_window={found.loss_scale_window} was given: it is a whole number,"
-                " at least 1."
+                f"fp16.loss_scale_window={fp16.loss_scale_window} was given: it must be a whole"
+                " number, at least 1."
             )
             raise OptionError(message)
-        if found.min_loss_scale <= 0.0:
-            message = f"fp16.min_loss_scale={found.min_loss_scale} was given: it is above 0."
+        if fp16.min_loss_scale <= 0.0:
+            message = f"fp16.min_loss_scale={fp16.min_loss_scale} was given: it must be above 0."
             raise OptionError(message)
-    return found
+    return fp16
 
 
 def _autocast(values: Values) -> torch.dtype | None:
@@ -246,6 +246,6 @@ def _check_groups(zero: Zero, world: int) -> None:
     if world % size:
         message = (
             f"zero_optimization.mics_shard_size={size} was given for {world} ranks: groups of"
-            f" {size} do not divide them. Give a divisor of {world}."
+            f" {size} do not divide them. Use a divisor of {world}."
         )
         raise OptionError(message)

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tensorstow.base.errors import abbreviated
 from tensorstow.deepspeed.config.json_text import Source, load
-from tensorstow.deepspeed.config.key import Support, is_off
+from tensorstow.deepspeed.config.key import is_off
 from tensorstow.deepspeed.config.keys import KEYS
 from tensorstow.deepspeed.config.values import AUTO, GivenKey, given_keys
+from tensorstow.doorkit.keyword_table import Support
 
 _WIDEST = 40
 
@@ -43,8 +45,8 @@ def summary_of(source: Source) -> str:
 def lines_of(source: Source) -> Iterator[SummaryLine]:
     """Yield a line for every key: honoured ones, those without a meaning, refused ones."""
     order = {path: index for index, path in enumerate(KEYS)}
-    given = [one for one in given_keys(load(source)) if one.value is not None]
-    for one in sorted(given, key=lambda one: (_rank(one), order[one.key.path])):
+    keys = [one for one in given_keys(load(source)) if one.value is not None]
+    for one in sorted(keys, key=lambda one: (_rank(one), order[one.key.path])):
         yield SummaryLine(one.path, _shown(one.value), _answer(one))
 
 
@@ -63,5 +65,8 @@ def _answer(one: GivenKey) -> str:
 
 
 def _shown(value: object) -> str:
-    text: str = value if isinstance(value, str) else json.dumps(value, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except (ValueError, TypeError, RecursionError):  # a dict may hold what JSON does not
+        text = abbreviated(value)
     return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."

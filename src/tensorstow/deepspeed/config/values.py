@@ -1,6 +1,6 @@
 """Checks each key that is given, and its value.
 
-Unknown keys and values that cannot be honoured are refused.
+Unknown keys and unsupported values raise an error.
 """
 
 import logging
@@ -9,9 +9,10 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, Never
 
-from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.key import Key, Support, is_off, take_flag
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.deepspeed.config.key import Key, is_off, take_flag
 from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
+from tensorstow.doorkit.keyword_table import Support
 
 _NEAREST = 3
 logger = logging.getLogger("tensorstow")
@@ -37,11 +38,11 @@ def given_keys(configuration: Mapping[str, Any]) -> list[GivenKey]:
     return list(_walk(configuration, ""))
 
 
-def older_names(given: Iterable[GivenKey]) -> list[str]:
+def older_names(keys: Iterable[GivenKey]) -> list[str]:
     """Return the deprecated names that are used, each with its current name."""
     return [
         f"{one.path} is {one.key.path}"
-        for one in given
+        for one in keys
         if one.path not in {one.key.path, *one.key.also} and not one.key.path.endswith(".*")
     ]
 
@@ -84,7 +85,7 @@ def _switch(path: str, canonical: str, value: object) -> Iterator[GivenKey]:
     try:
         is_on = value is not None and take_flag(value)
     except ValueError:
-        message = f"{path}={value!r} was given: it is true or false."
+        message = f"{path}={abbreviated(value)} was given: it is true or false."
         raise OptionError(message) from None
     if is_on:
         target, meant = SWITCHES[canonical]
@@ -103,7 +104,7 @@ def _contents(path: str, value: object) -> Mapping[str, Any]:
     ):  # as it was before there were stages
         return {"stage": int(value)}
     if not isinstance(value, Mapping):
-        message = f"{path}={value!r} was given: it is an object, {{...}}."
+        message = f"{path}={abbreviated(value)} was given: it is an object, {{...}}."
         raise OptionError(message)
     return value
 
@@ -114,23 +115,23 @@ def _refuse_unknown_key(path: str) -> Never:
     paths = {*written, *(p.rpartition(".")[0] for p in KEYS if "." in p)}
     elsewhere = sorted(p for p in paths if p.rpartition(".")[2] == name)
     near = elsewhere or get_close_matches(path, sorted(paths), _NEAREST)
-    advice = f" Did you mean {' or '.join(near[:_NEAREST])}?" if near else " Take it away."
-    message = f"{path} is no key of a DeepSpeed configuration that is known here.{advice}"
+    advice = f" Did you mean {' or '.join(near[:_NEAREST])}?" if near else " Remove it."
+    message = f"{path} is not a known key of a DeepSpeed configuration.{advice}"
     raise OptionError(message)
 
 
-def values_of(given: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, Any]:
+def values_of(keys: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, Any]:
     """Return a value for every key, by path; raises OptionError for refused values.
 
-    ``fill`` has values for "auto", by path; those that follow from other values need none. A null
-    is the same as no key.
+    ``fill`` has values for "auto", by path; keys that follow from others need none. A null is the
+    same as no key.
     """
     _check_fill(fill)
     values = {path: key.off for path, key in KEYS.items()}
     written: dict[str, GivenKey] = {}
     idle: list[GivenKey] = []
     undecided: list[GivenKey] = []
-    for one in (_filled(each, fill) for each in given if each.value is not None):
+    for one in (_filled(given_key, fill) for given_key in keys if given_key.value is not None):
         needed = one.key.support is Support.HONOURED
         if one.key.support is Support.NO_MEANING:
             idle.append(one)
@@ -141,7 +142,7 @@ def values_of(given: Iterable[GivenKey], fill: Mapping[str, Any]) -> dict[str, A
         checked = _checked(_decided(one) if needed else one)
         if one.key.support is Support.REFUSED:
             _refuse(checked)
-        if not one.key.path.endswith("*"):  # what stands in a free section is many keys
+        if not one.key.path.endswith("*"):  # a free section has many keys
             _refuse_disagreement(written.setdefault(one.key.path, checked), checked)
         values[one.key.path] = checked.value
     for one in undecided:
@@ -206,30 +207,35 @@ def _checked(one: GivenKey) -> GivenKey:
     try:
         return one._replace(value=one.key.kind.take(one.value))
     except ValueError:
-        message = f"{one.path}={one.value!r} was given: it is {one.key.kind.allowed}."
+        message = f"{one.path}={abbreviated(one.value)} was given: it is {one.key.kind.allowed}."
         raise OptionError(message) from None
 
 
 def _refuse(one: GivenKey) -> None:
     whole = one.key.path.endswith(".*")
     if not (is_off(one.value) if whole else one.value == one.key.off):
-        given = f"{one.path} was switched on" if whole else f"{one.path}={one.value!r} was given"
-        message = f"{given}, which is not supported: {one.key.note}."
+        reason = (
+            f"{one.path} was switched on"
+            if whole
+            else f"{one.path}={abbreviated(one.value)} was given"
+        )
+        message = f"{reason}, which is not supported: {one.key.note}."
         raise OptionError(message)
 
 
 def _refuse_disagreement(first: GivenKey, second: GivenKey) -> None:
     if first.value != second.value:
+        values = f"{abbreviated(first.value)} and {abbreviated(second.value)}"
         message = (
-            f"{first.path} and {second.path} are the same key, with the values {first.value!r} and"
-            f" {second.value!r}. Keep {second.key.path}."
+            f"{first.path} and {second.path} are the same key, with the values {values}. Keep"
+            f" {second.key.path}."
         )
         raise OptionError(message)
 
 
-def _say_idle(given: Iterable[GivenKey]) -> None:
+def _say_idle(keys: Iterable[GivenKey]) -> None:
     reasons: dict[str, list[str]] = {}
-    for one in given:
+    for one in keys:
         if not (is_off(one.value) or one.value == one.key.off):
             reasons.setdefault(one.key.note, []).append(one.path)
     if reasons:

@@ -17,41 +17,20 @@ __all__ = [
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has upstream's layers of experts, and of how many.
-
-    Args:
-        m: The model.
-
-    Returns:
-        (False, 0): there are none of that class.
-    """
+    """Return (False, 0): no layer is of upstream's class of experts."""
     del m
     return False, 0
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Return whether a parameter is marked as one rank's own, as upstream's experts are.
-
-    Args:
-        param: The parameter.
-
-    Returns:
-        Whether its attribute ``allreduce`` is False.
-    """
+    """Return whether a parameter's ``allreduce`` is False, as upstream marks experts'."""
     return not getattr(param, "allreduce", True)
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters that all ranks share, and those of experts.
-
-    Args:
-        params: The parameters.
-
-    Returns:
-        Two lists.
-    """
+    """Return two lists: the parameters that all ranks share, and those of experts."""
     listed = list(params)
     return [p for p in listed if not is_moe_param(p)], [p for p in listed if is_moe_param(p)]
 
@@ -65,9 +44,6 @@ def split_params_into_different_moe_groups_for_optimizer(
     Args:
         param_groups: A group, or several.
         max_group_size: Not used: it cuts groups of experts.
-
-    Returns:
-        The same groups.
 
     Raises:
         OptionError: A parameter is one of an expert, which is one rank's own.

@@ -3,25 +3,23 @@
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.adam_keywords import ADAM, FP32_STATES
+from tensorstow.doorkit.keyword_table import checks_keywords, honoured, refused
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
 
+_TABLE = {
+    **{name: ADAM[name] for name in ("model_params", "lr", "weight_decay")},
+    "eps": honoured("Is added to the root of the sum of squares."),
+    **refused("Adagrad has no maximum", "amsgrad"),
+    **FP32_STATES,
+}
+
+
+@checks_keywords(_TABLE)
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """DeepSpeed's CPUAdagrad; ``initialize`` creates torch's Adagrad with the same groups.
-
-    Args:
-        model_params: Parameters, named parameters, or parameter groups.
-        lr: The learning rate. Default: 1e-2.
-        eps: Is added to the root of the sum of squares. Default: 1e-10.
-        weight_decay: The weight decay. Default: 0.
-        amsgrad: Must be False: Adagrad has none.
-        fp32_optimizer_states: Must be True.
-
-    Raises:
-        OptionError: One of the last two is another.
-    """
+    """DeepSpeed's CPUAdagrad; ``initialize`` creates torch's Adagrad with the same groups."""
 
     def __init__(
         self,
@@ -29,14 +27,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002
+        amsgrad: bool = False,  # noqa: ARG002
+        fp32_optimizer_states: bool = True,  # noqa: ARG002  # the table refuses others
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
-        if amsgrad or not fp32_optimizer_states:
-            message = (
-                f"amsgrad={amsgrad}, fp32_optimizer_states={fp32_optimizer_states} were given:"
-                " Adagrad has no maximum, and its states are fp32. Leave both out."
-            )
-            raise OptionError(message)
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps, foreach=False)

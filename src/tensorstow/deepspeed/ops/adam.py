@@ -4,11 +4,14 @@ from typing import Any
 
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import read_value
+from tensorstow.doorkit.adam_keywords import ADAM, FP32_STATES
+from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured
 from tensorstow.optim.adam import Adam
 from tensorstow.optim.stowed_adam import StowedAdam
 
 
+@checks_keywords({**ADAM, **FP32_STATES})
 class DeepSpeedCPUAdam(Adam):
     """DeepSpeed's CPUAdam: Adam or AdamW, by default with its states in host memory.
 
@@ -16,41 +19,25 @@ class DeepSpeedCPUAdam(Adam):
     ``amsgrad`` works.
 
     Args:
-        model_params: Parameters, named parameters, or parameter groups.
-        lr: The learning rate. Default: 1e-3.
-        bias_correction: Whether the moments are corrected for their start at zero.
-        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
-        weight_decay: The weight decay. Default: 0.
-        amsgrad: Whether the running maximum of the second moment is used.
-        adamw_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
-        fp32_optimizer_states: Must be True: ``state_format`` chooses smaller states.
         placement: The keywords of ``tensorstow.AdamW`` that place the states.
 
     Raises:
         OptionError: ``fp32_optimizer_states`` is False, or another argument cannot be used.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+    def __init__(
         self,
         model_params: ParamsT,
         lr: float = 1e-3,
-        bias_correction: bool = True,  # noqa: FBT001, FBT002
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-        adamw_mode: bool = True,  # noqa: FBT001, FBT002
-        fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002
-        **placement: Any,  # noqa: ANN401
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,  # noqa: ARG002  # the table refuses others
+        **placement: Any,
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
-        if not fp32_optimizer_states:
-            message = (
-                "fp32_optimizer_states=False was given: smaller states are chosen by their"
-                ' format. Use state_format="bf16", or leave it out.'
-            )
-            raise OptionError(message)
         super().__init__(
             model_params,
             lr,
@@ -64,36 +51,35 @@ class DeepSpeedCPUAdam(Adam):
         set_bias_correction(self, bias_correction=bias_correction)
 
 
+_FUSED: Table = {
+    **{name: ADAM[name] for name in ADAM if name not in {"model_params", "adamw_mode"}},
+    "params": ADAM["model_params"],
+    "adam_w_mode": ADAM["adamw_mode"],
+    "set_grad_none": honoured("What ``zero_grad()`` does by default: True sets ``.grad`` to None."),
+}
+
+
+@checks_keywords(_FUSED)
 class FusedAdam(Adam):
     """DeepSpeed's FusedAdam: Adam or AdamW, updated on the CPU by default; see ``placement``.
 
     Args:
-        params: Parameters, named parameters, or parameter groups.
-        lr: The learning rate. Default: 1e-3.
-        bias_correction: Whether the moments are corrected for their start at zero.
-        betas: The decay rates of the first and the second moment. Default: (0.9, 0.999).
-        eps: Is added to the root of the second moment. Default: 1e-8.
-        adam_w_mode: Whether the decay is decoupled (AdamW) instead of an L2 penalty.
-        weight_decay: The weight decay. Default: 0.
-        amsgrad: Whether the running maximum of the second moment is used.
-        set_grad_none: What ``zero_grad()`` does by default: True sets ``.grad`` to None.
         placement: The keywords of ``tensorstow.AdamW`` that place the states.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+    def __init__(
         self,
         params: ParamsT,
         lr: float = 1e-3,
-        bias_correction: bool = True,  # noqa: FBT001, FBT002
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        adam_w_mode: bool = True,  # noqa: FBT001, FBT002
+        adam_w_mode: bool = True,
         weight_decay: float = 0.0,
-        amsgrad: bool = False,  # noqa: FBT001, FBT002
-        set_grad_none: bool = True,  # noqa: FBT001, FBT002
-        **placement: Any,  # noqa: ANN401
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        **placement: Any,
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
         super().__init__(
             params,
             lr,
@@ -107,7 +93,7 @@ class FusedAdam(Adam):
         self._set_grad_none = set_grad_none
         set_bias_correction(self, bias_correction=bias_correction)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # noqa: FBT001
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, or zero them.
 
         Args:
@@ -124,7 +110,7 @@ def set_bias_correction(optimizer: StowedAdam, *, bias_correction: bool) -> None
         optimizer: The optimizer.
         bias_correction: False turns the correction off.
     """
-    if not bias_correction:
+    if not read_value(bool, bias_correction, "bias_correction"):
         optimizer.defaults["bias_correction"] = False
         for group in optimizer.param_groups:
             group["bias_correction"] = False

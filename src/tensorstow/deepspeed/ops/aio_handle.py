@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.regular_file import open_regular
 from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, File, IoFuture, open_file
@@ -36,11 +37,10 @@ class AioHandle:
         self,
         block_size: int = 1 << 20,
         queue_depth: int = 128,
-        single_submit: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        overlap_events: bool = False,  # noqa: FBT001, FBT002
+        single_submit: bool = False,
+        overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        """Start the I/O; the class documents the arguments."""
         whole = round_up(block_size, ALIGN)
         self._engine = open_engine(depth=queue_depth, block_bytes=whole, said_by="queue_depth")
         self._block_size, self._queue_depth = block_size, queue_depth
@@ -73,44 +73,20 @@ class AioHandle:
         return 1
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Fill a tensor from a file, and wait for all that is under way.
-
-        Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file.
-            file_offset: The byte that it begins at.
-
-        Returns:
-            How many transfers have ended.
-        """
+        """Fill a contiguous tensor from a file, and return what ``wait`` does."""
         self._start("read", buffer, filename, file_offset)
         return self.wait()
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Write a tensor to a file, and wait for all that is under way.
+        """Write a contiguous tensor to a file, and return what ``wait`` does.
 
-        Args:
-            buffer: A contiguous tensor in host memory.
-            filename: The file; it is made if it is not there, and keeps its other bytes.
-            file_offset: The byte that it begins at.
-
-        Returns:
-            How many transfers have ended.
+        The file is made if it is not there, and keeps its other bytes.
         """
         self._start("write", buffer, filename, file_offset)
         return self.wait()
 
     def async_pread(self, buffer: torch.Tensor, filename: str, file_offset: int = 0) -> int:
-        """Start filling a tensor from a file.
-
-        Args:
-            buffer: As of ``sync_pread``; it is used until ``wait``.
-            filename: As of ``sync_pread``.
-            file_offset: As of ``sync_pread``.
-
-        Returns:
-            0.
-        """
+        """Start filling a contiguous tensor, which is used until ``wait``; return 0."""
         self._start("read", buffer, filename, file_offset)
         return 0
 
@@ -121,48 +97,28 @@ class AioHandle:
         file_offset: int = 0,
         fd: int | None = None,
     ) -> int:
-        """Start writing a tensor to a file; it must not change until ``wait``.
+        """Start writing a contiguous tensor, which must not change until ``wait``; return 0.
 
-        Args:
-            buffer: As of ``sync_pwrite``.
-            filename: As of ``sync_pwrite``; a number is a descriptor.
-            file_offset: As of ``sync_pwrite``.
-            fd: In place of ``filename``, a descriptor that may be written to; it may be closed
-                before ``wait``.
-
-        Returns:
-            0.
-
-        Raises:
-            OptionError: Neither a name nor a descriptor was given, or both.
+        A number in place of the file's name, or ``fd``, is a descriptor that may be written to; it
+        may be closed before ``wait``. Raises OptionError for both a name and a descriptor, or
+        neither.
         """
-        given = [place for place in (filename, fd) if place is not None]
-        if len(given) != 1:
-            message = f"filename={filename!r} and fd={fd!r} were given: give one of both."
+        targets = [place for place in (filename, fd) if place is not None]
+        if len(targets) != 1:
+            message = f"filename={filename!r} and fd={fd!r} were given: pass exactly one."
             raise OptionError(message)
-        self._start("write", buffer, given[0], file_offset)
+        self._start("write", buffer, targets[0], file_offset)
         return 0
 
     def pread(
         self,
         buffer: torch.Tensor,
         filename: str,
-        validate: bool,  # noqa: FBT001  # upstream's
-        async_op: bool,  # noqa: FBT001
+        validate: bool,
+        async_op: bool,
         file_offset: int = 0,
     ) -> int:
-        """Read as ``async_pread`` or ``sync_pread``.
-
-        Args:
-            buffer: As of ``sync_pread``.
-            filename: As of ``sync_pread``.
-            validate: No effect: each result is checked.
-            async_op: Whether it only starts.
-            file_offset: As of ``sync_pread``.
-
-        Returns:
-            What that one returns.
-        """
+        """Read as ``async_pread`` or ``sync_pread``; results are checked in any case."""
         del validate
         read = self.async_pread if async_op else self.sync_pread
         return read(buffer, filename, file_offset)
@@ -171,34 +127,19 @@ class AioHandle:
         self,
         buffer: torch.Tensor,
         filename: str,
-        validate: bool,  # noqa: FBT001  # upstream's
-        async_op: bool,  # noqa: FBT001
+        validate: bool,
+        async_op: bool,
         file_offset: int = 0,
     ) -> int:
-        """Write as ``async_pwrite`` or ``sync_pwrite``.
-
-        Args:
-            buffer: As of ``sync_pwrite``.
-            filename: As of ``sync_pwrite``.
-            validate: No effect: each result is checked.
-            async_op: Whether it only starts.
-            file_offset: As of ``sync_pwrite``.
-
-        Returns:
-            What that one returns.
-        """
+        """Write as ``async_pwrite`` or ``sync_pwrite``; results are checked in any case."""
         del validate
         write = self.async_pwrite if async_op else self.sync_pwrite
         return write(buffer, filename, file_offset)
 
     def wait(self) -> int:
-        """Wait for all that is under way, and close its files.
+        """Wait for all that is under way, close its files, and return the number of transfers.
 
-        Returns:
-            How many transfers have ended.
-
-        Raises:
-            TransferError: One has failed; all have ended.
+        Raises TransferError if one has failed; all have ended.
         """
         count = len(self._pending)
         failed: list[OSError] = []
@@ -215,29 +156,14 @@ class AioHandle:
         return count
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in host memory, which is pinned where there is an accelerator.
-
-        Args:
-            num_elem: Its elements.
-            example_tensor: A tensor of its dtype.
-
-        Returns:
-            The tensor, filled with zeros.
-        """
+        """Return zeros in host memory, pinned if an accelerator is present."""
         pin = torch.accelerator.is_available()
-        made = torch.zeros(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pin)
-        _LOCKED.add(made.untyped_storage())
-        return made
+        tensor = torch.zeros(num_elem, dtype=example_tensor.dtype, device="cpu", pin_memory=pin)
+        _LOCKED.add(tensor.untyped_storage())
+        return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``new_cpu_locked_tensor`` has made a tensor; its memory goes with it.
-
-        Args:
-            tensor: Any tensor.
-
-        Returns:
-            False for another one, or at the second call.
-        """
+        """Return whether ``new_cpu_locked_tensor`` created a tensor, at the first call with it."""
         storage = tensor.untyped_storage()
         is_known = storage in _LOCKED
         _LOCKED.discard(storage)
@@ -246,11 +172,7 @@ class AioHandle:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is one of ``new_cpu_locked_tensor``, of any handle, or a part.
 
-        Args:
-            tensor: Any tensor.
-
-        Returns:
-            True also for one that torch has pinned.
+        It is also for one that torch has pinned.
         """
         return tensor.untyped_storage() in _LOCKED or tensor.is_pinned()
 
@@ -297,7 +219,9 @@ class AioHandle:
     def _open_to_write(self, path: Path, *, direct: bool) -> File:
         """Open a file, and make it if need be; raises DirectoryError."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
+        except DirectoryError:
+            raise
         except OSError as error:
             message = (
                 f"File {path} was requested: {error.strerror}. Name a file in a directory that"

@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.adam_keywords import FP32_STATES
+from tensorstow.doorkit.keyword_table import checks_keywords
 
 __all__ = ["DeepSpeedCPULion", "FusedLion", "Lion"]
 
 
+@checks_keywords(FP32_STATES)
 class Lion(Optimizer):
     """Lion: the sign of an average of gradients, with decoupled weight decay.
 
@@ -24,10 +27,9 @@ class Lion(Optimizer):
         lr: The learning rate. Default: 1e-3.
         betas: The weight of the average in the sign, and its decay rate. Default: (0.9, 0.999).
         weight_decay: The weight decay. Default: 0.
-        fp32_optimizer_states: Must be True.
 
     Raises:
-        OptionError: A value out of its range, or ``fp32_optimizer_states`` is False.
+        OptionError: A value out of its range, or a keyword that is not supported.
     """
 
     def __init__(
@@ -36,15 +38,8 @@ class Lion(Optimizer):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
-        fp32_optimizer_states: bool = True,  # noqa: FBT001, FBT002  # upstream's
+        fp32_optimizer_states: bool = True,  # noqa: ARG002  # the table refuses others
     ) -> None:
-        """Create the optimizer; the class documents the arguments."""
-        if not fp32_optimizer_states:
-            message = (
-                "fp32_optimizer_states=False was given: states have the parameters' dtype, which is"
-                " fp32. Leave it out."
-            )
-            raise OptionError(message)
         if lr < 0.0 or weight_decay < 0.0 or not all(0.0 <= beta < 1.0 for beta in betas):
             message = (
                 f"lr={lr}, betas={betas}, weight_decay={weight_decay} were given: rates are not"
@@ -56,9 +51,6 @@ class Lion(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take one step.
-
-        Args:
-            closure: Computes the loss again and returns it.
 
         Returns:
             What ``closure`` returned; None without one.

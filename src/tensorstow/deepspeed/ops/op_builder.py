@@ -1,9 +1,9 @@
-"""``deepspeed.ops.op_builder``: nothing is built, ``load`` returns what is there."""
+"""``deepspeed.ops.op_builder``: nothing is built, ``load`` returns what exists."""
 
 from types import SimpleNamespace
 
+from tensorstow.base.absent_names import refuse_names
 from tensorstow.base.errors import AbsentError
-from tensorstow.deepspeed.absent import refuse_names
 from tensorstow.deepspeed.ops.aio_handle import AioHandle
 
 __all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder"]
@@ -14,27 +14,13 @@ class AsyncIOBuilder:
 
     NAME = "async_io"
 
-    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002  # upstream's
-        """Return whether files can be read and written: on every machine.
-
-        Args:
-            verbose: Not used.
-
-        Returns:
-            True.
-        """
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: files can be read and written on every machine."""
         del verbose
         return True
 
-    def load(self, verbose: bool = True) -> SimpleNamespace:  # noqa: FBT001, FBT002  # upstream's
-        """Return the functions.
-
-        Args:
-            verbose: Not used.
-
-        Returns:
-            An object with ``aio_handle``.
-        """
+    def load(self, verbose: bool = True) -> SimpleNamespace:
+        """Return an object with ``aio_handle``."""
         del verbose
         return SimpleNamespace(aio_handle=AioHandle)
 
@@ -44,27 +30,13 @@ class CPUAdamBuilder:
 
     NAME = "cpu_adam"
 
-    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: FBT001, FBT002  # upstream's
-        """Return whether the CPU updates: on every machine.
-
-        Args:
-            verbose: Not used.
-
-        Returns:
-            True.
-        """
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Return True: the CPU updates on every machine."""
         del verbose
         return True
 
-    def load(self, verbose: bool = True) -> "PackagedKernels":  # noqa: FBT001, FBT002  # upstream's
-        """Return the kernels, which need not be compiled.
-
-        Args:
-            verbose: Not used.
-
-        Returns:
-            An object without names of its own.
-        """
+    def load(self, verbose: bool = True) -> "PackagedKernels":
+        """Return the kernels, which need not be compiled."""
         del verbose
         return PackagedKernels()
 

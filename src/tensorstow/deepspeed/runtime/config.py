@@ -13,7 +13,7 @@ from tensorstow.fsdp.sharding import world_size
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
 
 DeepSpeedConfigError = OptionError
-"""What a configuration that cannot be honoured raises."""
+"""The error of a configuration that is not supported."""
 
 
 class DeepSpeedConfig:
@@ -25,16 +25,15 @@ class DeepSpeedConfig:
         mesh_device: A mesh; refused unless all ranks are in its first dimension.
 
     Raises:
-        OptionError: Something cannot be honoured.
+        OptionError: A value that is not supported.
     """
 
     def __init__(
         self,
         config: str | PathLike[str] | Mapping[str, Any],
         mpu: object = None,
-        mesh_device: Any = None,  # noqa: ANN401  # upstream's
+        mesh_device: Any = None,
     ) -> None:
-        """Read the configuration; the class documents the arguments."""
         size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
         if size > 1 or (mesh_device is not None and mesh_device.size(0) != mesh_device.size()):
             message = (

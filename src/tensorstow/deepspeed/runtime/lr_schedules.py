@@ -15,7 +15,9 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.fields import number_of, read_value
+from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named
 
 __all__ = [
@@ -43,6 +45,7 @@ VALID_LR_SCHEDULES: Final = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_L
 PerGroup = float | Sequence[float]
 LRs = Callable[[int], list[float]]
 Betas = Callable[[int], list[tuple[float, float]]]
+_PARAMS = "scheduler.params"
 _SECOND_BETA = 0.99  # beside a cycled momentum, as in DeepSpeed
 
 
@@ -72,11 +75,7 @@ class LRSchedule(LRScheduler):
             self.load_state_dict({"last_batch_iteration": last_batch_iteration})
 
     def get_lr(self) -> list[float | Any]:
-        """Return the learning rates of the step that ``last_epoch`` counts.
-
-        Returns:
-            One rate per parameter group.
-        """
+        """Return the learning rate of each group in the step that ``last_epoch`` counts."""
         return list(self.lrs_after(self.last_epoch))
 
     @property
@@ -110,11 +109,7 @@ class LRSchedule(LRScheduler):
         return {"last_batch_iteration": self.last_epoch - 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the step that ``state_dict`` names, and set the rates.
-
-        Args:
-            state_dict: What ``state_dict()`` returned, or what a DeepSpeed checkpoint holds.
-        """
+        """Continue after the step that ``state_dict`` names, and set the rates."""
         self.last_epoch = int(state_dict["last_batch_iteration"]) + 1
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):  # other references to it stay current
@@ -255,11 +250,7 @@ class WarmupCosineLR(LRSchedule):
         )
 
     def get_lr_ratio(self) -> float:
-        """Return the share of each group's own rate in the step that ``last_epoch`` counts.
-
-        Returns:
-            0 before the first step.
-        """
+        """Return the share of each group's own rate in this step; 0 before the first."""
         return max(0.0, self._share(self.last_epoch))
 
 
@@ -288,7 +279,7 @@ class LRRangeTest(LRSchedule):
         lr_range_test_min_lr: PerGroup = 1e-3,
         lr_range_test_step_size: float = 2000,
         lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,  # noqa: FBT001, FBT002
+        lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
         """Set the first rates."""
@@ -309,7 +300,7 @@ class LRRangeTest(LRSchedule):
 class OneCycle(LRSchedule):
     """Raise the rate from min to max and lower it again, once, then decay it.
 
-    Momentum (the first beta) goes the other way where it is cycled; before the first step it is the
+    Momentum (the first beta) goes the other way if it is cycled; before the first step it is the
     lowest, as in DeepSpeed. Source: L. N. Smith, "A disciplined approach to neural network
     hyper-parameters: Part 1", 2018.
 
@@ -335,7 +326,7 @@ class OneCycle(LRSchedule):
         OptionError: A value that no schedule can have.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # upstream's
+    def __init__(
         self,
         optimizer: Optimizer,
         cycle_min_lr: PerGroup,
@@ -346,7 +337,7 @@ class OneCycle(LRSchedule):
         cycle_first_stair_count: int = 0,
         cycle_second_stair_count: int | None = None,
         decay_step_size: float = 0,
-        cycle_momentum: bool = True,  # noqa: FBT001, FBT002
+        cycle_momentum: bool = True,
         cycle_min_mom: PerGroup = 0.8,
         cycle_max_mom: PerGroup = 0.9,
         decay_mom_rate: float = 0.0,
@@ -391,7 +382,7 @@ class OneCycle(LRSchedule):
         return None if self._cycled is None else self._cycled(self.last_epoch)
 
 
-SCHEDULES: Final[Mapping[str, Callable[..., LRSchedule]]] = MappingProxyType(
+SCHEDULES: Final[Mapping[str, type[LRSchedule]]] = MappingProxyType(
     {
         "LRRangeTest": LRRangeTest,
         "OneCycle": OneCycle,
@@ -418,62 +409,55 @@ def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
             " continues. Leave it out."
         )
         raise OptionError(message)
-    known = dict(list(signature(kind).parameters.items())[1:-1])
-    _check_names(named.type, params, known)
-    for name, value in params.items():
-        _check_type(name, value, str(known[name].annotation))
-    return kind(optimizer, **params)
+    accepted = dict(list(signature(kind).parameters.items())[1:-1])
+    _check_names(named.type, params, accepted)
+    return kind(optimizer, **arguments_of(kind, params, _PARAMS))
 
 
 def _of_torch(named: Named, optimizer: Optimizer) -> LRScheduler:
     cls = getattr(lr_scheduler, named.type, None)
-    known = isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler
-    if cls is None or not known:
+    is_scheduler = isinstance(cls, type) and issubclass(cls, LRScheduler) and cls is not LRScheduler
+    if cls is None or not is_scheduler:
+        text = abbreviated(named.type)
         message = (
-            f"scheduler.type={named.type!r} was given: it is one of {', '.join(SCHEDULES)}, or a"
+            f"scheduler.type={text} was given: it must be one of {', '.join(SCHEDULES)}, or a"
             " class of torch.optim.lr_scheduler. Pass any other scheduler as lr_scheduler."
         )
         raise OptionError(message)
-    params = dict(named.params)
+    params = arguments_of(cls, named.params, _PARAMS)
     taken = list(signature(cls).parameters.items())[1:]
     _check_names(named.type, params, {n: p for n, p in taken if p.kind != p.VAR_KEYWORD})
     try:
-        made: LRScheduler = cls(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        message = f"scheduler.params={params} was given, and torch's {named.type} refuses: {error}."
+        _rehearse(cls, optimizer, params)
+        schedule: LRScheduler = cls(optimizer, **params)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        text = abbreviated(params)
+        message = f"scheduler.params={text} was given, and torch's {named.type} refuses: {error}."
         raise OptionError(message) from error
-    return made
+    return schedule
 
 
-def _check_names(kind: str, params: dict[str, Any], known: dict[str, Parameter]) -> None:
-    missing = [n for n, p in known.items() if p.default is Parameter.empty and n not in params]
-    foreign = [name for name in params if name not in known]
+def _rehearse(cls: type, optimizer: Optimizer, params: Mapping[str, Any]) -> None:
+    """Take one step of a schedule over other parameters, and raise what torch raises."""
+    groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+    other = torch.optim.SGD([{k: v for k, v in g.items() if k != "param_names"} for g in groups])
+    other.defaults.update(optimizer.defaults)
+    schedule = cls(other, **params)
+    if not issubclass(cls, lr_scheduler.ReduceLROnPlateau):  # its step() takes a loss
+        other.step()
+        schedule.step()
+
+
+def _check_names(kind: str, params: dict[str, Any], parameters: dict[str, Parameter]) -> None:
+    missing = [n for n, p in parameters.items() if p.default is Parameter.empty and n not in params]
+    foreign = [name for name in params if name not in parameters]
     if missing or foreign:
-        found = [f"lacks {name}" for name in missing] + [f"has {name}" for name in foreign]
+        problems = [f"lacks {name}" for name in missing] + [f"has {name}" for name in foreign]
         message = (
-            f"scheduler.params of {kind} {', '.join(found)}. It takes {', '.join(known)}; write"
-            f" {', '.join(missing) or 'no others'}."
+            f"scheduler.params of {kind} {', '.join(problems)}. It takes {', '.join(parameters)};"
+            f" write {', '.join(missing) or 'no others'}."
         )
         raise OptionError(message)
-
-
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raise OptionError for a value of another type than the parameter's annotation."""
-    if "str" in annotation:
-        fits, wanted = isinstance(value, str), "a text"
-    elif "bool" in annotation:
-        fits, wanted = isinstance(value, bool), "true or false"
-    elif "Sequence" in annotation and isinstance(value, list | tuple):
-        fits, wanted = all(_is_number(each) for each in value), "numbers alone"
-    else:
-        fits, wanted = _is_number(value), "a number"
-    if not fits:
-        message = f"scheduler.params.{name}={value!r} was given: it takes {wanted}."
-        raise OptionError(message)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,7 +502,7 @@ class _Cycle:
 
 
 def _cycled_betas(cycle: _Cycle, slow: list[float], fast: list[float], rate: float) -> Betas:
-    """Return betas whose first one is highest where the learning rate is lowest."""
+    """Return betas whose first one is highest when the learning rate is lowest."""
 
     def momenta(n: int) -> list[float]:
         if cycle.is_over(n):
@@ -536,7 +520,7 @@ def _rise(steps: float, kind: str) -> tuple[Callable[[int], float], int]:
         return lambda n: math.log(n) / math.log(warm) if n else 0.0, warm
     if kind == "linear":
         return lambda n: max(0, n - 1) / warm, warm
-    message = f'scheduler.params.warmup_type={kind!r} was given: it is "log" or "linear".'
+    message = f'{_PARAMS}.warmup_type={abbreviated(kind)} was given: it is "log" or "linear".'
     raise OptionError(message)
 
 
@@ -551,23 +535,23 @@ def _lrs_of(optimizer: Optimizer) -> list[float]:
 
 def _per_group(optimizer: Optimizer, value: PerGroup, name: str) -> list[float]:
     groups = len(optimizer.param_groups)
+    value = read_value(PerGroup, value, f"{_PARAMS}.{name}")
     if isinstance(value, Sequence):
         if len(value) != groups:
             message = (
-                f"scheduler.params.{name} has {len(value)} values, and the optimizer {groups}"
-                " parameter groups. Give one number, or one per group."
+                f"{_PARAMS}.{name} has {len(value)} values, and the optimizer {groups}"
+                " parameter groups. Use one number, or one per group."
             )
             raise OptionError(message)
-        return [float(v) for v in value]
-    return [float(value)] * groups
+        return list(value)
+    return [value] * groups
 
 
 def _steps(value: float, name: str, *, least: int = 1) -> int:
-    given: object = value  # of a configuration
-    is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or value < least or value != int(value):
+    number = number_of(value)
+    if number is None or number < least or not number.is_integer():
         message = (
-            f"scheduler.params.{name}={value!r} was given: it is a number of steps, at least"
+            f"{_PARAMS}.{name}={abbreviated(value)} was given: it is a number of steps, at least"
             f" {least}."
         )
         raise OptionError(message)

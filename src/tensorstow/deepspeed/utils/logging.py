@@ -4,7 +4,7 @@ import logging
 from collections.abc import Collection
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.ranks import rank_here
+from tensorstow.fsdp.sharding import rank_here
 
 __all__ = ["log_dist", "logger", "set_log_level_from_string"]
 

@@ -12,12 +12,11 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.registry import optimizer_of, placed_of
 from tensorstow.fsdp.full_tensors import full_tensor, to_local
-from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer
-from tensorstow.step.managed_param import in_shape_of
+from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.step_plan import as_step
-from tensorstow.tensors.dtensor import gradient_of, part_of, shard_of
-from tensorstow.tensors.placeholder import ConsumedGradient, StateOnDisk
+from tensorstow.tensors.dtensor import gradient_of, part_of
+from tensorstow.tensors.placeholder import ConsumedGradient
 from tensorstow.tensors.shares import is_unreduced, share_of
 
 _FP32 = "fp32"
@@ -25,54 +24,47 @@ _MASTER = "master"
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's full fp32 weight: the master weight of a 16-bit parameter.
+    """Return a parameter's full fp32 weight, in host memory; None: it is not trained.
+
+    Of a 16-bit parameter it is the master weight.
 
     Args:
         param: A parameter of an engine. Call it on every rank.
-
-    Returns:
-        A fp32 tensor of the parameter's full shape, in host memory; None: it is not trained.
     """
     param = placed_of(param)
-    own = safe_get_local_fp32_param(param)
-    return None if own is None else full_tensor(own, param)
+    share = safe_get_local_fp32_param(param)
+    return None if share is None else full_tensor(share, param)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's full gradient, as summed so far.
+    """Return a parameter's full gradient, as fp32 in host memory; None: there is no gradient.
 
-    It exists between ``backward`` and ``step``; under fp16 it is multiplied by the loss scale. One
-    that is not reduced yet, as in ``no_sync()``, is this rank's own.
+    It is the sum so far, between ``backward`` and ``step``; under fp16 it is multiplied by the loss
+    scale. One that is not reduced yet, as in ``no_sync()``, is this rank's own.
 
     Args:
         param: A parameter of an engine. Call it on every rank.
 
-    Returns:
-        A fp32 tensor of the parameter's full shape, in host memory; None: there is no gradient.
-
     Raises:
-        OptionError: Updates run beside backward, and this one has used the gradient.
+        OptionError: Updates run during backward, and this one has used the gradient.
     """
     param = placed_of(param)
     if share_of(param) is not None and param.grad is not None and is_unreduced(param.grad):
         return param.grad.detach().cpu().float().clone()
-    own = safe_get_local_grad(param)
-    return None if own is None else full_tensor(own, param)
+    share = safe_get_local_grad(param)
+    return None if share is None else full_tensor(share, param)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a parameter's full state.
+    """Return a parameter's full state, as fp32 in host memory; None before the first step.
 
     Args:
         param: A parameter of an engine. Call it on every rank.
         optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
-
-    Returns:
-        A fp32 tensor of the parameter's full shape, in host memory; None before the first step.
     """
     param = placed_of(param)
-    own = safe_get_local_optimizer_state(param, optim_state_key)
-    return None if own is None else full_tensor(own, param)
+    share = safe_get_local_optimizer_state(param, optim_state_key)
+    return None if share is None else full_tensor(share, param)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -86,8 +78,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         OptionError: The shape is another one.
     """
     param = placed_of(param)
-    own = part_of(_like(param, value), param, "The value")
-    safe_set_local_fp32_param(param, own)
+    share = part_of(_like(param, value), param, "The value")
+    safe_set_local_fp32_param(param, share)
     if share_of(param) is not None:  # whole on every rank
         with torch.no_grad():
             param.copy_(value)
@@ -121,7 +113,7 @@ def safe_update_full_grad_vectorized(
             gradient, the same on every rank.
 
     Raises:
-        OptionError: A new gradient has another shape, or updates run beside backward and have used
+        OptionError: A new gradient has another shape, or updates run during backward and have used
             one.
     """
     for param in param_list:
@@ -144,45 +136,38 @@ def safe_set_full_optimizer_state(
         OptionError: The shape is another one, or the parameter has no such state.
     """
     param = placed_of(param)
-    own = part_of(_like(param, value), param, "The value")
-    safe_set_local_optimizer_state(param, own, optim_state_key)
+    share = part_of(_like(param, value), param, "The value")
+    safe_set_local_optimizer_state(param, share, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of the fp32 weight.
+    """Return this rank's shard of the fp32 weight; None: no group of the optimizer has it.
 
     Args:
         param: A parameter of an engine.
-
-    Returns:
-        A fp32 tensor of the shard's shape, in host memory; None: no group of the optimizer has the
-        parameter.
     """
     param = placed_of(param)
     optimizer = optimizer_of(param)
     if not _is_updated(optimizer, param):
         return None
     optimizer.wait([param])
-    own = _own(param).detach().cpu()
-    if own.dtype != torch.float32:
+    share = _own(param).detach().cpu()
+    if share.dtype != torch.float32:
         master = safe_get_local_optimizer_state(param, _MASTER)
-        # Written to since: the next update begins with the weight, and so do its masters.
-        is_current = master is not None and torch.equal(master.to(own.dtype), own)
-        return master if is_current else own.float()
-    return own.clone()
+        # If the weight was written since, the next update starts from it, and so does the master.
+        is_current = master is not None and torch.equal(master.to(share.dtype), share)
+        return master if is_current else share.float()
+    return share.clone()
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of the gradient.
+    """Return this rank's shard of the gradient, as fp32 in host memory; None: there is none.
 
     Args:
         param: A parameter of an engine.
 
-    Returns:
-        A fp32 tensor of the shard's shape, in host memory; None: there is no gradient.
-
     Raises:
-        OptionError: Updates run beside backward, and this one has used the gradient.
+        OptionError: Updates run during backward, and this one has used the gradient.
     """
     param = placed_of(param)
     gradient = gradient_of(param)
@@ -190,7 +175,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
         return None
     if isinstance(gradient, ConsumedGradient):
         message = (
-            "A gradient was requested that its update has used: updates run beside backward. Call"
+            "A gradient was requested that its update has used: updates run during backward. Call"
             ' initialize(..., overlap="none") to read gradients between backward and step.'
         )
         raise OptionError(message)
@@ -205,14 +190,14 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         value: A tensor of the shard's shape.
 
     Raises:
-        OptionError: There is no gradient, or updates run beside backward and have used it.
+        OptionError: There is no gradient, or updates run during backward and have used it.
     """
     param = placed_of(param)
     gradient = gradient_of(param)
     if gradient is None or isinstance(gradient, ConsumedGradient):
         message = (
             "A gradient was to be set that is not there: it exists between backward and step,"
-            ' unless updates run beside backward (initialize(..., overlap="none")).'
+            ' unless updates run during backward (initialize(..., overlap="none")).'
         )
         raise OptionError(message)
     with torch.no_grad():
@@ -222,14 +207,11 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_get_local_optimizer_state(
     param: torch.Tensor, optim_state_key: str
 ) -> torch.Tensor | None:
-    """Return this rank's shard of a state.
+    """Return this rank's shard of a state, as fp32 in host memory; None before the first step.
 
     Args:
         param: A parameter of an engine.
         optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
-
-    Returns:
-        A fp32 tensor of the shard's shape, in host memory; None before the first step.
 
     Raises:
         OptionError: The parameter has no such state.
@@ -238,21 +220,11 @@ def safe_get_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    if isinstance(optimizer, StowedOptimizer):
-        states = optimizer.states_of(param)
-        if not states:
-            return None
-        _check_name(name, tuple(states))
-        return _as_tensor(states[name])
-    managed = optimizer._params().find(param)  # noqa: SLF001  # no public way reads one parameter's
-    if managed is None or param not in optimizer.state:
+    states = optimizer.states_of(param)
+    if not states:
         return None
-    _check_name(name, managed.family.states)
-    there = optimizer.state[param].get(name)
-    if there is not None and not isinstance(there, StateOnDisk):
-        return to_local(there).detach().clone()
-    read = optimizer._states().read([managed.number])[managed.number]  # noqa: SLF001
-    return in_shape_of(shard_of(param), read)[name]
+    _check_name(name, tuple(states))
+    return _as_tensor(states[name])
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -265,10 +237,10 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     param = placed_of(param)
     optimizer = optimizer_of(param)
     optimizer.wait()
-    own = _own(param)
+    share = _own(param)
     with torch.no_grad():
-        own.copy_(value)
-    if own.dtype != torch.float32 and _is_updated(optimizer, param):
+        share.copy_(value)
+    if share.dtype != torch.float32 and _is_updated(optimizer, param):
         safe_set_local_optimizer_state(param, value, _MASTER)
 
 
@@ -289,14 +261,14 @@ def safe_set_local_optimizer_state(
     name = _MASTER if optim_state_key == _FP32 else optim_state_key
     optimizer = optimizer_of(param)
     optimizer.wait()
-    if isinstance(optimizer, StowedOptimizer):
+    if not isinstance(optimizer, StowedAdam):
         states = optimizer.states_of(param) or {}
         _check_name(name, tuple(states))
-        kept = states[name]
-        if isinstance(kept, torch.Tensor):
-            kept.copy_(value)
+        state = states[name]
+        if isinstance(state, torch.Tensor):
+            state.copy_(value)
         else:
-            states[name] = type(kept)(value.item())
+            states[name] = type(state)(value.item())
         optimizer.state[param] = states
         return
     managed = optimizer._params().find(param)  # noqa: SLF001
@@ -315,19 +287,19 @@ def _own(param: torch.Tensor) -> torch.Tensor:
 
 def _is_updated(optimizer: PlacedOptimizer, param: torch.Tensor) -> bool:
     """Return whether an optimizer has states of a parameter, or would have."""
-    if isinstance(optimizer, StowedOptimizer):
-        return optimizer.states_of(param) is not None
-    return optimizer._params().find(param) is not None  # noqa: SLF001
+    if isinstance(optimizer, StowedAdam):
+        return optimizer._params().find(param) is not None  # noqa: SLF001
+    return optimizer.states_of(param) is not None
 
 
-def _as_tensor(value: Any) -> torch.Tensor | None:  # noqa: ANN401  # what a class keeps
+def _as_tensor(value: Any) -> torch.Tensor | None:
     return None if value is None else torch.as_tensor(value, dtype=torch.float32)
 
 
-def _check_name(name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        there = ", ".join(known) or "none before its first step"
-        message = f"A state {name!r} was requested: this parameter has {there}."
+def _check_name(name: str, names: tuple[str, ...]) -> None:
+    if name not in names:
+        listed = ", ".join(names) or "none before its first step"
+        message = f"A state {name!r} was requested: this parameter has {listed}."
         raise OptionError(message)
 
 
@@ -335,7 +307,7 @@ def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.shape != param.shape:
         message = (
             f"A value of shape {tuple(value.shape)} was given for a parameter of shape"
-            f" {tuple(param.shape)}: give the full value, on every rank."
+            f" {tuple(param.shape)}: pass the full value, on every rank."
         )
         raise OptionError(message)
     return value

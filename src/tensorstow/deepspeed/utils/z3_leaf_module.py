@@ -31,29 +31,21 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
     Args:
         model: The module.
-
-    Returns:
-        Whether it was.
     """
     return model in _LEAVES
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaves in a model.
+    """Return the leaves in a model, in the order of ``model.modules()``.
 
     Args:
         model: The model.
-
-    Returns:
-        Modules, in the order of ``model.modules()``.
     """
     return [module for module in model.modules() if module in _LEAVES]
 
 
 def set_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: LeafClasses,
-    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002  # upstream's
+    model: nn.Module, leaf_module_classes: LeafClasses, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Set the modules of some classes as leaves.
 
@@ -68,16 +60,16 @@ def set_z3_leaf_modules(
     Raises:
         OptionError: The model has none.
     """
-    found = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
-    _LEAVES.update(found)
-    return found
+    modules = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
+    _LEAVES.update(modules)
+    return modules
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module,
     module_names: Sequence[str],
-    flag: bool = True,  # noqa: FBT001, FBT002  # upstream's
-    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Set modules as leaves by their names in ``model.named_modules()``.
 
@@ -99,8 +91,8 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module,
     module_name_suffixes: Sequence[str],
-    flag: bool = True,  # noqa: FBT001, FBT002  # upstream's
-    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Set modules as leaves by what their names in ``model.named_modules()`` end in.
 
@@ -114,22 +106,18 @@ def set_z3_leaf_modules_by_suffix(
         The modules, and the ends that no name has.
 
     Raises:
-        OptionError: One of them is no name's.
+        OptionError: A module has none of these names.
     """
     return _set_by(str.endswith, model, module_name_suffixes, (flag, raise_if_not_found))
 
 
 def unset_z3_leaf_modules(
-    model: nn.Module,
-    leaf_module_classes: LeafClasses,
-    raise_if_not_found: bool = True,  # noqa: FBT001, FBT002  # upstream's
+    model: nn.Module, leaf_module_classes: LeafClasses, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take the modules of some classes from the leaves.
 
     Args:
-        model: As of ``set_z3_leaf_modules``.
-        leaf_module_classes: As of ``set_z3_leaf_modules``.
-        raise_if_not_found: As of ``set_z3_leaf_modules``.
+        model, leaf_module_classes, raise_if_not_found: As of ``set_z3_leaf_modules``.
 
     Returns:
         The modules that are no leaves any more.
@@ -137,9 +125,9 @@ def unset_z3_leaf_modules(
     Raises:
         OptionError: The model has none.
     """
-    found = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
-    _LEAVES.difference_update(found)
-    return found
+    modules = _of_classes(model, leaf_module_classes, strict=raise_if_not_found)
+    _LEAVES.difference_update(modules)
+    return modules
 
 
 def _set_by(
@@ -152,27 +140,27 @@ def _set_by(
     is_leaf, must_all = flags
     named = list(model.named_modules())
     by_text = {text: [m for name, m in named if matches(name, text)] for text in wanted}
-    missing = [text for text, found in by_text.items() if not found]
+    missing = [text for text, modules in by_text.items() if not modules]
     if missing and must_all:
         message = (
-            f"Modules {missing} were to be leaves, and the model has none of these names. Give"
+            f"Modules {missing} were to be leaves, and the model has none of these names. Pass"
             " names of model.named_modules()."
         )
         raise OptionError(message)
-    found = list(dict.fromkeys(m for modules in by_text.values() for m in modules))
-    (_LEAVES.update if is_leaf else _LEAVES.difference_update)(found)
-    return found, missing
+    matching = list(dict.fromkeys(m for modules in by_text.values() for m in modules))
+    (_LEAVES.update if is_leaf else _LEAVES.difference_update)(matching)
+    return matching, missing
 
 
 def _of_classes(model: nn.Module, classes: LeafClasses, *, strict: bool) -> list[nn.Module]:
-    found = [m for m in model.modules() if _is_one_of(m, classes)]
-    if strict and not found:
+    modules = [m for m in model.modules() if _is_one_of(m, classes)]
+    if strict and not modules:
         message = (
-            f"Leaves of {list(classes)} were asked for, and the model has no module of these"
-            " classes. Give classes of its modules."
+            f"Leaves of {list(classes)} were requested, and the model has no module of these"
+            " classes. Pass classes of its modules."
         )
         raise OptionError(message)
-    return found
+    return modules
 
 
 def _is_one_of(module: nn.Module, classes: LeafClasses) -> bool:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
+from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.base.sizes import parse_size
+from tensorstow.base.new_file import new_stream
+from tensorstow.base.sizes import parse_size, parts_within
 from tensorstow.deepspeed.checkpoint.sharded import (
     SavedWeight,
     latest_tag,
@@ -24,6 +25,8 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     read_whole,
     saved_weights,
 )
+from tensorstow.io.mapped import replacing
+from tensorstow.io.safetensors import Entry, lay_out
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -40,9 +43,9 @@ class _Weights:
 
     folder: Path
     saved: Mapping[str, SavedWeight]
-    """By name; tied weights by their first."""
+    """Weights by name; tied ones by their first name."""
     tied: Mapping[str, Sequence[str]]
-    """Further names of a weight."""
+    """Further names of tied weights, by the first."""
     trained: frozenset[str]
     """Names of weights that are in fp32; others keep their dtype."""
 
@@ -75,10 +78,10 @@ class LazyWeight:
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Directory,
     tag: str | None = None,
-    exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002  # upstream's
-    lazy_mode: bool = False,  # noqa: FBT001, FBT002
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor] | dict[str, LazyWeight]:
-    """Return the whole fp32 weights of a checkpoint, and the buffers.
+    """Return the whole fp32 weights of a checkpoint and its buffers, in host memory.
 
     Args:
         checkpoint_dir: The directory that ``save_checkpoint`` was given.
@@ -87,11 +90,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
             the dtype that they were saved in.
         lazy_mode: Whether objects are returned that read a weight by ``contiguous()``.
 
-    Returns:
-        A state dict in host memory.
-
     Raises:
-        StoreFormatError: There is no checkpoint of this engine's.
+        StoreFormatError: There is no checkpoint of this engine.
     """
     weights = _weights_of(checkpoint_dir, tag, frozen=not exclude_frozen_parameters)
     if lazy_mode:
@@ -99,18 +99,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
         for name, saved in weights.saved.items():
             dtype = torch.float32 if name in weights.trained else saved.dtype
             lazy[name] = LazyWeight(saved.shape, dtype, weights, name)
-        return {**lazy, **{n: lazy[k] for k, others in weights.tied.items() for n in others}}
+        return {**lazy, **{n: lazy[k] for k, aliases in weights.tied.items() for n in aliases}}
     whole = weights.read(list(weights.saved))
-    return {**whole, **{n: whole[k] for k, others in weights.tied.items() for n in others}}
+    return {**whole, **{n: whole[k] for k, aliases in weights.tied.items() for n in aliases}}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
     checkpoint_dir: Directory,
     output_dir: Directory,
     max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,  # noqa: FBT001, FBT002
+    safe_serialization: bool = False,
     tag: str | None = None,
-    exclude_frozen_parameters: bool = False,  # noqa: FBT001, FBT002
+    exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the whole fp32 weights of a checkpoint to files; one of them is in memory at a time.
 
@@ -124,31 +124,42 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
         exclude_frozen_parameters: Whether parameters that were not trained are left out.
 
     Raises:
-        StoreFormatError: There is no checkpoint of this engine's.
+        StoreFormatError: There is no checkpoint of this engine.
     """
     weights = _weights_of(checkpoint_dir, tag, frozen=not exclude_frozen_parameters)
     output, most = Path(output_dir), None
     if max_shard_size is not None:
         most = parse_size(max_shard_size, "max_shard_size")
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
-    parts = _parts(weights, most)
-    output.mkdir(parents=True, exist_ok=True)
+    parts = list(parts_within(weights.saved, most, weights.nbytes))
+    make_folder(output)
     files: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         file = f"{stem}-{number:05}-of-{len(parts):05}.{suffix}"
         file = f"{stem}.{suffix}" if len(parts) == 1 else file
         tensors = weights.read(names)
         if safe_serialization:
-            save_file(tensors, output / file, {"format": "pt"})
+            _write_safetensors(tensors, output / file)
         else:
             tensors |= {n: tensors[k] for k in names for n in weights.tied.get(k, ())}
-            torch.save(tensors, output / file)
+            with new_stream(output / file) as stream:
+                torch.save(tensors, stream)
         files |= dict.fromkeys(tensors, file)
     if len(parts) > 1:
         total = sum(weights.nbytes(name) for name in weights.saved)
         index = {"metadata": {"total_size": total}, "weight_map": files}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (output / f"{stem}.{suffix}.index.json").write_text(text)
+        with new_stream(output / f"{stem}.{suffix}.index.json") as stream:
+            stream.write(text.encode())
+
+
+def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    table = lay_out(entries, {"format": "pt"})
+    with replacing(path, table.nbytes) as file:
+        file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+        for name, entry in table.entries.items():
+            file.write(tensors[name], entry.offset)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -165,7 +176,7 @@ def load_state_dict_from_zero_checkpoint(
         The model.
 
     Raises:
-        StoreFormatError: There is no checkpoint of this engine's.
+        StoreFormatError: There is no checkpoint of this engine.
     """
     model = model.cpu()
     model.load_state_dict(
@@ -178,36 +189,22 @@ def _weights_of(directory: Directory, tag: str | None, *, frozen: bool) -> _Weig
     tag = latest_tag(Path(directory)) if tag is None else tag
     if tag is None:
         message = (
-            f"{directory} has no file latest, which names the newest checkpoint in it: give the"
-            " directory that save_checkpoint() was given, or a tag."
+            f"{directory} has no file latest, which names the newest checkpoint in it: pass the"
+            " directory that you passed to save_checkpoint(), or a tag."
         )
         raise StoreFormatError(message)
     folder = Path(directory) / tag
-    kept = read_common(folder)
-    left = set(kept["frozen"])
+    common = read_common(folder)
+    left = set(common["frozen"])
     saved = {n: t for n, t in saved_weights(folder).items() if frozen or n not in left}
-    tied = {name: others for name, others in kept["tied"].items() if name in saved}
-    trained = frozenset(saved) & {n for group in kept["groups"] for n in group["params"]} - left
+    tied = {name: aliases for name, aliases in common["tied"].items() if name in saved}
+    trained = frozenset(saved) & {n for group in common["groups"] for n in group["params"]} - left
     return _Weights(folder, saved, tied, trained)
-
-
-def _parts(weights: _Weights, most: int | None) -> list[list[str]]:
-    """Return the names of each file, in order, of at most ``most`` bytes."""
-    parts: list[list[str]] = [[]]
-    nbytes = 0
-    for name in weights.saved:
-        own = weights.nbytes(name)
-        if most is not None and parts[-1] and nbytes + own > most:
-            parts.append([])
-            nbytes = 0
-        parts[-1].append(name)
-        nbytes += own
-    return parts
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(description="Writes the fp32 weights of an engine's checkpoint.")
-    parser.add_argument("checkpoint_dir", help="the directory that save_checkpoint() was given")
+    parser.add_argument("checkpoint_dir", help="the directory passed to save_checkpoint()")
     parser.add_argument("output_dir", help="the directory of the files")
     parser.add_argument("--max_shard_size", default="5GB", help="the bytes of a file")
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")

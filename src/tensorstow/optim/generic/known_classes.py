@@ -60,7 +60,7 @@ PER_PARAMETER: dict[str, frozenset[str]] = {
         """.split()  # noqa: SIM905  # a list takes a line per name
     ),
 }
-"""Classes of other packages, each stepped on disk beside itself in RAM (test_peers.py).
+"""Classes of other packages, each compared on disk and in RAM (test_peers.py).
 
 They go by whole parameters, and are tried out with the user's options all the same: some have an
 option that clips over all parameters, and packages change.
@@ -74,7 +74,7 @@ _REFUSED = {
 
 
 def refuse_class(optimizer_class: object) -> None:
-    """Raise OptionError for a class that is no optimizer, or cannot be stepped piece by piece."""
+    """Raise OptionError for a class that is not an optimizer, or cannot be stepped in pieces."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         message = (
             f"{optimizer_class!r} was given: the first argument is an optimizer class, such as"
@@ -100,7 +100,7 @@ def refuse_unknown(optimizer_class: type[Optimizer], *, declared: bool) -> None:
             f"{optimizer_class.__module__}.{optimizer_class.__qualname__} is not known to update"
             " each parameter by itself, and is to be stepped one parameter after the other. If no"
             " parameter's update depends on another's gradient or state (no clipping or skipping"
-            " over all of them, no estimate), say per_parameter=True; else use it as it is,"
+            " over all of them, no estimate), pass per_parameter=True; else use it as it is,"
             " un-stowed."
         )
         raise OptionError(message)

@@ -41,7 +41,7 @@ def leaf_with_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is None:
         return None
     leaf = leaf_of(parameter)
-    leaf.grad_dtype = None  # what does not fit is refused by name
+    leaf.grad_dtype = None  # check_gradient raises an error if it does not fit
     leaf.grad = gradient
     return leaf
 

@@ -1,8 +1,8 @@
-"""Separates what an optimizer keeps for a parameter: large tensors to disk, the rest in RAM.
+"""Separates the states of a parameter: large tensors go to disk, the rest stays in RAM.
 
 An entry is ``optimizer.state[parameter]``: tensors, numbers, and containers of them, by name. A
-name whose value holds a large tensor goes to disk as a whole; what is small in it (a count beside
-a matrix) is remembered beside its place.
+value that holds a large tensor goes to disk as a whole; its small parts (a count next to a
+matrix) are kept with the tensor's place.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,7 @@ from tensorstow.base.sizes import round_up
 from tensorstow.io.files import ALIGN
 
 LARGE_BYTES = 16 << 10
-"""A tensor of fewer bytes stays in RAM: turning to it would take a disk longer than moving it."""
+"""A tensor of fewer bytes stays in RAM: a disk's latency would exceed the time of the copy."""
 
 _TENSOR_ALIGN = 64  # as torch aligns its own
 _STAGGERED_BYTES = 1 << 20
@@ -113,7 +113,7 @@ def unpack(stowed: Mapping[str, Any], region: torch.Tensor) -> dict[str, Any]:
 
 
 def map_leaves(value: Any, change: Callable[[object], object]) -> Any:  # noqa: ANN401
-    """Return ``value`` with ``change`` made to everything in it that is no container."""
+    """Return ``value`` with ``change`` applied to everything in it that is not a container."""
     if isinstance(value, dict):
         return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -125,15 +125,15 @@ def map_leaves(value: Any, change: Callable[[object], object]) -> Any:  # noqa: 
 
 def tensors_in(value: object) -> list[torch.Tensor]:
     """Return every tensor in ``value``, however deep in containers."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         return leaf
 
     map_leaves(value, note)
-    return found
+    return tensors
 
 
 def cloned(value: Any) -> Any:  # noqa: ANN401
@@ -142,19 +142,19 @@ def cloned(value: Any) -> Any:  # noqa: ANN401
 
 
 def refuse_aliases(
-    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], name: str
+    tensors: Iterable[torch.Tensor], outside: Iterable[torch.Tensor], name: str
 ) -> None:
-    """Raise OptionError where two of ``tensors``, or one and one of ``others``, share memory.
+    """Raise OptionError if one of ``tensors`` shares memory with another, or with ``outside``.
 
-    On disk each would be a copy, and an update of one would not be seen in the other.
+    On disk each would be a copy, and an update of one would not change the other.
     """
-    seen = {tensor.untyped_storage().data_ptr() for tensor in others}
+    seen = {tensor.untyped_storage().data_ptr() for tensor in outside}
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
         if address in seen:
             message = (
                 f"A state of {name} shares memory with another, or with the parameter or gradient"
-                " itself: copies on disk would part ways. Let the optimizer clone it, or keep"
+                " itself: copies on disk would diverge. Let the optimizer clone it, or keep"
                 ' states="host".'
             )
             raise OptionError(message)
@@ -174,18 +174,18 @@ def refuse_unsliced(entry: Mapping[str, Any], numel: int) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # nbytes is not for sparse ones
+    return tensor.numel() * tensor.element_size()  # sparse tensors have no nbytes
 
 
 def _refuse_layout(tensor: torch.Tensor) -> None:
     if tensor.device.type not in {"cpu", "meta"} or tensor.layout != torch.strided:
-        found = f"{tensor.layout} on {tensor.device}"
+        form = f"{tensor.layout} on {tensor.device}"
     elif _is_one_run(tensor):
         return
     else:
-        found = f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+        form = f"of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
     message = (
-        f"A state {found} was to go to disk: only tensors that fill one run of host memory can."
+        f"A state {form} was to go to disk: only tensors that fill one run of host memory can."
         ' Let the optimizer keep a contiguous one, or keep states="host".'
     )
     raise DTypeError(message)

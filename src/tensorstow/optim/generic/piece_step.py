@@ -29,15 +29,15 @@ class Job:
     group: Mapping[str, Any]
     param: PartitionedParam
     resident: dict[str, Any]
-    """What of its states is in RAM, where users see it."""
+    """Its states in RAM, as in ``optimizer.state``."""
     leaf: torch.Tensor
-    """What is stepped, with its gradient ([Note: Leaves])."""
+    """The tensor that is stepped, with its gradient ([Note: Leaves])."""
     name: str | None = None
-    """Of the parameter, where the group's have names."""
+    """The parameter's name, if those of the group have names."""
 
 
 def names_of(jobs: Sequence[Job]) -> list[str] | None:
-    """Return the names of the parameters of ``jobs``, of one group; None where they have none."""
+    """Return the names of the parameters of ``jobs``, of one group; None if they have none."""
     names = [job.name for job in jobs if job.name is not None]
     return names if len(names) == len(jobs) else None
 
@@ -45,9 +45,9 @@ def names_of(jobs: Sequence[Job]) -> list[str] | None:
 def step_piece(
     stepper: Stepper, job: Job, piece: Piece, region: torch.Tensor | None
 ) -> PackedEntry:
-    """Step ``piece``, its states being in ``region``; return its new states, taken apart.
+    """Step ``piece``, whose states are in ``region``; return its new states, packed.
 
-    They are in ``region`` still, unless the class made new tensors.
+    They are still in ``region``, unless the class created new tensors.
     """
     stowed = {} if region is None else unpack(piece.stowed, region)
     if piece.partition is None:
@@ -65,8 +65,8 @@ def step_piece(
 def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]) -> PackedEntry:
     parameter = job.leaf
     entry = {**stowed, **job.resident}
-    made = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
-    packed = pack(made, piece.least_bytes)
+    new_entry = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
+    packed = pack(new_entry, piece.least_bytes)
     if not piece.stepped:
         _refuse_sharing(packed, stowed, parameter)
     return packed
@@ -82,16 +82,17 @@ def _step_slices(
     bounds = list(piece.partition.bounds)
     entries = []
     for (begin, end), leaf in zip(bounds, slices(parameter, piece.partition), strict=True):
-        # Each slice steps the numbers from where they were; the last one's are kept.
+        # Each slice steps the numbers from their old values; the last slice's result is kept.
         ours = last and end == piece.partition.numel
         numbers = dict(job.resident) if ours else cloned(dict(job.resident))
         entries.append((leaf, {**{k: v[begin:end] for k, v in stowed.items()}, **numbers}))
     with _torch_threads(stepper.threads):
-        made = stepper.run([StepBatch(job.group, entries, names_of([job] * len(entries)))])[0]
+        batch = StepBatch(job.group, entries, names_of([job] * len(entries)))
+        new_entries = stepper.run([batch])[0]
     if not piece.stepped:
-        for entry, (leaf, _) in zip(made, entries, strict=True):
+        for entry, (leaf, _) in zip(new_entries, entries, strict=True):
             _refuse_sharing(pack(entry, piece.least_bytes), stowed, leaf)
-    return pack(_joined(made, stowed, bounds), piece.least_bytes)
+    return pack(_joined(new_entries, stowed, bounds), piece.least_bytes)
 
 
 def slices(parameter: torch.Tensor, partition: Partition) -> Iterator[torch.Tensor]:
@@ -108,16 +109,16 @@ def slices(parameter: torch.Tensor, partition: Partition) -> Iterator[torch.Tens
 
 
 def _joined(
-    made: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
     stowed: Mapping[str, torch.Tensor],
     bounds: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
-    """Return the piece's entry: the tensors of its slices in one, the numbers of the last."""
-    for entry, (begin, end) in zip(made, bounds, strict=True):
+    """Return the piece's entry: its slices' tensors joined, and the numbers of the last slice."""
+    for entry, (begin, end) in zip(entries, bounds, strict=True):
         refuse_unsliced(entry, end - begin)
     joined: dict[str, Any] = {}
-    for name, value in made[-1].items():
-        parts = [entry[name] for entry in made]
+    for name, value in entries[-1].items():
+        parts = [entry[name] for entry in entries]
         if not any(tensor.dim() for tensor in tensors_in(value)):
             joined[name] = value
             continue
@@ -143,11 +144,11 @@ def _refuse_sharing(
     packed: PackedEntry, stowed: Mapping[str, Any], parameter: torch.Tensor
 ) -> None:
     """Refuse states that share memory, as with the gradient; stowed ones may share the ring."""
-    known = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
-    fresh = [tensor for _, tensor in packed.tensors if tensor.data_ptr() not in known]
+    addresses = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
+    fresh = [tensor for _, tensor in packed.tensors if tensor.data_ptr() not in addresses]
     if fresh:
-        others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
-        refuse_aliases(fresh, others, "a parameter")
+        inputs = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+        refuse_aliases(fresh, inputs, "a parameter")
 
 
 @contextmanager

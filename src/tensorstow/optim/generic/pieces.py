@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, Literal
 
 import torch
 
-from tensorstow.io.files import IoFuture
 from tensorstow.io.scratch import ScratchExtent
+from tensorstow.memory.moving_bytes import MovingBytes
 from tensorstow.optim.generic.packing import LARGE_BYTES, PackedEntry, TensorSlot, pack, tensors_in
 from tensorstow.optim.generic.partition import Partition, can_partition, partition
-from tensorstow.optim.generic.ring import RingBlock
 from tensorstow.optim.generic.stepper import Stepper
 
 How = Literal["ram", "whole", "chunks"]
@@ -19,37 +17,25 @@ How = Literal["ram", "whole", "chunks"]
 _SPLIT_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 
 
-class PieceState(Enum):
-    """Where a piece's states are.
-
-    ON_DISK -> READING -> IN_MEMORY -> WRITING -> ON_DISK; a first step begins at IN_MEMORY. All but
-    ON_DISK hold a block of the ring.
-    """
-
-    ON_DISK = "on disk, or nowhere yet"
-    READING = "on their way into memory"
-    IN_MEMORY = "in memory, the only place where they are right"
-    WRITING = "in memory, on their way to disk"
-
-
 @dataclass(eq=False, slots=True)
-class Piece:
-    """A parameter, or a cut of it, and where its states are."""
+class Piece(MovingBytes):
+    """A parameter, or a cut of it, and the place of its states: in the ring unless ABSENT."""
 
     partition: Partition | None = None
     stowed: dict[str, Any] = field(default_factory=dict)
-    """What is on disk, by name, with a Slot in place of each tensor."""
+    """The states on disk, by name, with a TensorSlot in place of each tensor."""
     slots: tuple[TensorSlot, ...] = ()
     extent: ScratchExtent | None = None
     stepped: bool = False
-    """What the class keeps is known: without an extent there is nothing to stow."""
-    state: PieceState = PieceState.ON_DISK
-    block: RingBlock | None = None
-    transfer: IoFuture | None = None
+    """Whether it was stepped: its states are known then, and without an extent none are on disk."""
+    region: torch.Tensor | None = None
+    """Its part of the ring."""
+    offset: int = 0
+    """Where ``region`` begins."""
 
     @property
     def least_bytes(self) -> int:
-        """Return from how many bytes on a tensor goes to disk: a chunk's all do."""
+        """Return the size from which a tensor goes to disk: 0 for a chunk."""
         return LARGE_BYTES if self.partition is None else 0
 
     @property
@@ -60,11 +46,11 @@ class Piece:
 
 @dataclass(eq=False, slots=True)
 class PartitionedParam:
-    """A parameter whose states are kept, and its pieces: none if all its states stay in RAM."""
+    """A parameter that has states, and its pieces: none if all its states stay in RAM."""
 
     parameter: torch.Tensor
     shape: torch.Size
-    """Of this rank's elements, as the dtype."""
+    """The shape of this rank's elements."""
     dtype: torch.dtype
     pieces: list[Piece]
     expected: "ExpectedStates"
@@ -92,11 +78,11 @@ class ExpectedStates:
     """The predicted size of a parameter's states, before its first step."""
 
     entry: Mapping[str, Any]
-    """Of the whole parameter, tensors without memory; empty if they cannot be predicted."""
+    """Its states, as tensors without memory; empty if they cannot be predicted."""
     ram_bytes: int
     disk_bytes: int
     piece_bytes: tuple[int, ...]
-    """Of the files, per piece."""
+    """Bytes in the files, per piece."""
 
 
 def split_into_pieces(
@@ -105,7 +91,7 @@ def split_into_pieces(
     """Return the pieces in which a parameter's states move.
 
     Chunks need an elementwise class, a contiguous parameter of a floating dtype, and kernels that
-    all share it alike among threads: [Note: Cuts that change no bit].
+    all divide it among threads in the same way: [Note: Cuts that change no bit].
     """
     if (
         elementwise
@@ -130,14 +116,14 @@ def expected_states(
     for numel, piece in zip(lengths, pieces, strict=True):
         if numel not in packed:
             shape = None if numel is None else (numel,)
-            kept = stepper.expected_entry(group, parameter, shape)
-            packed[numel] = pack(kept, piece.least_bytes)
-    each = [packed[numel] for numel in lengths]
+            piece_entry = stepper.expected_entry(group, parameter, shape)
+            packed[numel] = pack(piece_entry, piece.least_bytes)
+    entries = [packed[numel] for numel in lengths]
     return ExpectedStates(
         entry,
-        _bytes_of(each[-1].resident),
-        sum(slot.nbytes for p in each for slot in p.slots),
-        tuple(p.nbytes for p in each),
+        _bytes_of(entries[-1].resident),
+        sum(slot.nbytes for p in entries for slot in p.slots),
+        tuple(p.nbytes for p in entries),
     )
 
 

@@ -38,7 +38,7 @@ _AWAY_AND_BACK = 5
 """The step before which schedule-free classes are switched to eval mode and back."""
 _LEAST_SIDE, _SIDES = 3, 12
 
-_Kept = dict[tuple[int, int], dict[str, Any]]
+_Entries = dict[tuple[int, int], dict[str, Any]]
 
 
 def probe(
@@ -48,7 +48,7 @@ def probe(
     *,
     elementwise: bool,
 ) -> None:
-    """Step all parameters, small, together and apart; raise OptionError where it is not the same.
+    """Step all parameters, small, together and apart; raise OptionError if results differ.
 
     Catches classes that keep something over all parameters (a count, a norm, an estimate): stepped
     one parameter at a time they would go wrong in silence.
@@ -119,8 +119,8 @@ class _Together:
         getattr(self.optimizer, method)()
 
     def entry(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
-        return found
+        entry: Mapping[str, Any] = self.optimizer.state.get(parameter, {})
+        return entry
 
     def values(self) -> SharedValues:
         return SharedValues.of(self.optimizer)
@@ -134,10 +134,10 @@ class _Apart:
     ) -> None:
         self.stepper, self.sliced = stepper, sliced
         self.groups: list[dict[str, Any]] = [
-            {**made, **_of_parameters(group)}
-            for made, group in zip(stepper.group_options, groups, strict=True)
+            {**options, **_of_parameters(group)}
+            for options, group in zip(stepper.group_options, groups, strict=True)
         ]
-        self.kept: _Kept = {}
+        self.entries: _Entries = {}
         self.state: dict[Any, Any] = dict(stepper.first_state)
 
     def call(self, method: str) -> None:
@@ -156,22 +156,22 @@ class _Apart:
             if self.sliced:
                 piece = tensor.detach()[begin:end].requires_grad_()
                 piece.grad = None if tensor.grad is None else tensor.grad[begin:end]
-            entry = self.kept.get((id(tensor), begin))
+            entry = self.entries.get((id(tensor), begin))
             if entry is None:
                 begins = self.stepper.begins_with_states
                 entry = self.stepper.first_entry(group, piece, name) if begins else {}
             run = StepBatch(group, [(piece, entry)], None if name is None else [name])
-            made = self.stepper.run([run])[0][0]
-            self.kept[id(tensor), begin] = made
+            new_entry = self.stepper.run([run])[0][0]
+            self.entries[id(tensor), begin] = new_entry
             if self.sliced:
-                refuse_unsliced(made, end - begin)
+                refuse_unsliced(new_entry, end - begin)
 
     def entry(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        return self.kept.get((id(parameter), 0), {})
+        return self.entries.get((id(parameter), 0), {})
 
     def values(self) -> SharedValues:
         options = [{k: v for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.groups]
-        return SharedValues(options, SharedValues.of(self.stepper.inner).own, self.state)
+        return SharedValues(options, SharedValues.of(self.stepper.inner).attributes, self.state)
 
 
 _NOT_OPTIONS = frozenset({"params", "param_names"})
@@ -189,7 +189,7 @@ def _change_mode(mode: str, together: _Together, apart: _Apart, step: int) -> No
 
 
 def _step_both(together: _Together, apart: _Apart, step: int, *, finite: bool) -> bool:
-    """Step both; return False where the class refuses gradients that are not finite."""
+    """Step both; return False if the class raises for gradients that are not finite."""
     optimizer_class = type(together.optimizer)
     try:
         together.call("step")
@@ -220,8 +220,8 @@ def _refuse_difference(together: _Together, apart: _Apart, step: int) -> None:
     if differing := together.values().differences(apart.values()):
         message = (
             f"{name} has other values in {', '.join(differing)} when small tensors are stepped one"
-            " after the other than together: something that is kept over all parameters goes"
-            " wrong. Use it as it is, un-stowed."
+            " after the other than together: the class keeps them for all parameters at once."
+            " Use it as it is, un-stowed."
         )
         raise OptionError(message)
     pairs = zip(_parameters(together.groups), _parameters(apart.groups), strict=True)
@@ -234,7 +234,7 @@ def _refuse_difference(together: _Together, apart: _Apart, step: int) -> None:
             advice = "Leave elementwise out" if apart.sliced else "Use it as it is, un-stowed"
             message = (
                 f"{name} was tried out on small tensors, with gradients of size {_SCALES[step]:g}:"
-                f" stepped {how} they come out other than stepped together. {advice}."
+                f" stepped {how}, their results differ from a step of all together. {advice}."
             )
             raise OptionError(message)
 
@@ -248,7 +248,7 @@ def _refuse_more_to_save(optimizer: Optimizer) -> None:
     if more:
         message = (
             f"{type(optimizer).__name__} saves {', '.join(sorted(map(str, more)))} in a state_dict"
-            " of its own, beside state and param_groups: stowed, they would be lost from"
+            " of its own, next to state and param_groups: stowed, they would be lost from"
             " checkpoints. Use it as it is, un-stowed."
         )
         raise OptionError(message)
@@ -256,19 +256,19 @@ def _refuse_more_to_save(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _no_random_numbers(optimizer_class: type[Optimizer]) -> Iterator[None]:
-    """Raise OptionError where random numbers are drawn: their order would be another."""
+    """Raise OptionError if random numbers are drawn: their order would change."""
     before = _random_states()
     yield
     if not same(before, _random_states()):
         message = (
-            f"{optimizer_class.__name__} changes the random numbers in a step: stepped one after"
-            " the other, parameters would get others. Use it as it is, un-stowed."
+            f"{optimizer_class.__name__} draws random numbers in a step: stepped one after"
+            " the other, parameters would get different ones. Use it as it is, un-stowed."
         )
         raise OptionError(message)
 
 
 def _random_states() -> list[Any]:
-    numpys = np.random.get_state(legacy=False)  # noqa: NPY002  # looked at, not drawn from
+    numpys = np.random.get_state(legacy=False)  # noqa: NPY002  # read only
     return [torch.get_rng_state(), random.getstate(), repr(numpys)]
 
 
@@ -304,8 +304,8 @@ def _small(group: Mapping[str, Any], side: Mapping[int, int]) -> dict[str, Any]:
         )
         for p in group["params"]
     ]
-    made: dict[str, Any] = copied({k: v for k, v in group.items() if k != "params"})
-    return {**made, "params": params}
+    options: dict[str, Any] = copied({k: v for k, v in group.items() if k != "params"})
+    return {**options, "params": params}
 
 
 def _filled(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -327,7 +327,7 @@ def _give_gradients(groups: Sequence[Mapping[str, Any]], step: int, scale: float
     trained = [p for p in _parameters(groups) if p.requires_grad]
     for index, parameter in enumerate(trained):
         parameter.grad = _random(parameter, generator)
-        # Of another size for each: one of them alone passes a limit.
+        # Each has another size, so that only one of them passes a limit.
         size = 1.0 if scale != scale else scale  # noqa: PLR0124  # NaN
         parameter.grad.mul_(size * 10.0 ** -((index - step) % min(4, len(trained))))
     if trained and scale != scale and trained[0].numel():  # noqa: PLR0124
@@ -353,7 +353,7 @@ def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _as_given(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group as a user gives it, names beside parameters."""
+    """Return the group as a user passes it, with (name, parameter) pairs."""
     plain = {k: v for k, v in group.items() if k != "param_names"}
     if "param_names" not in group:
         return plain

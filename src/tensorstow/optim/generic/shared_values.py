@@ -1,11 +1,11 @@
-"""What an optimizer keeps over all parameters (counters, modes), passed from piece to piece.
+"""An optimizer's values for all parameters (counters, modes), passed from piece to piece.
 
 [Note: Values over all parameters]
 A class may count its steps in ``group["step"]``, in ``self.count`` or in ``self.state["count"]``.
 One step over all parameters changes such a value once; stepped piece by piece it would change once
-per piece. So every piece begins with the values as they were when the step began, all pieces must
-leave the same, and when the step ends these are the optimizer's. Where pieces disagree the value is
-made from several parameters (a norm, an estimate): the class is no optimizer per parameter.
+per piece. So every piece begins with the values from the start of the step, all pieces must leave
+the same, and when the step ends the optimizer gets these. If pieces disagree, the value depends on
+several parameters (a norm, an estimate): the class does not step per parameter.
 
 The optimizer has every group for each piece, without parameters if the piece is of another group: a
 class may read a value of the first group, and count in each.
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 
 PLAIN_LOOP = ("foreach", "fused")
-"""Off in every run: the results of the loop over tensors do not depend on which go together."""
+"""Off in every run: results of the loop over tensors do not depend on how they are batched."""
 
 _OF_PARAMETERS = frozenset({"params", "param_names"})
 _TORCHS = frozenset(
@@ -43,7 +43,7 @@ _TORCHS = frozenset(
         "_need_device_dtype_check_for_fused",
     }
 )
-"""What torch.optim itself keeps in every optimizer."""
+"""Attributes that torch.optim itself sets in every optimizer."""
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 """Immutable types: most values of groups."""
 
@@ -55,18 +55,18 @@ class StepBatch:
     group: Mapping[str, Any]
     entries: Sequence[tuple[torch.Tensor, dict[str, Any]]]
     names: Sequence[str] | None = None
-    """Of the parameters, where the group's have names."""
+    """The parameters' names, if those of the group have names."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedValues:
-    """Values that a step reads and changes beside parameters and their states."""
+    """Values that a step reads and changes, other than parameters and their states."""
 
     groups: list[dict[str, Any]]
-    own: dict[str, Any]
+    attributes: dict[str, Any]
     """Attributes of the optimizer."""
     state: dict[Any, Any]
-    """Of ``optimizer.state``, what is under keys that are no parameters."""
+    """Entries of ``optimizer.state`` whose keys are not parameters."""
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> "SharedValues":
@@ -76,14 +76,14 @@ class SharedValues:
 
     def differences(self, other: "SharedValues") -> list[str]:
         """Return the names of values that differ in ``other``."""
-        found = [f"self.{name}" for name in _differing(self.own, other.own)]
-        found += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
-        for number, (mine, others) in enumerate(zip(self.groups, other.groups, strict=True)):
-            if mine.keys() == others.keys() and all(map(is_, mine.values(), map(others.get, mine))):
+        differing = [f"self.{name}" for name in _differing(self.attributes, other.attributes)]
+        differing += [f"self.state[{name!r}]" for name in _differing(self.state, other.state)]
+        for number, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            if mine.keys() == theirs.keys() and all(map(is_, mine.values(), map(theirs.get, mine))):
                 continue  # nearly always; called for every group with every piece
-            names = [name for name in _differing(mine, others) if name not in PLAIN_LOOP]
-            found += [f"param_groups[{number}][{name!r}]" for name in names]
-        return found
+            names = [name for name in _differing(mine, theirs) if name not in PLAIN_LOOP]
+            differing += [f"param_groups[{number}][{name!r}]" for name in names]
+        return differing
 
 
 class SplitStep:
@@ -127,7 +127,7 @@ class SplitStep:
             groups[self._numbers[id(run.group)]].update(_parameters_of(run))
         self._inner.param_groups = groups
         self._inner.state.update(values.state)
-        _set_own(self._inner, values.own)
+        _set_attributes(self._inner, values.attributes)
 
     def end(self) -> None:
         """Record the values that a run left; raise OptionError if they differ between runs."""
@@ -138,8 +138,8 @@ class SplitStep:
         if differing := self._after.differences(left):
             message = (
                 f"{type(self._inner).__name__} changes {', '.join(differing)} from values of"
-                " several parameters: stepped one after the other they do not come out the same,"
-                " so it is not per parameter. Use it as it is, un-stowed."
+                " several parameters: stepped one after the other, parameters give different"
+                " values. Use it as it is, un-stowed."
             )
             raise OptionError(message)
 
@@ -155,7 +155,7 @@ class SplitStep:
 
     def close(self) -> None:
         """Restore inner to the values from before the step, or to those that were kept."""
-        _set_own(self._inner, self._before.own)
+        _set_attributes(self._inner, self._before.attributes)
 
 
 def batch_group(run: StepBatch) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def own_values(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def foreign(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the entries of a state under keys that are no parameters."""
+    """Return the entries of a state whose keys are not parameters."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
@@ -183,15 +183,15 @@ def copied(value: Any) -> Any:  # noqa: ANN401
     if type(value) in _ATOMS:
         return value
     if isinstance(value, SharedValues):
-        return SharedValues(copied(value.groups), copied(value.own), copied(value.state))
+        return SharedValues(copied(value.groups), copied(value.attributes), copied(value.state))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        made = copy.copy(value)  # an OrderedDict, or a defaultdict with its factory
+        mapping = copy.copy(value)  # an OrderedDict, or a defaultdict with its factory
         for key, item in value.items():
             if type(item) not in _ATOMS:
-                made[key] = copied(item)
-        return made
+                mapping[key] = copied(item)
+        return mapping
     if isinstance(value, tuple | list):
         return _copied_items(value)
     return copy.copy(value) if isinstance(value, set | deque | bytearray) else value
@@ -239,7 +239,7 @@ def _equal(a: Any, b: Any) -> bool:  # noqa: ANN401
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are alike to the bit; NaN is like NaN."""
+    """Return whether two tensors are bitwise equal; NaN equals NaN."""
     if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     if a.is_meta or torch.equal(a, b):
@@ -257,13 +257,13 @@ def _parameters_of(run: StepBatch) -> dict[str, Any]:
     return {"params": [parameter for parameter, _ in run.entries], **named}
 
 
-def _differing(mine: Mapping[Any, Any], others: Mapping[Any, Any]) -> list[Any]:
-    both = [key for key in mine if key in others]
-    found = [key for key in both if not same(mine[key], others[key])]
-    return [*found, *(mine.keys() ^ others.keys())]
+def _differing(mine: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> list[Any]:
+    both = [key for key in mine if key in theirs]
+    changed = [key for key in both if not same(mine[key], theirs[key])]
+    return [*changed, *(mine.keys() ^ theirs.keys())]
 
 
-def _set_own(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
+def _set_attributes(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
     attributes = vars(optimizer)
     for name in own_values(optimizer).keys() - values.keys():
         del attributes[name]
@@ -275,7 +275,7 @@ def _assign(
 ) -> None:
     """Assign ``values`` to ``target``; equal values keep their object.
 
-    Schedulers hold a learning rate that is a tensor.
+    A learning rate may be a tensor that a scheduler holds.
     """
     for key in present:
         if key not in values:

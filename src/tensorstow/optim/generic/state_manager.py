@@ -11,7 +11,8 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
-from tensorstow.base.errors import ForkError, OptionError, PoisonedError, TransferError
+from tensorstow.base.errors import OptionError, PoisonedError, TransferError
+from tensorstow.base.health import OPTIMIZER_FAILED, OPTIMIZER_FORKED, Health
 from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
@@ -53,9 +54,8 @@ class StateManager:
         self._params: dict[int, PartitionedParam] = {}
         self._transfers: Transfers | None = None
         self._scratch: list[ScratchFiles] = []
-        self._owner = os.getpid()
-        self._poison: BaseException | None = None
-        self._finalizer = weakref.finalize(self, _release, self._scratch, self._owner)
+        self._health = Health(OPTIMIZER_FORKED, f"{OPTIMIZER_FAILED}.")
+        self._finalizer = weakref.finalize(self, _release, self._scratch, self._health.owner)
         self.lock = threading.RLock()
         """Held while the ring is used: by a step, or to read or set states."""
 
@@ -76,9 +76,9 @@ class StateManager:
         """
         self.live()
         new = [(g, p) for g, p in parameters if id(p) not in self._params]
-        # As for the other optimizers here, the head stays in RAM: gradients that come last.
+        # As for Adam, the first parameters stay in RAM: their gradients come last.
         in_ram = sum(leaf_of(p).numel() for _, p in new) * (1 - self._placement.disk_fraction)
-        made, seen = [], 0
+        entries, seen = [], 0
         for group, parameter in new:
             leaf = leaf_of(parameter)
             seen += leaf.numel()
@@ -92,10 +92,10 @@ class StateManager:
                     elementwise=self._elementwise,
                 )
             expected = expected_states(self._stepper, group, parameter, pieces)
-            made.append(PartitionedParam(parameter, leaf.shape, leaf.dtype, pieces, expected))
-        if any(param.pieces for param in made):
-            self._make_room([*self._params.values(), *made])
-        self._params.update({id(param.parameter): param for param in made})
+            entries.append(PartitionedParam(parameter, leaf.shape, leaf.dtype, pieces, expected))
+        if any(param.pieces for param in entries):
+            self._make_room([*self._params.values(), *entries])
+        self._params.update({id(param.parameter): param for param in entries})
 
     def _make_room(self, params: Sequence[PartitionedParam]) -> None:
         expected = [n for param in params for n in param.expected.piece_bytes]
@@ -226,20 +226,13 @@ class StateManager:
             self._params, self._transfers = {}, None
             self._scratch = []
 
+    def is_alive(self) -> bool:
+        """Return whether another step may be taken: nothing is closed, or has failed."""
+        return self._finalizer.alive and self._health.failure is None
+
     def live(self) -> None:
-        """Raise where nothing can be done any more: a fork, an earlier failure, a close."""
-        if self._owner != os.getpid():
-            message = (
-                "An optimizer was used in a forked process: its threads, buffers and files belong"
-                " to the parent. Make the optimizer in the process that steps it."
-            )
-            raise ForkError(message)
-        if self._poison is not None:
-            message = (
-                f"This optimizer failed before and its states are half updated: {self._poison}"
-                " Load a checkpoint into a new optimizer."
-            )
-            raise PoisonedError(message) from self._poison
+        """Raise an error after a fork, an earlier failure, or a close."""
+        self._health.check()
         if not self._finalizer.alive:
             message = "This optimizer was closed: its states are gone. Make a new one."
             raise PoisonedError(message)
@@ -257,11 +250,11 @@ class StateManager:
         try:
             yield
         except kind as error:
-            self._poison = error
+            self._health.poison(error)
             raise
 
 
 def _release(files: Sequence[ScratchFiles], owner: int) -> None:
     if owner == os.getpid():  # a forked child has neither the threads nor a right to the files
-        for each in files:
-            each.close()
+        for scratch in files:
+            scratch.close()

@@ -169,10 +169,10 @@ class Stepper:
     ) -> dict[str, Any]:
         """Return the entry that the constructor creates for ``parameter``."""
         parameter = leaf_of(parameter)
-        given = [parameter] if name is None else [(name, parameter)]
+        params = [parameter] if name is None else [(name, parameter)]
         with self._naming("was constructed", OptionError):
-            made = self.optimizer_class([{**options_of(group), "params": given}], **self._options)
-        entry: dict[str, Any] = made.state.get(parameter, {})
+            new = self.optimizer_class([{**options_of(group), "params": params}], **self._options)
+        entry: dict[str, Any] = new.state.get(parameter, {})
         return entry
 
     def expected_entry(
@@ -184,7 +184,7 @@ class Stepper:
         """
         stand_in = _meta_parameter(parameter, shape)
         stand_in.grad = torch.empty_like(stand_in)
-        # It fails where it reads a value of a meta tensor: the states exist by then.
+        # It fails when it reads a value of a meta tensor: its states exist by then.
         entry: dict[str, Any] = {}
         alone = dict(group)
         name = name_in(group, parameter)
@@ -218,17 +218,17 @@ class Stepper:
             self._clear()
 
     def _without_flags(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options without the implementation that the class, unasked, would take."""
+        """Return options without an implementation that the class chose and the user did not."""
         unasked = [name for name in PLAIN_LOOP if options.get(name) and not self._options.get(name)]
         return {**options, **dict.fromkeys(unasked, False)}
 
-    def _check_groups(self, given: Sequence[Mapping[str, Any]]) -> None:
-        found = [[id(p) for p in group["params"]] for group in self.inner.param_groups]
-        wanted = [[id(p) for p in _tensors(group["params"])] for group in given]
-        if found != wanted:
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        inner = [[id(p) for p in group["params"]] for group in self.inner.param_groups]
+        wanted = [[id(p) for p in _tensors(group["params"])] for group in groups]
+        if inner != wanted:
             message = (
                 f"{self.optimizer_class.__name__} sorts its parameters into groups of its own:"
-                " they could not be shared with yours. Give it the groups that it makes."
+                " they could not be shared with yours. Pass the groups that it creates."
             )
             raise OptionError(message)
 
@@ -305,13 +305,13 @@ def listed(params: ParamsT) -> tuple[list[Any], list[dict[str, Any]]]:
     In the groups names are under ``param_names``, as torch has them.
     """
     if isinstance(params, torch.Tensor):
-        message = "A tensor was given as params: give a list of tensors, or of groups."
+        message = "A tensor was given as params: pass a list of tensors, or of groups."
         raise OptionError(message)
-    given: list[Any] = list(params)
-    if given and isinstance(given[0], dict):
-        given = [{**group, "params": _items(group["params"])} for group in given]
-    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
-    return given, [{**group, **_named(group["params"])} for group in groups]
+    items: list[Any] = list(params)
+    if items and isinstance(items[0], dict):
+        items = [{**group, "params": _items(group["params"])} for group in items]
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    return items, [{**group, **_named(group["params"])} for group in groups]
 
 
 def _items(params: Any) -> list[Any]:  # noqa: ANN401

@@ -1,20 +1,18 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
 import math
-import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn, overload
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import OptionError, StowError
-from tensorstow.optim import options
+from tensorstow.base.errors import StowError
+from tensorstow.base.fields import read_value
+from tensorstow.checkpoint.ranks import refuse_unjoined
+from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.generic import validation
 from tensorstow.optim.generic.known_classes import (
     ELEMENTWISE,
@@ -36,17 +34,17 @@ from tensorstow.optim.generic.probe import probe
 from tensorstow.optim.generic.state_manager import StateManager
 from tensorstow.optim.generic.stepper import MODES, Stepper, listed, name_in
 from tensorstow.optim.options import DirectoryOption, StatePlacement
-from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
+from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
 from tensorstow.step.norms import squared_norms
-from tensorstow.step.validation import is_to_be_trained, list_params
+from tensorstow.step.validation import is_to_be_trained, list_params, refuse_unheld
 from tensorstow.tensors.dtensor import gradient_of, sum_over_shards
 
 
-class StowedOptimizer(Optimizer):
+class StowedOptimizer(PlacedOptimizer):
     """Any torch optimizer class with its states in RAM, on disk, or split between the two.
 
     ``StowedOptimizer(torch.optim.Muon, params, lr=0.02, states="disk", dir="/nvme/run")`` steps
@@ -59,7 +57,7 @@ class StowedOptimizer(Optimizer):
     parameters, and so are the classes of schedulefree, optimi, bitsandbytes and pytorch_optimizer
     that are known to step each parameter by itself. Classes that are not torch's are tried out on
     small tensors first. Of sharded parameters (DTensors) a rank steps its own elements, which an
-    elementwise class alone allows; others are refused by name. Counters in the groups or in the
+    elementwise class alone allows; others raise an error. Counters in the groups or in the
     optimizer are handed on from piece to piece. Values made of several parameters' gradients cannot
     be: LBFGS, SparseAdam, and classes that clip or skip over all parameters are refused.
 
@@ -102,30 +100,27 @@ class StowedOptimizer(Optimizer):
         refuse_class(optimizer_class)
         validation.refuse_keywords(class_options)
         validation.refuse_adams_keywords(optimizer_class, class_options)
+        validation.refuse_misspelt(type(self), optimizer_class, class_options)
         placement = options.placement(states, dir, ram_budget)
-        given, groups = listed(params)
+        read_value(bool, elementwise, "elementwise")
+        read_value(bool, per_parameter, "per_parameter")
+        policy = validation.check_policy(policy)
+        items, groups = listed(params)
         refuse_unknown(optimizer_class, declared=per_parameter or elementwise)
         self._stepper = Stepper(optimizer_class, groups, class_options)
-        known = optimizer_class in ELEMENTWISE
-        self._by_rows = known or elementwise
-        if not known and (elementwise or not keeps_nothing_over_all(optimizer_class)):
+        is_listed = optimizer_class in ELEMENTWISE
+        self._by_rows = is_listed or elementwise
+        if not is_listed and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
         self._manager: StateManager | None = None  # until the groups are known
-        self._real = weakref.ref(self)
-        """The optimizer itself, where ``self`` is a wrapper ([Note: One end] in runtime)."""
-        self._last_recording = LastRecording()
-        self.recorded_parts: list[Callable[[], RecordedPart]] = []
-        """Make what a recording has beside the states, as weights on their way."""
-        self._behind_updates: list[Callable[[], None]] = []
-        self._at_close: list[Callable[[], None]] = []
-        super().__init__(given, self._stepper.defaults)
-        for group, made in zip(self.param_groups, self._stepper.group_options, strict=True):
-            group.update(made)
+        super().__init__(items, self._stepper.defaults)
+        for group, class_group in zip(self.param_groups, self._stepper.group_options, strict=True):
+            group.update(class_group)
         self.state.update(self._stepper.first_state)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
-        policy = validation.check_policy(policy)
         self._offload_policy = OffloadPolicy(placement, policy)
         self._manager = StateManager(self._stepper, placement, policy, elementwise=self._by_rows)
+        one_optimizer.register(self, self._manager.is_alive)
         everyone = self._stepper.begins_with_states
         self._manager.attach([(g, p) for g, p in self._all() if everyone or is_to_be_trained(p)])
         if everyone:
@@ -149,6 +144,7 @@ class StowedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             validation.refuse_keywords(group)
+            refuse_unheld(group)
             for index, parameter in enumerate(group["params"]):
                 if is_to_be_trained(parameter) or self._stepper.begins_with_states:
                     validation.check_parameter(parameter, self._name(group, index))
@@ -162,52 +158,11 @@ class StowedOptimizer(Optimizer):
             self.param_groups.pop()
             raise
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take one step of the class; return when all parameters are updated. Writes continue.
-
-        Args:
-            closure: Computes the loss again and returns it. It is called once, with gradients
-                enabled; classes that are not torch's may read the loss.
-
-        Returns:
-            What ``closure`` returned; None without one.
-
-        Raises:
-            DTypeError: A gradient that cannot be used; nothing has changed.
-            TransferError: The disk failed. Every later step raises PoisonedError.
-        """
-        if closure is None:
-            self._update()
-            return None
-        with torch.enable_grad():
-            loss = closure()
-        self._update(lambda: loss)
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or the stowed class.
-
-        States keep the dtypes that the class uses; torch would cast them to the parameter's dtype.
-
-        Args:
-            state_dict: What ``state_dict()`` returned.
-
-        Raises:
-            OptionError: States that do not fit; nothing has changed.
-        """
-        real = self._itself()
-        if real is not self:
-            real.load_state_dict(state_dict)  # a wrapper would be given groups of its own
-            if "param_groups" in vars(self):
-                vars(self).update(param_groups=real.param_groups, state=real.state)
-        else:
-            self._load_state_dict(state_dict)
+    def _take_step(self, loss: Callable[[], float] | None) -> None:
+        self._update(loss)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        options.check_state_dict(state_dict)
         loaded: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
         def keep_states_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
@@ -215,12 +170,12 @@ class StowedOptimizer(Optimizer):
             owner = dict(zip(keys, (p for _, p in self._all()), strict=False))
             for key, entry in full["state"].items():
                 if key in owner:
-                    own = own_states(entry, owner[key], f"Parameter {key}")
-                    self._check_saved(own, owner[key], f"Parameter {key}")
-                    loaded.append((owner[key], own))
-            others = {k: v for k, v in full["state"].items() if k not in owner}
+                    states = own_states(entry, owner[key], f"Parameter {key}")
+                    self._check_saved(states, owner[key], f"Parameter {key}")
+                    loaded.append((owner[key], states))
+            rest = {k: v for k, v in full["state"].items() if k not in owner}
             groups = options.with_own_flags(full["param_groups"], self.param_groups)
-            return {**full, "state": others, "param_groups": groups}
+            return {**full, "state": rest, "param_groups": groups}
 
         def put_states_in_place(_: Optimizer) -> None:
             self._load(loaded)
@@ -229,18 +184,10 @@ class StowedOptimizer(Optimizer):
         before = self.register_load_state_dict_pre_hook(keep_states_back)
         after = self.register_load_state_dict_post_hook(put_states_in_place, prepend=True)
         try:
-            super().load_state_dict(state_dict)
+            Optimizer.load_state_dict(self, state_dict)  # not the one that calls this
         finally:
             before.remove()
             after.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Refuse pickle and copy: files, threads and buffers cannot be carried."""
-        message = (
-            f"{type(self).__name__} cannot be pickled or copied: its states are on disk and its"
-            " threads in this process. Save state_dict() instead."
-        )
-        raise StowError(message)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Return ``train`` and ``eval`` if the class has them: trainers look for them."""
@@ -256,76 +203,21 @@ class StowedOptimizer(Optimizer):
 
     # --- beyond torch ---
 
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float = 1.0
-    ) -> torch.Tensor:
-        """Clip the gradients by their global 2-norm, in place; the norm is that of all ranks.
-
-        The norm is the root of binary64 sums per parameter, added in parameter order. Gradients are
-        multiplied by ``min(1, max_norm / (norm + 1e-6))``, as by ``torch.nn.utils``.
-
-        Args:
-            max_norm: The largest norm, at least 0.
-            error_if_nonfinite: Whether a norm that is not finite is an error.
-            loss_scale: What the loss was multiplied by, as for ``step_scaled``: the norm is that of
-                the gradients divided by it.
-
-        Returns:
-            The norm before clipping: a scalar fp64 tensor.
-
-        Raises:
-            OptionError: A negative ``max_norm``.
-            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
-        """
-        if not max_norm >= 0.0:
-            message = f"max_norm={max_norm} was given: it must not be negative."
-            raise OptionError(message)
-        norm = self.grad_norm() / loss_scale
-        if error_if_nonfinite and not torch.isfinite(norm):
-            message = f"The norm of the gradients is {norm.item()}: a gradient is not finite."
-            raise RuntimeError(message)
-        self._multiply_gradients(torch.clamp(max_norm / (norm + 1e-6), max=1.0).item())
+    def _clip(self, factor_of: Callable[[torch.Tensor], float], loss_scale: float) -> torch.Tensor:
+        norm = self._grad_norm() / loss_scale
+        self._multiply_gradients(factor_of(norm))
         return norm
 
-    @torch.no_grad()
-    def grad_norm(self) -> torch.Tensor:
-        """Return the global 2-norm of the gradients, over all ranks.
-
-        Returns:
-            A scalar fp64 tensor.
-        """
+    def _grad_norm(self) -> torch.Tensor:
         parameters = [p for _, p in self._all()]
         squares = squared_norms([gradient_of(p) for p in parameters], None)
         total = sum(sum_over_shards(parameters, squares))
         return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
 
-    def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
-        """Take a step by the gradients of a loss that the caller has scaled; they are divided.
-
-        Args:
-            loss_scale: What the loss was multiplied by.
-            overflowed: Whether a gradient of some rank is not finite; every rank gives the same.
-                Nothing is updated then.
-        """
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
         if not overflowed:
             self._multiply_gradients(1.0 / loss_scale)
             self.step()
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context for all micro-batches of a step but the last; it changes nothing.
-
-        Returns:
-            The context manager.
-        """
-        return nullcontext()
-
-    def wait(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
-        """Return at once: parameters are updated when ``step()`` returns.
-
-        Args:
-            parameters: Not used.
-        """
 
     @property
     def offload_policy(self) -> OffloadPolicy:
@@ -333,63 +225,23 @@ class StowedOptimizer(Optimizer):
         return self._offload_policy
 
     @property
-    def placement_of_states(self) -> str:
-        """Where states are kept: "host", "disk", or "shared" between the two."""
-        fraction = self._offload_policy.placement.disk_fraction
-        return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
+    def stowed_class(self) -> str:
+        """The name of the class."""
+        return self._stepper.optimizer_class.__name__
 
-    def register_update_hook(self, hook: Callable[[], None]) -> None:
-        """Register a function that is called in each step, behind its updates.
-
-        An exception of it leaves weights half updated: later steps raise PoisonedError.
-
-        Args:
-            hook: Takes no arguments; its result is ignored.
-        """
-        self._behind_updates.append(hook)
-
-    def register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Take a function that ``resume()`` would call, which is refused: it is never called.
-
-        Args:
-            hook: Not used.
-        """
-
-    def register_close_hook(self, hook: Callable[[], None]) -> None:
-        """Register a function that is called when the optimizer has been closed.
-
-        Args:
-            hook: Takes no arguments; its result is ignored. It may be called more than once.
-        """
-        self._at_close.append(hook)
-
-    def states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        """Return copies of a parameter's states: of this rank's elements, where it is sharded.
-
-        Args:
-            parameter: A parameter.
-
-        Returns:
-            States by name; none before its first step. None: no group has it, or it is frozen.
-        """
+    def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         manager = self._live()
         param = manager.find(parameter)
         if param is None:
             return None
         with manager.lock:
-            kept = cloned(dict(self.state.get(parameter, {})))
-            return {**manager.read(param), **kept} if param.stows else kept
+            resident = cloned(dict(self.state.get(parameter, {})))
+            return {**manager.read(param), **resident} if param.stows else resident
 
-    def synchronize(self) -> None:
-        """Wait until all writes of states are done; raises their errors."""
+    def _synchronize(self) -> None:
         self._live().wait_written()
 
-    def memory(self) -> StateMemory:
-        """Return the bytes of states and buffers, by place.
-
-        Returns:
-            Bytes in RAM, on disk and in the ring buffer.
-        """
+    def _memory(self) -> StateMemory:
         entries = (entry for entry in self.state.values() if isinstance(entry, dict))
         return self._live().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
 
@@ -415,103 +267,21 @@ class StowedOptimizer(Optimizer):
         params = (self._live().find(p) for _, p in self._all())
         return [plan_of(param) for param in params if param is not None]
 
-    def traffic(self) -> Traffic:
-        """Return the bytes of states moved since the optimizer was created.
-
-        Returns:
-            Bytes read and written.
-        """
+    def _traffic(self) -> Traffic:
         return self._live().traffic()
 
-    def recording(self, module: torch.nn.Module | None = None) -> Recording:
-        """Return a context that records what the run does inside, for ``report()``.
-
-        It logs forward, backward and steps, and the memory of the process 20 times a second; there
-        is no log of single reads and writes.
-
-        Args:
-            module: The model, whose forward is recorded. Default: None, steps alone.
-
-        Returns:
-            The context manager.
-        """
-        self._live()
-        real = self._itself()
-        parts = [make() for make in real.recorded_parts]
-        recording = Recording(real, real, module=module, log=None, parts=parts)
-        return self._last_recording.set(recording)
-
-    def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
-        """Write a report of the run: of the last ``recording()``, or totals without one.
-
-        Args:
-            directory: Is made if it is not there; files of an earlier report are replaced.
-
-        Returns:
-            The paths of the files: "page", "trace" and "figures".
-
-        Raises:
-            OptionError: The recording has not ended yet.
-            StowError: The files cannot be written.
-        """
-        real = self._itself()
-        return self._last_recording.write(
-            Path(directory), lambda: totals(real, real, [make() for make in real.recorded_parts])
-        )
-
-    def close(self) -> None:
-        """Drop states, memory and files now rather than with the object. Idempotent."""
+    def _close(self) -> None:
         self._live().close()
-        self.state.clear()
-        for hook in self._at_close:
-            hook()
+        self._drop_states()
 
     # --- what AdamW and Adam have, and scratch files cannot ---
 
-    def commit(self, extra: object = None) -> NoReturn:
-        """Raise OptionError: the states are in scratch files.
-
-        Args:
-            extra: Not used.
-        """
-        del extra
-        validation.refuse_commits("commit()")
-
-    def request_commit(self) -> NoReturn:
-        """Raise OptionError: the states are in scratch files."""
-        validation.refuse_commits("request_commit()")
-
-    def resume(self, which: object = None) -> NoReturn:
-        """Raise OptionError: the states are in scratch files.
-
-        Args:
-            which: Not used.
-        """
-        del which
-        validation.refuse_commits("resume()")
-
-    def snapshot(self, name: object = None, extra: object = None) -> NoReturn:
-        """Raise OptionError: the states are in scratch files.
-
-        Args:
-            name: Not used.
-            extra: Not used.
-        """
-        del name, extra
-        validation.refuse_commits("snapshot()")
-
-    def snapshots(self) -> NoReturn:
-        """Raise OptionError: the states are in scratch files."""
-        validation.refuse_commits("snapshots()")
-
-    def drop(self, name: object = None) -> NoReturn:
-        """Raise OptionError: the states are in scratch files.
-
-        Args:
-            name: Not used.
-        """
-        del name
-        validation.refuse_commits("drop()")
+    commit = validation.refused("commit()")
+    request_commit = validation.refused("request_commit()")
+    resume = validation.refused("resume()")
+    snapshot = validation.refused("snapshot()")
+    snapshots = validation.refused("snapshots()")
+    drop = validation.refused("drop()")
 
     # --- inside ---
 
@@ -521,18 +291,16 @@ class StowedOptimizer(Optimizer):
             raise StowError(message)
         return self._manager
 
-    def _itself(self) -> "StowedOptimizer":
-        real = self._real()
-        return self if real is None else real
-
     def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"])
 
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _update(self, closure: Callable[[], float] | None = None) -> None:
+        refuse_unjoined("step() was called")
         manager = self._live()
         manager.live()
+        one_optimizer.begin(self._itself())
         with manager.lock:
             self._step("step", self._due(), closure)
 
@@ -571,7 +339,7 @@ class StowedOptimizer(Optimizer):
             if job.resident or job.param.stows:  # SGD without momentum keeps nothing at all
                 self.state[job.param.parameter] = job.resident
         with manager.failing(BaseException):
-            for hook in self._behind_updates:
+            for hook in self._after_updates:
                 hook()
 
     @torch.no_grad()
@@ -587,6 +355,7 @@ class StowedOptimizer(Optimizer):
         due = []
         for group in self.param_groups:
             validation.refuse_keywords(group)
+            refuse_unheld(group)
             for index, parameter in enumerate(group["params"]):
                 leaf = leaf_with_gradient(parameter)
                 if leaf is None:
@@ -627,11 +396,11 @@ class StowedOptimizer(Optimizer):
         self._stepper.repair(self.param_groups, dict(loaded))
         group_of = {id(p): group for group, p in self._all()}
         manager.attach([(group_of[id(p)], p) for p, _ in loaded])
-        for each in manager.params():
-            manager.forget(each)
+        for param in manager.params():
+            manager.forget(param)
         for parameter, entry in loaded:
-            param = manager.find(parameter)
-            expected = {} if param is None else param.expected.entry
+            managed = manager.find(parameter)
+            expected = {} if managed is None else managed.expected.entry
             self._put(parameter, validation.cast_as_kept(entry, expected))
 
     def _name(self, group: Mapping[str, Any], index: int) -> str:
@@ -653,7 +422,7 @@ def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
             entry = state_dict["state"].get(index)
             param = manager.find(parameter)
             if isinstance(entry, dict) and param is not None and param.stows:
-                # What is read is a copy, so the numbers are one too: all of the same moment.
+                # States read from disk are copies; copy the numbers too, so all are of one moment.
                 entry = {**cloned(entry), **manager.read(param)}
             if isinstance(entry, dict):
                 state_dict["state"][index] = sharded_states(entry, parameter)

@@ -1,4 +1,4 @@
-"""One step of many parameters: pieces are read ahead, stepped one by one, and written behind."""
+"""One step of many parameters: reads pieces ahead, steps one by one, writes in the background."""
 
 from collections.abc import Sequence
 
@@ -35,10 +35,10 @@ def step_streamed(
 
 
 def _read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int) -> int:
-    """Start reading pieces from ``first`` on; return the first that was not."""
+    """Start reading pieces from ``first`` on; return the index of the first that was not."""
     for index in range(first, len(pieces)):
         piece = pieces[index]
-        # Behind a piece that is new nothing is read: it will want room, and comes first.
+        # Read nothing after a new piece: it comes first, and will need room.
         if not piece.stepped or (piece.extent and not transfers.read_ahead(piece)):
             return index
     return len(pieces)
@@ -58,7 +58,7 @@ def step_in_ram(stepper: Stepper, jobs: Sequence[Job]) -> None:
         for same in groups.values()
     ]
     if runs:
-        for same, made in zip(groups.values(), stepper.run(runs), strict=True):
-            for job, entry in zip(same, made, strict=True):
+        for same, entries in zip(groups.values(), stepper.run(runs), strict=True):
+            for job, entry in zip(same, entries, strict=True):
                 job.resident.clear()
                 job.resident.update(entry)

@@ -1,4 +1,7 @@
-"""Moves pieces between disk and the ring: reads ahead, writes behind."""
+"""Moves pieces between disk and the ring: reads ahead, writes in the background.
+
+The ring is one mapping. A piece gets the first free range of it that is large enough.
+"""
 
 import time
 from collections import deque
@@ -7,10 +10,13 @@ import torch
 
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes
+from tensorstow.io.arena import Arena
+from tensorstow.io.free_list import FreeList
 from tensorstow.io.scratch import ScratchFiles
+from tensorstow.memory.bounded_bytes import BoundedBytes
+from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.optim.generic.packing import PackedEntry
-from tensorstow.optim.generic.pieces import Piece, PieceState
-from tensorstow.optim.generic.ring import PieceRing
+from tensorstow.optim.generic.pieces import Piece
 from tensorstow.states.traffic import Traffic
 
 DEFAULT_RING_BYTES = 64 << 20
@@ -20,28 +26,26 @@ class Transfers:
     """Reads and writes of pieces, in the order of the calls."""
 
     def __init__(self, files: ScratchFiles, budget: int | None) -> None:
-        """Begin with no memory; ``budget`` bounds it, and None lets a larger piece run alone."""
+        """Begin without memory. ``budget`` bounds it; None lets a larger piece run alone."""
         self._files = files
         self._budget = budget
-        self._ring = PieceRing(0)
+        self._bytes = BoundedBytes(0)
+        self._arena: Arena | None = None
+        self._free = FreeList()
         self._writing: deque[Piece] = deque()
         self._read = self._written = self._pieces = 0
-        self._high_water = 0
         self._wait_seconds = 0.0
 
     @property
     def capacity(self) -> int:
         """Return the bytes of the ring."""
-        return self._ring.capacity
-
-    @property
-    def high_water(self) -> int:
-        """Return the most bytes of the ring that were in use at once."""
-        return max(self._high_water, self._ring.high_water)
+        return self._bytes.capacity
 
     def traffic(self) -> Traffic:
         """Return the bytes moved so far."""
-        return Traffic(self._read, self._written, self._pieces, self.high_water, self._wait_seconds)
+        return Traffic(
+            self._read, self._written, self._pieces, self._bytes.peak, self._wait_seconds
+        )
 
     def make_room(self, total: int, largest: int) -> None:
         """Size the ring for ``largest``, and for ``total`` as far as the budget allows.
@@ -51,21 +55,21 @@ class Transfers:
         wanted = wanted_bytes(total, largest, self._budget)
         if wanted > self.capacity:
             self.wait_written()
-            self._high_water = self.high_water
-            self._ring = PieceRing(wanted)
+            # A forked child must not share pages that the kernel may be writing to.
+            self._arena, self._free = Arena(wanted, in_children=False), FreeList()
+            self._free.add(0, wanted)
+            self._bytes.capacity = wanted
 
     def read_ahead(self, piece: Piece) -> bool:
         """Start reading ``piece``; return False if the ring has no space for it now."""
-        if piece.state is PieceState.WRITING:
+        if piece.state is ByteState.WRITING:
             self._finish_until(piece)
-        if piece.state is not PieceState.ON_DISK or piece.extent is None:
+        if piece.is_in_memory or piece.extent is None:
             return True
         self._reap()
-        piece.block = self._ring.allocate(piece.nbytes)
-        if piece.block is None:
+        if not self._allocate(piece, piece.nbytes):
             return False
-        piece.state = PieceState.READING
-        piece.transfer = self._files.read(piece.extent, piece.block.region)
+        piece.begin(ByteState.READING, self._files.read(piece.extent, _region(piece)))
         self._read += piece.nbytes
         return True
 
@@ -74,36 +78,31 @@ class Transfers:
         began = time.monotonic()
         while not self.read_ahead(piece):
             self._finish_oldest()
-        if piece.transfer is not None:
-            piece.transfer.wait()
+        piece.settle()
         self._wait_seconds += time.monotonic() - began
-        piece.transfer = None
-        piece.state = PieceState.IN_MEMORY
         return _region(piece)
 
     def begin(self, piece: Piece, nbytes: int) -> torch.Tensor:
         """Return memory for a piece at rest whose states exist for the first time."""
-        while (block := self._ring.allocate(nbytes)) is None:
+        while not self._allocate(piece, nbytes):
             self._finish_oldest()
-        piece.block, piece.state = block, PieceState.IN_MEMORY
-        return block.region
+        piece.move(ByteState.PRESENT)
+        return _region(piece)
 
     def write(self, piece: Piece) -> None:
         """Start writing a piece that is here."""
-        if piece.extent is None or piece.state is not PieceState.IN_MEMORY:
+        if piece.extent is None or piece.state is not ByteState.PRESENT:
             return
-        piece.transfer = self._files.write(piece.extent, _region(piece))
-        piece.state = PieceState.WRITING
+        piece.begin(ByteState.WRITING, self._files.write(piece.extent, _region(piece)))
         self._writing.append(piece)
         self._written += piece.nbytes
         self._pieces += 1
 
     def drop(self, piece: Piece) -> None:
         """Discard the read of ``piece``; the disk is unchanged."""
-        if piece.state is PieceState.WRITING:
+        if piece.state is ByteState.WRITING:
             self._finish_until(piece)
-        if piece.transfer is not None:
-            piece.transfer.wait()
+        piece.settle()
         self._rest(piece)
 
     def put(self, piece: Piece, packed: PackedEntry) -> None:
@@ -111,10 +110,10 @@ class Transfers:
 
         In that case nothing may be read ahead.
         """
-        if packed.slots == piece.slots and piece.block is not None:
-            region = piece.block.region
+        if packed.slots == piece.slots and piece.region is not None:
+            region = piece.region
         else:
-            if piece.block is not None:
+            if piece.region is not None:
                 packed = packed.copied()  # it may lie in the memory that is given back now
             self.drop(piece)
             self._relocate(piece, packed)
@@ -149,8 +148,16 @@ class Transfers:
             piece.extent = self._files.allocate(packed.nbytes)
             piece.slots = packed.slots
 
+    def _allocate(self, piece: Piece, nbytes: int) -> bool:
+        offset = self._free.allocate(nbytes)
+        if offset is None or self._arena is None:
+            return False
+        piece.offset, piece.region = offset, self._arena.tensor(offset, nbytes, torch.uint8)
+        self._bytes.take(nbytes)
+        return True
+
     def _finish_until(self, piece: Piece) -> None:
-        while piece.state is PieceState.WRITING:
+        while piece.state is ByteState.WRITING:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
@@ -159,20 +166,20 @@ class Transfers:
             raise BudgetError(message)
         piece = self._writing.popleft()
         began = time.monotonic()
-        if piece.transfer is not None:
-            piece.transfer.wait()
+        piece.settle()
         self._wait_seconds += time.monotonic() - began
         self._rest(piece)
 
     def _reap(self) -> None:
-        while self._writing and (first := self._writing[0].transfer) is not None and first.done():
+        while self._writing and self._writing[0].is_over():
             self._finish_oldest()
 
     def _rest(self, piece: Piece) -> None:
-        if piece.block is not None:
-            self._ring.free(piece.block)
-        piece.block = piece.transfer = None
-        piece.state = PieceState.ON_DISK
+        if piece.region is not None:
+            self._free.add(piece.offset, piece.offset + piece.region.numel())
+            self._bytes.give(piece.region.numel())
+        piece.region = None
+        piece.leave()
 
 
 def wanted_bytes(total: int, largest: int, budget: int | None) -> int:
@@ -188,7 +195,7 @@ def wanted_bytes(total: int, largest: int, budget: int | None) -> int:
 
 
 def _region(piece: Piece) -> torch.Tensor:
-    if piece.block is None:
-        message = "A piece that is in motion holds a block of the ring."
+    if piece.region is None:
+        message = "A piece that is in motion holds a part of the ring."
         raise AssertionError(message)
-    return piece.block.region
+    return piece.region

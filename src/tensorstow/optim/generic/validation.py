@@ -1,47 +1,59 @@
 """Checks the arguments of ``StowedOptimizer``."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
+from tensorstow.base.fields import read_value
+from tensorstow.base.keywords import keywords_of, refuse_unknown_keywords
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.pieces import PartitionedParam
 from tensorstow.states.policy import PipelinePolicy
 
+_ONLY = inspect.Parameter.KEYWORD_ONLY
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REFUSED = {
     "foreach": "parameters are stepped one after the other, as their states arrive",
-    "fused": "its results differ from the loop over tensors, by which others are compared",
+    "fused": "its results differ from those of the loop over tensors, which is the reference",
     "capturable": "the step reads and writes files, outside any graph",
-    "differentiable": "states that went to disk and back are no part of a graph",
+    "differentiable": "states that went to disk and back are not part of a graph",
 }
-_BESIDE = "a stowed class steps in step(), never beside forward or backward"
+_BESIDE = "a stowed class steps in step(), never during forward or backward"
 _SCRATCH = "a stowed class keeps its states in scratch files and makes no commits"
 _OF_ADAM = {
     "overlap": _BESIDE,
     "accumulation_steps": _BESIDE,
-    "module": "a stowed class needs no model, for it neither waits for weights nor commits",
+    "module": "a stowed class needs no model: it neither waits for weights nor commits",
     "durability": _SCRATCH,
     "commit_every": _SCRATCH,
     "checkpoints": _SCRATCH,
     "extra": _SCRATCH,
-    "state_format": "a stowed class's states are kept as the class makes them",
+    "state_format": "a stowed class's states have the format that the class creates",
     "grad_dtype": "a stowed class takes gradients of the parameter's dtype, as torch does",
 }
 
 
-def refuse_keywords(given: Mapping[str, Any]) -> None:
-    """Raise OptionError for the options of torch's classes that cannot be honoured."""
+def refuse_keywords(keywords: Mapping[str, Any]) -> None:
+    """Raise OptionError for options of torch's classes that would have no effect."""
     for name, reason in _REFUSED.items():
-        if given.get(name):
+        if keywords.get(name):
             message = f"{name}=True was requested: {reason}. Leave it out (or None)."
             raise OptionError(message)
 
 
-def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> None:
+def refuse_misspelt(stowed: type, optimizer_class: type, keywords: Mapping[str, Any]) -> None:
+    """Raise KeywordError for keywords that neither the stowing class nor the stowed one has."""
+    own_keywords = keywords_of(optimizer_class)
+    if own_keywords is not None:
+        arguments = inspect.signature(stowed).parameters.values()
+        placement = [p.name for p in arguments if p.kind == _ONLY]
+        refuse_unknown_keywords(optimizer_class.__name__, keywords, [*own_keywords, *placement])
+
+
+def refuse_adams_keywords(optimizer_class: type, keywords: Mapping[str, Any]) -> None:
     """Raise OptionError for keywords of tensorstow's AdamW that a stowed class does not take.
 
     They are passed on to a class that has an option of that name.
@@ -50,7 +62,7 @@ def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> No
     if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         return
     for name, reason in _OF_ADAM.items():
-        if name in given and name not in taken:
+        if name in keywords and name not in taken:
             message = (
                 f"{name}= was given for {optimizer_class.__name__}: {reason}. Leave it out, or use"
                 " tensorstow.AdamW or Adam, which take it."
@@ -58,18 +70,28 @@ def refuse_adams_keywords(optimizer_class: type, given: Mapping[str, Any]) -> No
             raise OptionError(message)
 
 
-def refuse_commits(asked: str) -> NoReturn:
-    """Raise OptionError for ``asked``, a call that needs durable states."""
-    message = (
-        f"{asked} was requested, and StowedOptimizer keeps its states in scratch files, which end"
-        ' with the process. Save state_dict(), or use tensorstow.AdamW or Adam with dir="...",'
-        " which commit."
-    )
-    raise OptionError(message)
+def refused(call: str) -> Callable[..., NoReturn]:
+    """Return the method for ``call``, which needs durable states: it raises OptionError."""
+
+    def method(*_: object, **__: object) -> NoReturn:
+        """Refuse it.
+
+        Raises:
+            OptionError: Always: the states are in scratch files.
+        """
+        message = (
+            f"{call} was requested, and StowedOptimizer keeps its states in scratch files, which"
+            " end with the process. Save state_dict(), or use tensorstow.AdamW or Adam with"
+            ' dir="...", which commit.'
+        )
+        raise OptionError(message)
+
+    return method
 
 
 def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
-    """Return the policy; raise OptionError for options of kernels that are not used here."""
+    """Return the policy; raise OptionError for options of kernels that no stowed class uses."""
+    policy = read_value(PipelinePolicy | None, policy, "policy")
     if policy is not None and policy.isa is not None:
         message = (
             f"PipelinePolicy(isa={policy.isa!r}) was given: torch's own step runs here, and torch"
@@ -125,7 +147,7 @@ def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name
     if gradient.shape != parameter.shape:
         message = (
             f"The gradient of {name} has shape {tuple(gradient.shape)} and the parameter"
-            f" {tuple(parameter.shape)}: its data was exchanged since. Take the gradient anew."
+            f" {tuple(parameter.shape)}: its data was replaced since. Compute the gradient again."
         )
         raise DTypeError(message)
     if param is None:

@@ -1,9 +1,4 @@
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,24 +163,3 @@ def test_a_model_that_does_not_repeat_itself_is_no_verdict(
 def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str], place: Path) -> None:
     assert main(["verify", str(place), "--device", "abacus"]) == 2
     assert "--device abacus was given" in capsys.readouterr().err
-
-
-def test_an_interrupt_leaves_no_file_and_no_process(place: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tensorstow", "verify", str(place), "--device", "cpu"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        # A job that a shell puts in the background ignores it, and so does what it starts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
-    )
-    deadline = time.monotonic() + 90
-    while not list(place.glob("*/killed-*")) and time.monotonic() < deadline:
-        assert child.poll() is None
-        time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to all of the group
-    _, said = child.communicate(timeout=60)
-    assert (child.returncode, said.decode().strip()) == (130, "tensorstow: interrupted")
-    assert list(place.iterdir()) == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(child.pid, 0)

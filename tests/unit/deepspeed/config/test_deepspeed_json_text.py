@@ -1,6 +1,7 @@
 """A slip in JSON is shown with its file, line, column and a caret."""
 
 import base64
+import time
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def said(text: str) -> list[str]:
 
 def test_the_tutorials_comma_too_many_and_the_one_too_few_are_pointed_at() -> None:
     assert said(TUTORIAL) == [
-        "ds.json, line 5, column 28: this comma has nothing after it: take it away.",
+        "ds.json, line 5, column 28: this comma has nothing after it: remove it.",
         '                "device": "cpu",',
         "                               ^",
         "ds.json, line 6, column 10: a comma is missing here.",
@@ -57,7 +58,7 @@ def test_the_tutorial_mended_is_read() -> None:
     [
         ("{'stage': 2}", "line 1, column 2", "single quotes"),
         ('{"a": True}', "line 1, column 7", "writes true"),
-        ('{"a": [1, 2,]}', "line 1, column 12", "take it away"),
+        ('{"a": [1, 2,]}', "line 1, column 12", "remove it"),
         ('{"a": 1} {"b": 2}', "line 1, column 10", "has ended"),
         ('{"a": {"b": 1}\n', "line 1, column 15", "still open"),
         ('{"a": 1"b": 2}', "line 1, column 8", "comma is missing"),
@@ -93,7 +94,7 @@ def test_the_caret_stands_under_its_character_behind_tabs() -> None:
 
 def test_a_key_twice_in_one_object_is_refused() -> None:
     assert (
-        "'stage' 2 times in one object (it stands in line 1, 2)"
+        "'stage' 2 times in one object (in line 1, 2)"
         in said('{"z": {"stage": 1,\n "stage": 2}}')[0]
     )
     assert parse('{"a": {"x": 1}, "b": {"x": 2}}', "ds.json")["b"] == {"x": 2}
@@ -133,3 +134,22 @@ def test_an_object_may_be_in_base64() -> None:
     assert load(encoded) == {"train_batch_size": 8}
     with pytest.raises(OptionError, match="cannot be read"):
         load(base64.urlsafe_b64encode(b"8").decode())
+
+
+def test_a_number_of_thousands_of_digits_is_an_error_of_ours() -> None:
+    assert "more digits than Python reads" in said('{"seed": ' + "9" * 5000 + "}")[0]
+
+
+def test_many_slips_take_no_time_and_twenty_are_shown() -> None:
+    begun = time.perf_counter()
+    assert len(said('{"a": [' + "[1,]," * 3000 + "1]}")) == 3 * 20
+    assert len(said("/* " * 50_000)[0]) < 200
+    assert time.perf_counter() - begun < 2.0
+
+
+def test_a_long_line_is_shown_around_the_slip() -> None:
+    text = '{"a": "' + "x" * 100_000 + '", "b": 1,}'
+    first, line, caret = said(text)
+    assert first.startswith("ds.json, line 1, column 100017: ")
+    assert len(line) < 300
+    assert line[caret.index("^")] == ","

@@ -4,10 +4,10 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from tensorstow.deepspeed.config.key import Support
 from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Aio, Batch, Settings
+from tensorstow.doorkit.keyword_table import Support
 
 # What a configuration may name, of all versions whose documents are at hand.
 COVERED = """

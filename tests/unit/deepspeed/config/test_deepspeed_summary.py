@@ -76,7 +76,7 @@ def test_files_are_read_and_nothing_is_a_heading(tmp_path: Path) -> None:
 
 
 def test_what_is_unknown_is_refused() -> None:
-    with pytest.raises(OptionError, match="stages is no key"):
+    with pytest.raises(OptionError, match="stages is not a known key"):
         summary_of({"zero_optimization": {"stages": 2}})
 
 
@@ -112,7 +112,7 @@ def test_when_updates_are_made() -> None:
     zero = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
     path = "zero_optimization.offload_optimizer.super_offload"
     config = {**CONFIG, "zero_optimization": {"stage": 2, **zero}}
-    assert answer_of(config, path) == "no meaning: updates run beside passes where they can"
+    assert answer_of(config, path) == "no meaning: updates run during passes where they can"
     engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config)
     assert optimizer.offload_policy.overlap == "forward"
     before = [p.detach().clone() for p in engine.module.parameters()]

@@ -139,5 +139,5 @@ def test_a_descriptor_may_stand_for_a_name(
     expected[1024:2048] = expected[:512] = 7
     assert (tmp_path / "file").read_bytes() == expected.numpy().tobytes()
     for given in ({}, {"filename": "file", "fd": 1}):
-        with pytest.raises(OptionError, match="give one of both"):
+        with pytest.raises(OptionError, match="pass exactly one"):
             handle.async_pwrite(values, **given)

@@ -73,7 +73,11 @@ def test_it_goes_on_from_a_checkpoint(named: Named) -> None:
 @pytest.mark.parametrize(
     ("kind", "params", "said"),
     [
-        ("StepRL", {}, "scheduler.type='StepRL' was given: it is one of LRRangeTest, OneCycle"),
+        (
+            "StepRL",
+            {},
+            "scheduler.type='StepRL' was given: it must be one of LRRangeTest, OneCycle",
+        ),
         ("LRScheduler", {}, "or a class of torch.optim.lr_scheduler"),
         ("warnings", {}, "or a class of torch.optim.lr_scheduler"),
         ("StepLR", {}, "StepLR lacks step_size"),
@@ -82,11 +86,18 @@ def test_it_goes_on_from_a_checkpoint(named: Named) -> None:
         ("WarmupDecayLR", {}, "lacks total_num_steps"),
         ("WarmupLR", {"warmup_steps": 3}, "has warmup_steps"),
         ("WarmupLR", {"last_batch_iteration": 3}, "load_checkpoint"),
-        ("WarmupLR", {"warmup_min_lr": "0.1"}, "warmup_min_lr='0.1' was given: it takes a num"),
-        ("WarmupLR", {"warmup_min_lr": ["0"]}, "it takes numbers alone"),
-        ("WarmupLR", {"warmup_type": 1}, "it takes a text"),
-        ("WarmupLR", {"warmup_num_steps": True}, "it takes a number"),
-        ("LRRangeTest", {"lr_range_test_staircase": 1}, "it takes true or false"),
+        ("WarmupLR", {"warmup_min_lr": "0.1"}, "warmup_min_lr='0.1' was given: it is a number"),
+        ("WarmupLR", {"warmup_min_lr": ["0"]}, "warmup_min_lr[0]='0' was given: it is a number"),
+        ("WarmupLR", {"warmup_type": 1}, "it is a text"),
+        ("WarmupLR", {"warmup_num_steps": True}, "it is a number"),
+        ("WarmupLR", {"warmup_num_steps": float("nan")}, "warmup_num_steps=nan"),
+        ("WarmupLR", {"warmup_max_lr": 1e308}, "warmup_max_lr=1e+308"),
+        ("StepLR", {"step_size": "3"}, "step_size='3' was given: it is a whole number"),
+        ("StepLR", {"step_size": 0}, "torch's StepLR refuses"),
+        ("StepLR", {"step_size": 3, "gamma": 10**400}, "gamma=1000"),
+        ("MultiStepLR", {"milestones": "12"}, "milestones='12' was given: it is a list"),
+        ("LambdaLR", {"lr_lambda": "x"}, "lr_lambda='x' was given"),
+        ("LRRangeTest", {"lr_range_test_staircase": 2}, "it is True or False"),
     ],
 )
 def test_what_it_does_not_know_is_refused(kind: str, params: dict[str, Any], said: str) -> None:
@@ -149,3 +160,13 @@ def test_one_made_by_hand_may_begin_behind_any_step() -> None:
     optimizer.step()
     scheduler.step()
     assert scheduler.state_dict() == {"last_batch_iteration": 3}
+
+
+def test_a_schedule_is_rehearsed_over_other_parameters() -> None:
+    optimizer = adamw(tensorstow.AdamW)
+    before = dict(optimizer.param_groups[0])
+    with pytest.raises(OptionError, match="StepLR refuses"):
+        make_scheduler(Named("StepLR", {"step_size": 0}), optimizer)
+    assert optimizer.param_groups[0].keys() == before.keys()
+    named = Named("OneCycleLR", {"max_lr": 0.5, "total_steps": 1e1})
+    assert make_scheduler(named, optimizer).total_steps == 10

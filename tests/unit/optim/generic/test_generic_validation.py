@@ -35,7 +35,7 @@ def test_a_gradient_of_another_shape() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     parameter.data = torch.ones(4)
-    with pytest.raises(DTypeError, match="exchanged"):
+    with pytest.raises(DTypeError, match="its data was replaced"):
         validation.check_gradient(parameter, None, "it")
 
 

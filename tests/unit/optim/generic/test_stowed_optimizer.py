@@ -20,6 +20,7 @@ from tensorstow.base.errors import (
     DirectoryError,
     DTypeError,
     ForkError,
+    KeywordError,
     OptionError,
     PoisonedError,
 )
@@ -258,13 +259,13 @@ def test_loading_replaces_everything(tmp_path: Path) -> None:
 
 
 def test_saved_states_of_another_model_or_class_are_refused_untouched(tmp_path: Path) -> None:
-    p, q = weight(), nn.Parameter(torch.zeros(LARGE + 1))
+    p, q, r = weight(), nn.Parameter(torch.zeros(LARGE + 1)), weight()
     opt = stowed([p], tmp_path)
     give([p])
     opt.step()
     kept = opt.state_dict()
-    for other in (stowed([q], tmp_path), StowedOptimizer(optim.Adam, [p], states="ram")):
-        give([p, q])
+    for other in (stowed([q], tmp_path), StowedOptimizer(optim.Adam, [r], states="ram")):
+        give([q, r])
         other.step()
         with pytest.raises(OptionError, match="saved"):
             opt.load_state_dict(other.state_dict())
@@ -407,9 +408,8 @@ def test_what_the_class_finds_wrong_is_said_by_name() -> None:
         StowedOptimizer(optim.SGD, [weight()], lr=-1.0, states="ram")
     with pytest.raises(OptionError, match=r"Muon was .*2D"):
         StowedOptimizer(optim.Muon, [weight()], states="ram")
-    with pytest.raises(OptionError, match=r"SGD was .*unheard") as raised:
+    with pytest.raises(KeywordError, match=r"SGD\(\) was .*unheard.*momentum"):
         StowedOptimizer(optim.SGD, [weight()], unheard=1, states="ram")
-    assert isinstance(raised.value.__cause__, TypeError)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tensorstow.base.errors import BudgetError
+from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.optim.generic.packing import pack, unpack
-from tensorstow.optim.generic.pieces import Piece, PieceState
+from tensorstow.optim.generic.pieces import Piece
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import open_scratch
@@ -36,14 +37,14 @@ def test_what_goes_comes_back_in_any_order(tmp_path: Path) -> None:
     for number in (6, 0, 3, 3, 5):
         assert value(transfers, pieces[number]) == number
         transfers.drop(pieces[number])
-    assert transfers.capacity == transfers.high_water == 2 * BLOCK
+    assert transfers.capacity == transfers.traffic().ring_high_water_bytes == 2 * BLOCK
 
 
 def test_reading_ahead_ends_where_the_ring_does(tmp_path: Path) -> None:
     transfers, pieces = transfers_with(tmp_path, 4, 2)
     transfers.wait_written()
     assert [transfers.read_ahead(piece) for piece in pieces[:3]] == [True, True, False]
-    assert [piece.state for piece in pieces] == [PieceState.READING] * 2 + [PieceState.ON_DISK] * 2
+    assert [piece.state for piece in pieces] == [ByteState.READING] * 2 + [ByteState.ABSENT] * 2
     for piece in pieces[:2]:
         transfers.read(piece)
         transfers.write(piece)

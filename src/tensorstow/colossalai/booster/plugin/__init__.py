@@ -1,8 +1,6 @@
 """``colossalai.booster.plugin``: how a model is placed."""
 
-from typing import NoReturn
-
-from tensorstow.colossalai.absent import refuse
+from tensorstow.base.absent_names import refuse_names
 from tensorstow.colossalai.booster.plugin.gemini_plugin import GeminiPlugin
 from tensorstow.colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
@@ -16,7 +14,4 @@ _ABSENT = dict.fromkeys(
     "models are not cut by layers, stages or experts. GeminiPlugin places what one device cannot"
     " hold elsewhere",
 )
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

@@ -8,21 +8,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.sharding import current_device
+from tensorstow.fsdp.sharding import current_device, rank_here, world_size
 
 Boosted = tuple[nn.Module, Any, Any, Any, Any]
 """Model, optimizer, criterion, dataloader, scheduler."""
 
 
 class Plugin(ABC):
-    """How a model is placed. ``Booster`` calls it."""
+    """Places a model; ``Booster`` calls it."""
 
     def configure(
         self,
@@ -30,41 +29,30 @@ class Plugin(ABC):
         optimizer: Optimizer | None = None,
         criterion: Callable[..., Any] | None = None,
         dataloader: DataLoader[Any] | None = None,
-        lr_scheduler: Any = None,  # noqa: ANN401  # torch's, or any object with an optimizer
+        lr_scheduler: Any = None,
     ) -> Boosted:
         """Place the model, for ``Booster.boost``.
 
         Args:
-            model: As of ``Booster.boost``.
-            optimizer: As of ``Booster.boost``.
-            criterion: As of ``Booster.boost``.
-            dataloader: As of ``Booster.boost``.
-            lr_scheduler: As of ``Booster.boost``.
+            model, optimizer, criterion, dataloader, lr_scheduler: As of ``Booster.boost``.
 
         Returns:
             As of ``Booster.boost``.
 
         Raises:
-            OptionError: Something cannot be honoured; the model was not changed.
+            OptionError: An argument is not supported; the model was not changed.
         """
-        placed, made = self._place(model, optimizer, lr_scheduler)
-        return placed, made, criterion, dataloader, lr_scheduler
+        placed, wrapper = self._place(model, optimizer, lr_scheduler)
+        return placed, wrapper, criterion, dataloader, lr_scheduler
 
     @abstractmethod
     def _place(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
+        self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any
     ) -> tuple[nn.Module, Optimizer | None]:
-        """Place the model; return it and its optimizer, with which the scheduler goes on."""
+        """Place the model; return it and its optimizer, which the scheduler then uses."""
 
     def support_no_sync(self) -> bool:
-        """Return whether ``no_sync`` can be called.
-
-        Returns:
-            False, unless a plugin overrides it.
-        """
+        """Return whether ``no_sync`` can be called: not unless a plugin overrides it."""
         return False
 
     def no_sync(
@@ -73,11 +61,8 @@ class Plugin(ABC):
         """Return a context in which gradients are not reduced.
 
         Args:
-            model: What ``boost`` returned.
-            optimizer: What ``boost`` returned.
-
-        Returns:
-            The context manager.
+            model: The model that ``boost`` returned.
+            optimizer: The optimizer that ``boost`` returned.
 
         Raises:
             OptionError: The plugin shards gradients as they are computed.
@@ -93,13 +78,13 @@ class Plugin(ABC):
         self,
         dataset: Dataset[Any],
         batch_size: int,
-        shuffle: bool = False,  # noqa: FBT001, FBT002  # upstream's own signature
+        shuffle: bool = False,  # upstream's own signature
         seed: int = 1024,
-        drop_last: bool = False,  # noqa: FBT001, FBT002
-        pin_memory: bool = False,  # noqa: FBT001, FBT002
+        drop_last: bool = False,
+        pin_memory: bool = False,
         num_workers: int = 0,
         distributed_sampler_cls: type | None = None,
-        **kwargs: Any,  # noqa: ANN401  # DataLoader's
+        **kwargs: Any,
     ) -> DataLoader[Any]:
         """Return a dataloader that gives each rank its part of a dataset.
 
@@ -107,28 +92,24 @@ class Plugin(ABC):
             dataset: The dataset.
             batch_size: Samples of one batch of one rank.
             shuffle: Whether samples are shuffled in each epoch.
-            seed: Of the workers' random numbers.
+            seed: The seed of the workers' random numbers.
             drop_last: Whether the last batch is left out if it is smaller.
             pin_memory: Whether batches are pinned.
             num_workers: The number of workers.
-            distributed_sampler_cls: What chooses a rank's samples. Default: None,
+            distributed_sampler_cls: The class that chooses a rank's samples. Default: None,
                 ``DistributedSampler``.
             kwargs: As of ``torch.utils.data.DataLoader``.
-
-        Returns:
-            The dataloader.
         """
-        together = dist.is_initialized()
         sampler = (distributed_sampler_cls or DistributedSampler)(
             dataset,
-            num_replicas=dist.get_world_size() if together else 1,
-            rank=dist.get_rank() if together else 0,
+            num_replicas=world_size(),
+            rank=rank_here(),
             shuffle=shuffle,
         )
 
         def seed_worker(worker: int) -> None:
-            del worker  # upstream gives all of them the same
-            np.random.seed(seed)  # noqa: NPY002  # the global one, which datasets use
+            del worker  # upstream seeds all workers alike
+            np.random.seed(seed)  # noqa: NPY002  # datasets use the global generator
             torch.manual_seed(seed)
             random.seed(seed)
 
@@ -144,26 +125,19 @@ class Plugin(ABC):
         )
 
 
-def check_device(given: object) -> None:
-    """Check that a device is the one that this rank computes on.
-
-    Args:
-        given: A device, its name, an accelerator's index, or None.
-
-    Raises:
-        OptionError: It is another one.
-    """
-    if given is None:
+def check_device(device: object) -> None:
+    """Raise OptionError for a device other than the one on which this rank computes."""
+    if device is None:
         return
-    here = current_device()
+    current = current_device()
     try:
-        wanted = torch.device(given)  # type: ignore[call-overload]  # it checks that
+        wanted = torch.device(device)  # type: ignore[call-overload]  # it checks that
     except RuntimeError as error:  # no such device, or an index where there is no accelerator
-        message = f"device={given!r} was given, and this rank computes on {here}: {error}"
+        message = f"device={device!r} was given, and this rank computes on {current}: {error}"
         raise OptionError(message) from error
-    if wanted.type != here.type or (wanted.index is not None and wanted != here):
+    if wanted.type != current.type or (wanted.index is not None and wanted != current):
         message = (
-            f"device={given!r} was given, and this rank computes on {here}. Leave it out, or set"
-            " the accelerator's index first (launch_from_torch does)."
+            f"device={device!r} was given, and this rank computes on {current}. Leave it out, or"
+            " set the accelerator's index first (launch_from_torch does)."
         )
         raise OptionError(message)

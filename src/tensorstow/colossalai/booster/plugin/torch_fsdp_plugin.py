@@ -1,12 +1,11 @@
 """``TorchFSDPPlugin``: torch's FSDP1 arguments, by FSDP2 as ``stow`` uses it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
@@ -15,22 +14,29 @@ from tensorstow.colossalai.booster.plugin.place_model import (
     DTYPES,
     Decision,
     PlacementRequest,
+    PlacingPlugin,
     TrainingOptions,
-    place,
-    refuse_values,
-    tell_idle,
 )
-from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
+from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured, no_effect, refused
 
-_REFUSED: Mapping[str, tuple[object, str]] = {
-    "process_group": (None, "the ranks are all there are; tensorstow.stow(mesh=) takes others"),
-    "auto_wrap_policy": (None, "units are the model's repeated blocks; tensorstow.stow(units=)"),
-    "ignored_modules": (None, "every parameter of the model is sharded"),
-    "fp8_communication": (False, "gradients are reduced in the dtype that is computed in"),
-}
-_IDLE: Mapping[str, tuple[object, str]] = {
-    "backward_prefetch": (None, "FSDP2 gathers the next unit beside backward in any case"),
-    "sync_module_states": (False, "every rank starts with the values of rank 0 in any case"),
+_TABLE: Table = {
+    **refused("the ranks are all there are; tensorstow.stow(mesh=) takes others", "process_group"),
+    "sharding_strategy": honoured("FULL_SHARD (the default), SHARD_GRAD_OP or NO_SHARD."),
+    "cpu_offload": honoured(
+        "``CPUOffload(offload_params=True)``: parameters and states in host memory."
+    ),
+    **refused("units are the model's repeated blocks; tensorstow.stow(units=)", "auto_wrap_policy"),
+    **no_effect("FSDP2 gathers the next unit during backward in any case", "backward_prefetch"),
+    "mixed_precision": honoured(
+        "Of it ``param_dtype``; other dtypes must be the same or None, and ``cast_forward_inputs``"
+        " True for the whole model."
+    ),
+    **refused("every parameter of the model is sharded", "ignored_modules"),
+    "param_init_fn": honoured(
+        "Sets the first values of a module on the meta device, as ``init`` of ``stow``."
+    ),
+    **no_effect("every rank starts with the values of rank 0 in any case", "sync_module_states"),
+    **refused("gradients are reduced in the dtype that is computed in", "fp8_communication"),
 }
 _STAGES = {
     None: 3,
@@ -40,28 +46,15 @@ _STAGES = {
 }
 
 
-class TorchFSDPPlugin(Plugin):
+@checks_keywords(_TABLE)
+class TorchFSDPPlugin(PlacingPlugin):
     """Parameters, gradients and states sharded over all ranks, by FSDP2.
 
-    Args:
-        process_group: Refused unless None.
-        sharding_strategy: FULL_SHARD (the default), SHARD_GRAD_OP or NO_SHARD.
-        cpu_offload: ``CPUOffload(offload_params=True)``: parameters and states in host memory.
-        auto_wrap_policy: Refused unless None.
-        backward_prefetch: Changes nothing.
-        mixed_precision: Of it ``param_dtype``; other dtypes must be the same or None, and
-            ``cast_forward_inputs`` True for the whole model.
-        ignored_modules: Refused unless None.
-        param_init_fn: Sets the first values of a module on the meta device, as ``init`` of
-            ``stow``.
-        sync_module_states: Changes nothing.
-        fp8_communication: Refused.
-
     Raises:
-        OptionError: An argument that cannot be honoured.
+        OptionError: An argument that is not supported.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # upstream's own signature
+    def __init__(
         self,
         process_group: object = None,
         sharding_strategy: ShardingStrategy | None = None,
@@ -71,25 +64,9 @@ class TorchFSDPPlugin(Plugin):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        sync_module_states: bool = False,  # noqa: FBT001, FBT002  # upstream's
-        fp8_communication: bool = False,  # noqa: FBT001, FBT002
+        sync_module_states: bool = False,
+        fp8_communication: bool = False,
     ) -> None:
-        """Create the plugin; the class documents the arguments."""
-        owner = type(self).__name__
-        refuse_values(
-            owner,
-            _REFUSED,
-            process_group=process_group,
-            auto_wrap_policy=auto_wrap_policy,
-            ignored_modules=ignored_modules,
-            fp8_communication=fp8_communication,
-        )
-        tell_idle(
-            owner,
-            _IDLE,
-            backward_prefetch=backward_prefetch,
-            sync_module_states=sync_module_states,
-        )
         if sharding_strategy not in _STAGES:
             message = (
                 f"sharding_strategy={sharding_strategy} was given: it is FULL_SHARD, SHARD_GRAD_OP"
@@ -102,14 +79,6 @@ class TorchFSDPPlugin(Plugin):
         self._training = TrainingOptions(_precision_of(mixed_precision), casts=casts)
         self._init = param_init_fn
 
-    def _place(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        lr_scheduler: Any,  # noqa: ANN401  # torch's, or any object with an optimizer
-    ) -> tuple[nn.Module, Optimizer | None]:
-        return place(model, optimizer, lr_scheduler, self._decide, self._training, init=self._init)
-
     def _decide(self, asked: PlacementRequest) -> Decision:
         below = self._on_host or asked.device_is_host
         plan = Plan(
@@ -120,22 +89,22 @@ class TorchFSDPPlugin(Plugin):
         return plan, ()
 
 
-def _precision_of(given: MixedPrecision | None) -> str:
-    """Return the precision that is meant; raises OptionError for dtypes that differ."""
-    if given is None:
+def _precision_of(precision: MixedPrecision | None) -> str:
+    """Return the precision of these dtypes; raises OptionError if they differ."""
+    if precision is None:
         return "fp32"
-    known = {dtype: name for name, dtype in DTYPES.items()}
-    computed = given.param_dtype or torch.float32
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    computed = precision.param_dtype or torch.float32
     if (
-        computed not in known
-        or given.reduce_dtype not in {None, given.param_dtype}
-        or given.buffer_dtype is not None
-        or given.keep_low_precision_grads
-        or not given.cast_root_forward_inputs
+        computed not in names
+        or precision.reduce_dtype not in {None, precision.param_dtype}
+        or precision.buffer_dtype is not None
+        or precision.keep_low_precision_grads
+        or not precision.cast_root_forward_inputs
     ):
         message = (
-            f"mixed_precision={given} was given: param_dtype is float32, bfloat16 or float16,"
+            f"mixed_precision={precision} was given: param_dtype is float32, bfloat16 or float16,"
             " reduce_dtype the same or None, buffer_dtype None, and inputs are cast."
         )
         raise OptionError(message)
-    return known[computed]
+    return names[computed]

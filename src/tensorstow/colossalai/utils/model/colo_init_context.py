@@ -1,14 +1,12 @@
 """``ColoInitContext``: where a ColossalAI script makes its model."""
 
-from types import TracebackType
-from typing import Self
-
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.construction import ConstructionContext
 
 
-class ColoInitContext:
+class ColoInitContext(ConstructionContext):
     """A context in which parameters are created on a device and in a dtype, unsharded.
 
     Args:
@@ -29,30 +27,10 @@ class ColoInitContext:
         default_pg: object = None,
         default_dist_spec: object = None,
     ) -> None:
-        """Create the context; the class documents the arguments."""
         if default_pg is not None or default_dist_spec is not None:
             message = (
                 f"default_pg={default_pg!r}, default_dist_spec={default_dist_spec!r} were given:"
                 " parameters are made whole, and Booster.boost shards them. Leave both out."
             )
             raise OptionError(message)
-        self._device = torch.device(device)
-        self._dtype = dtype
-        self._dtype_before = dtype
-
-    def __enter__(self) -> Self:
-        """Let tensors be made there."""
-        self._dtype_before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-        self._device.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Let tensors be made as before."""
-        self._device.__exit__(kind, error, trace)
-        torch.set_default_dtype(self._dtype_before)
+        super().__init__(device, dtype)

@@ -1,8 +1,7 @@
 """``colossalai.zero.gemini``: a model and its optimizer, placed without a booster."""
 
-from typing import NoReturn
-
-from tensorstow.colossalai.absent import BY_UNITS, refuse
+from tensorstow.base.absent_names import refuse_names
+from tensorstow.colossalai.zero.gemini.chunk import BY_UNITS
 from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
 from tensorstow.colossalai.zero.gemini.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
 
@@ -17,7 +16,4 @@ _ABSENT = {
     " torch",
     "search_chunk_configuration": f"{BY_UNITS} whose size is searched. Leave chunk_config_dict out",
 }
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

@@ -1,8 +1,8 @@
 """``colossalai.zero.gemini.chunk``: not supported; its names raise errors."""
 
-from typing import NoReturn
+from tensorstow.base.absent_names import refuse_names
 
-from tensorstow.colossalai.absent import BY_UNITS, refuse
+BY_UNITS = "parameters move by the model's blocks, and there are no chunks"
 
 _ABSENT = {
     **dict.fromkeys(
@@ -19,7 +19,4 @@ _ABSENT = {
     ),
     "search_chunk_configuration": f"{BY_UNITS} whose size is searched. Leave chunk_config_dict out",
 }
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

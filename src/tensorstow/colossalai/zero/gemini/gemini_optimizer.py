@@ -8,50 +8,39 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
-from tensorstow.colossalai.booster.plugin.place_model import refuse_values, tell_idle
+from tensorstow.colossalai.booster.plugin.gemini_plugin import PLACEMENT, PRECISION
 from tensorstow.colossalai.gemini import GeminiStates
-from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.colossalai.grad_scaler import LOSS_SCALE, DynamicGradScaler
 from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
+from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured, no_effect, refused
 
-_REFUSED = {
-    "gpu_margin_mem_ratio": (0.0, "states stay where the policy places them"),
-    "norm_type": (2.0, "gradients are clipped by their 2-norm"),
-    "tp_group": (None, "models are sharded over data-parallel ranks, and their layers are not cut"),
-    "params_info": (None, "there is no tensor parallelism whose parameters it could be of"),
+_TABLE: Table = {
+    "optim": honoured(
+        "HybridAdam, CPUAdam, AdamW or Adam (tensorstow's or torch's) over the parameters of"
+        " ``module``, without a step. It is closed, and recreated over the placed parameters."
+    ),
+    "module": honoured("The model, a ``GeminiDDP``."),
+    **LOSS_SCALE,
+    **{name: PRECISION[name] for name in ("max_norm", "norm_type")},
+    **refused("states stay where the policy places them", "gpu_margin_mem_ratio"),
+    **refused(
+        "models are sharded over data-parallel ranks, and their layers are not cut", "tp_group"
+    ),
+    **refused("there is no tensor parallelism whose parameters it could be of", "params_info"),
+    **no_effect("a step that is skipped is always logged", "verbose"),
+    "enable_async_reduce": PLACEMENT["enable_async_reduce"],
 }
-_IDLE = {
-    "verbose": (False, "a step that is skipped is always logged"),
-    "enable_async_reduce": (True, "gradients are always reduced beside backward"),
-}
 
 
+@checks_keywords(_TABLE)
 class GeminiOptimizer(GeminiStates):
     """Places a model, and is its optimizer: scales the loss under fp16, clips, and updates.
 
-    Args:
-        optim: HybridAdam, CPUAdam, AdamW or Adam (tensorstow's or torch's) over the parameters of
-            ``module``, without a step. It is closed, and recreated over the placed parameters.
-        module: The model, a ``GeminiDDP``.
-        gpu_margin_mem_ratio: Refused unless 0.
-        initial_scale: The first loss scale; this and the next six are of fp16.
-        min_scale: The least loss scale.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: What it is multiplied by at an overflow.
-        growth_interval: Good steps in a row until the scale grows.
-        hysteresis: Overflows until the scale falls.
-        max_scale: The largest loss scale.
-        max_norm: The 2-norm that gradients are clipped to in each step; 0: not at all.
-        norm_type: 2.
-        tp_group: Refused unless None.
-        params_info: Refused unless None.
-        verbose: Changes nothing.
-        enable_async_reduce: Changes nothing.
-
     Raises:
-        OptionError: An argument that cannot be honoured; the model was not changed.
+        OptionError: An argument that is not supported; the model was not changed.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917  # upstream's own signature
+    def __init__(
         self,
         optim: Optimizer,
         module: nn.Module,
@@ -67,47 +56,24 @@ class GeminiOptimizer(GeminiStates):
         norm_type: float = 2.0,
         tp_group: object = None,
         params_info: object = None,
-        verbose: bool = False,  # noqa: FBT001, FBT002  # upstream's
+        verbose: bool = False,
         *,
         enable_async_reduce: bool = True,
     ) -> None:
-        """Place the model; the class documents the arguments."""
-        owner = type(self).__name__
-        refuse_values(
-            owner,
-            _REFUSED,
-            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
-            norm_type=norm_type,
-            tp_group=tp_group,
-            params_info=params_info,
-        )
-        tell_idle(
-            owner,
-            _IDLE,
-            verbose=verbose,
-            enable_async_reduce=enable_async_reduce,
-        )
+        arguments = locals()
         if not isinstance(module, GeminiDDP):
             message = (
-                f"GeminiOptimizer was given a {type(module).__name__}: give it a GeminiDDP, or let"
+                f"GeminiOptimizer was given a {type(module).__name__}: pass a GeminiDDP, or let"
                 " Booster.boost make both."
             )
             raise OptionError(message)
         if not max_norm >= 0.0:
             message = f"max_norm={max_norm} was given: it is 0 (no clipping) or positive."
             raise OptionError(message)
-        scaler = DynamicGradScaler(
-            initial_scale,
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-            min_scale,
-            max_scale,
-            hysteresis,
-        )
-        made = module.place(optim)
+        scaler = DynamicGradScaler(**{name: arguments[name] for name in LOSS_SCALE})
+        wrapper = module.place(optim)
         scales = module.mixed_precision == torch.float16
-        super().__init__(made.unwrap(), max_norm=max_norm, scaler=scaler if scales else None)
+        super().__init__(wrapper.unwrap(), max_norm=max_norm, scaler=scaler if scales else None)
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):
@@ -121,10 +87,9 @@ class GeminiAdamOptimizer(GeminiOptimizer):
         OptionError: As of ``GeminiOptimizer``.
     """
 
-    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:  # noqa: ANN401
-        """Place the model; the class documents the arguments."""
-        own = {name: defaults.pop(name) for name in list(defaults) if name in _OF_GEMINI}
-        super().__init__(HybridAdam(model.parameters(), **defaults), model, **own)
+    def __init__(self, model: GeminiDDP, **defaults: Any) -> None:
+        gemini_options = {name: defaults.pop(name) for name in list(defaults) if name in _OF_GEMINI}
+        super().__init__(HybridAdam(model.parameters(), **defaults), model, **gemini_options)
 
 
 _OF_GEMINI = frozenset(GeminiOptimizer.__init__.__annotations__) - {"optim", "module", "return"}

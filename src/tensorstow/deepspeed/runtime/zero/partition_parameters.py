@@ -31,11 +31,7 @@ def zero_wrapper_for_fp_tensor_constructor(
 
     Args:
         fn: The function.
-        target_fp_dtype: Not used.
-        target_device: Not used.
-
-    Returns:
-        The same function.
+        target_fp_dtype, target_device: Not used.
     """
     del target_fp_dtype, target_device
     return fn

@@ -1,0 +1,109 @@
+"""Names and modules of other projects that are not here: their import says what to use instead."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
+from tensorstow.base.errors import AbsentError
+
+
+def refuse(module: str, name: str, absent: Mapping[str, str]) -> NoReturn:
+    """Refuse a name, as ``__getattr__`` of a module.
+
+    Args:
+        module: The module's name.
+        name: The name.
+        absent: Why names are not here, by name.
+
+    Raises:
+        AbsentError: It is one of them.
+        AttributeError: It is another one.
+    """
+    if name in absent:
+        message = f"{name} is not in {module}: {absent[name]}."
+        raise AbsentError(message)
+    message = f"module {module!r} has no attribute {name!r}"
+    raise AttributeError(message)
+
+
+def refuse_names(module: str, absent: str | Mapping[str, str]) -> Callable[[str], object]:
+    """Return a ``__getattr__`` that refuses names which are not here.
+
+    Args:
+        module: The module's ``__name__``.
+        absent: Why names are not here, by name; of a module without any, what to do instead.
+    """
+
+    def refuse_name(name: str) -> object:
+        # What begins so is what Python itself looks for.
+        instead = {name: absent} if isinstance(absent, str) and not name.startswith("__") else {}
+        refuse(module, name, instead if isinstance(absent, str) else absent)
+
+    return refuse_name
+
+
+def add_absent_modules(package: str, absent: Mapping[str, str]) -> None:
+    """Let imports of modules of upstream's, and of all below them, raise AbsentError.
+
+    Args:
+        package: The ``__name__`` of the package that upstream has them in.
+        absent: What to do instead, by the module's name in the package, with dots.
+    """
+    for name, instead in absent.items():
+        full = f"{package}.{name}"
+        sys.modules.setdefault(full, _AbsentModule(full, instead))
+
+
+def refuse_other_modules(package: str, guide: str) -> None:
+    """Let imports of any other module below a package raise AbsentError, which names the guide.
+
+    Args:
+        package: The ``__name__`` of a package with the interface of another project.
+        guide: The page that lists what the package has.
+    """
+    finders = [f for f in sys.meta_path if not (isinstance(f, _Last) and f.package == package)]
+    sys.meta_path[:] = [*finders, _Last(package, guide)]
+
+
+class _Last(MetaPathFinder):
+    """The finder of a package's modules that no other finder has."""
+
+    def __init__(self, package: str, guide: str) -> None:
+        self.package, self._guide = package, guide
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        del path, target
+        is_pythons = fullname.rpartition(".")[2].startswith("_")  # as __main__
+        # Who asks importlib.util.find_spec whether a module exists gets None, as for any other.
+        is_import = sys._getframe(2).f_code.co_name.startswith("_find_and_load")  # noqa: SLF001
+        if fullname.startswith(f"{self.package}.") and is_import and not is_pythons:
+            message = f"{fullname} is not here: {self._guide} lists what {self.package} has."
+            raise AbsentError(message)
+
+
+class _AbsentModule(ModuleType):
+    """A module without names, whose submodules nobody finds either."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(name, f"Not here: {instead}.")
+        self.__spec__ = ModuleSpec(name, None, is_package=True)
+        self.__path__ = _NoSubmodules(name, instead)
+        self._instead = instead
+
+    def __getattr__(self, name: str) -> object:
+        # What looks through all modules asks for such names.
+        refuse(self.__name__, name, {} if name.startswith("_") else {name: self._instead})
+
+
+class _NoSubmodules(list[str]):
+    """The places of an absent module's submodules: who looks for one in them is told."""
+
+    def __init__(self, module: str, instead: str) -> None:
+        super().__init__()
+        self._message = f"Modules of {module} are not here: {instead}."
+
+    def __iter__(self) -> Iterator[str]:
+        raise AbsentError(self._message)

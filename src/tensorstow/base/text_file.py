@@ -1,0 +1,27 @@
+"""``read_text``: the text of a file that a user names, which may be no text and no file."""
+
+from pathlib import Path
+
+from tensorstow.base.regular_file import read_regular
+
+MOST_BYTES = 64 << 20
+"""No configuration, index or profile is larger."""
+
+
+def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a regular file; a pipe or a device would be waited for, or has no end.
+
+    Args:
+        path: The file.
+        encoding: Its encoding.
+        errors: What is done with bytes that are no text, as in ``bytes.decode``.
+
+    Returns:
+        The text.
+
+    Raises:
+        DirectoryError: It is no regular file, or it is larger than ``MOST_BYTES``.
+        OSError: There is no such file, or it cannot be read.
+        ValueError: It is no text, or ``path`` can be no path.
+    """
+    return read_regular(path, MOST_BYTES).decode(encoding, errors)

@@ -1,0 +1,29 @@
+"""``load_torch_file``: what ``torch.save`` wrote, read without running code that the file names."""
+
+from pathlib import Path
+from typing import Any
+from zipfile import is_zipfile
+
+import torch
+
+from tensorstow.base.regular_file import check_regular, memory_bytes
+
+
+def load_torch_file(path: Path, *, maps: bool = False) -> Any:  # noqa: ANN401  # whatever was saved
+    """Return the contents of a file of ``torch.save``, on the CPU.
+
+    Args:
+        path: The file.
+        maps: Whether tensors are mapped from the file, if its format allows it. Default: False,
+            the file is read whole.
+
+    Raises:
+        DirectoryError: It is no regular file, or it is read whole and larger than this machine's
+            memory.
+        Exception: Errors of any kind from ``torch.load``, if the file is damaged.
+    """
+    check_regular(path)
+    is_mapped = maps and is_zipfile(path)
+    if not is_mapped:
+        check_regular(path, most=memory_bytes())
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)

@@ -1,0 +1,187 @@
+"""Finds frozen weights that stay in the user's files, and lays them out in a buffer.
+
+[Note: Mapped weights] ``from_pretrained`` and ``torch.load(mmap=True)`` return tensors over a
+private mapping of a file. Such a tensor has the file's bytes until it is written to, and no
+attribute shows that. So its bytes are compared with the file's. A weight that differs is copied.
+"""
+
+import logging
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tensorstow.base.regular_file import regular_stream
+from tensorstow.base.sizes import format_bytes
+from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
+from tensorstow.fsdp.initialization import InitialValues
+from tensorstow.fsdp.shard_storage import FrozenLayout
+from tensorstow.fsdp.units import Unit
+from tensorstow.io.file_runs import BufferLayout, runs_of
+from tensorstow.io.mapped import drop_pages
+from tensorstow.io.safetensors import Entry
+from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
+
+logger = logging.getLogger("tensorstow")
+
+_PIECE = 4 << 20
+"""Bytes that are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The file and offset of the first byte of a whole weight."""
+
+    path: Path
+    offset: int
+
+
+class FrozenFiles:
+    """The frozen weights of a model's units on disk that are in the user's files."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        values: InitialValues,
+        aliases: Mapping[str, list[str]],
+    ) -> None:
+        """Find each frozen weight in ``weights=``, or in the file that it is mapped from.
+
+        Args:
+            units: Units on disk; they are not changed.
+            values: The source of the model's values.
+            aliases: Further names of tied parameters, by their first.
+        """
+        self._places: dict[str, _Place] = {}
+        self._files: Mapping[Path, WeightFile] = {}
+        frozen = {
+            name: parameter
+            for unit in units
+            for name, parameter in unit.parameters.items()
+            if not parameter.requires_grad and parameter.numel() and parameter.ndim
+        }
+        if not frozen:
+            return
+        mapped = {n: p for n, p in frozen.items() if not values.in_files(n)}
+        self._places |= _places_of_mapped(mapped)
+        files, mapped_paths = values.files, {place.path for place in self._places.values()}
+        tables = set() if files is None else files.paths
+        if tables or mapped_paths:
+            self._files = WeightFiles(tables, mapped_paths).by_path
+        if files is not None:
+            for name in frozen.keys() - mapped.keys():
+                names = [name, *aliases.get(name, [])]
+                self._find_in(files, names, frozen[name])
+        _log_copied({n: p for n, p in frozen.items() if n not in self._places})
+
+    def _find_in(
+        self, files: PretrainedFiles, names: Sequence[str], parameter: nn.Parameter
+    ) -> None:
+        """Note the place of a weight in ``weights=``, unless it is computed from other values."""
+        origin = files.origin(names, parameter)
+        source = origin.sources[0]
+        path = files.path_of(source)
+        entry = self._files[path].entries[source]
+        is_same = origin.make is None and origin.scale is None
+        if is_same and entry.dtype == parameter.dtype:
+            self._places[names[0]] = _Place(path, entry.offset)
+
+    def layout(self, unit: Unit, rank: int, ranks: int) -> FrozenLayout:
+        """Return the buffer for one rank's rows of the weights of a unit that are in files.
+
+        Args:
+            unit: One of the units.
+            rank: The rank.
+            ranks: The number of ranks that the first dimension is divided over.
+        """
+        layout = BufferLayout()
+        at: dict[str, int] = {}
+        stored: list[tuple[WeightFile, Entry, int]] = []
+        placed = [(self._places[name], name) for name in unit.parameters if name in self._places]
+        for place, name in sorted(placed, key=lambda pair: (pair[0].path, pair[0].offset)):
+            parameter = unit.parameters[name]
+            row = parameter[:1].numel() * parameter.element_size()
+            start, stop = rows_of_rank(parameter.shape[0], rank, ranks)
+            offset, dtype, rest = place.offset + start * row, parameter.dtype, parameter.shape[1:]
+            padded = Entry(dtype, (rows_per_rank(parameter.shape[0], ranks), *rest), offset)
+            at[name], _ = layout.place(padded, dtype)
+            rows = Entry(dtype, (stop - start, *rest), offset)
+            stored.append((self._files[place.path], rows, at[name]))
+        return FrozenLayout(at, layout.nbytes, runs_of(stored))
+
+
+def _log_copied(copied: Mapping[str, nn.Parameter]) -> None:
+    if copied:
+        nbytes = sum(parameter.nbytes for parameter in copied.values())
+        logger.info(
+            "%s of frozen weights are copied to the directory of weights on disk, because no file"
+            " has them as they are (%s, for one). To leave them in your files, pass weights= with"
+            " files in the model's dtype",
+            *(format_bytes(nbytes), next(iter(copied))),
+        )
+
+
+# --- weights that are mapped ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A line of /proc/self/maps: a part of a file in memory."""
+
+    start: int
+    stop: int
+    offset: int
+    """The offset of ``start`` in the file."""
+    path: Path
+
+
+def _places_of_mapped(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Place]:
+    """Return the places of parameters that are mapped from files and have the files' bytes."""
+    places: dict[str, _Place] = {}
+    mappings = _private_mappings() if parameters else []
+    starts = [mapping.start for mapping in mappings]
+    for name, parameter in parameters.items():
+        if parameter.device.type != "cpu" or not parameter.is_contiguous() or parameter.is_neg():
+            continue  # with the negative bit set its values are not those of its bytes
+        address = parameter.data_ptr()
+        index = bisect_right(starts, address) - 1
+        if index < 0 or address + parameter.nbytes > mappings[index].stop:
+            continue
+        mapping = mappings[index]
+        place = _Place(mapping.path, mapping.offset + address - mapping.start)
+        if not mapping.path.is_file() or not os.access(mapping.path, os.R_OK):
+            continue  # the file was removed, or belongs to another namespace
+        if _is_as_in_file(parameter, place):
+            places[name] = place
+    return places
+
+
+def _is_as_in_file(parameter: nn.Parameter, place: _Place) -> bool:
+    """Return whether a mapped weight has the file's bytes, and release its pages."""
+    flat = parameter.detach().reshape(-1).view(torch.uint8)
+    with regular_stream(place.path) as file:
+        for begin in range(0, flat.numel(), _PIECE):
+            piece = flat[begin : begin + _PIECE]
+            stored = os.pread(file.fileno(), piece.numel(), place.offset + begin)
+            if stored != piece.numpy().tobytes():
+                return False
+            drop_pages(piece)
+    return True
+
+
+def _private_mappings() -> list[_Mapping]:
+    """Return the private mappings of files in this process, by address."""
+    return sorted(_read_mappings(), key=lambda mapping: mapping.start)
+
+
+def _read_mappings() -> Iterable[_Mapping]:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        addresses, modes, offset, _, inode, *rest = line.split(maxsplit=5)
+        if inode != "0" and rest and modes.endswith("p"):
+            start, stop = (int(number, 16) for number in addresses.split("-"))
+            yield _Mapping(start, stop, int(offset, 16), Path(rest[0]))

@@ -1,0 +1,419 @@
+"""A buffer pool for tensors on disk: read when pinned, written back when dirty.
+
+[Note: A buffer's memory] Each buffer has a fixed range of addresses, and pages only while its bytes
+are needed: they are read in place, and the pages are freed afterwards, or moved to the buffer that
+needs the room. So a weight has one address for the optimizer's kernels at all times.
+
+The states are those of ``MovingBytes``: a read is settled by the first pin, and a write begins when
+the last pin of dirty bytes ends. Bytes that are not pinned leave when others need the room.
+
+The pool's lock is never held while a transfer is waited for: other threads pin other buffers then.
+
+The memory of all buffers stays within a capacity, unless more than that is pinned at once.
+
+[Note: Expected buffers] Those that are used next are read in their order, each as soon as there is
+room. None of them loses its memory to one that is needed later: it would be read twice.
+
+[Note: Files that are only read] A buffer of frozen weights may have its bytes in the user's files.
+It takes no room in the pool's own file, and is read from the user's. Dirty bytes never go to the
+user's files: the whole buffer then gets room in the pool's file, and is like any other.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import DamageError
+from tensorstow.base.health import Health
+from tensorstow.base.sizes import format_bytes, round_up
+from tensorstow.io.arena import Arena
+from tensorstow.io.engine import open_engine
+from tensorstow.io.file_runs import Run
+from tensorstow.io.files import ALIGN, backend_for, scratch_file
+from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
+from tensorstow.memory.bounded_bytes import BoundedBytes
+from tensorstow.memory.moving_bytes import ByteState, MovingBytes
+from tensorstow.memory.use_order import in_order_of_leaving
+
+logger = logging.getLogger("tensorstow")
+_FORKED = (
+    "Weights on disk were used in a forked process: buffers and files belong to the parent. Make"
+    " the model in the process that uses it."
+)
+_FAILED = "Weights on disk failed before: {} Make the model anew and resume() the last commit."
+_KEPT = 2
+
+
+class PooledBuffer(MovingBytes):
+    """Tensors that move as one: on disk, and in memory while they are pinned."""
+
+    def __init__(
+        self, pool: "BufferPool", nbytes: int, offset: int, runs: Sequence[Run] = ()
+    ) -> None:
+        """Take ``nbytes`` of the file from ``offset``; hold none of its memory yet.
+
+        ``runs``: where its bytes are in other files; then it takes nothing of the pool's.
+        """
+        super().__init__()
+        self.nbytes = nbytes
+        self.offset = offset
+        self.runs = tuple(runs)
+        """Bytes of files that are only read; none: they are in the pool's file."""
+        self.pool = pool
+        self._arena = Arena(nbytes, in_children=False)
+        self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
+        self.pins = 0
+        self.dirty = False
+        self.begun = 0.0
+        """When the transfer under way began, by ``time.monotonic()``; while there is a log."""
+        self.seen_over: float | None = None
+        """When it was seen to be over."""
+        self.checksum: int | None = None
+        """The checksum of the bytes on disk; None: never written, or written by others."""
+
+    @property
+    def is_in_files(self) -> bool:
+        """Return whether the bytes are in files that are only read."""
+        return bool(self.runs)
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether there is something to read."""
+        return self.is_in_files or self.checksum is not None
+
+    def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor over the bytes from ``at``, to be used while pinned alone.
+
+        Each has a version counter of its own.
+        """
+        return self._arena.tensor(at, torch.Size(shape).numel(), dtype).view(shape)
+
+    def expect(self, following: "Sequence[PooledBuffer]") -> None:
+        """Read what is used after this buffer, in its order, as soon as there is room."""
+        self.pool.expect([buffer for buffer in dict.fromkeys(following) if buffer is not self])
+
+    def is_ready(self) -> bool:
+        """Return whether a pin would wait for nothing; takes no lock."""
+        if self.state is ByteState.READING:
+            return self.is_over()
+        return self.is_in_memory
+
+    def pin(self, *, for_write: bool = False) -> None:
+        """Return when the bytes are in memory; they stay until ``unpin``.
+
+        Raises TransferError or DamageError if they cannot be read as they were written.
+        """
+        self.pool.pin(self, for_write=for_write)
+
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
+        return self.pool.can_pin(nbytes)
+
+    def unpin(self, *, dirty: bool = False) -> None:
+        """End a pin; ``dirty``: the bytes are to be written back."""
+        self.pool.unpin(self, dirty=dirty)
+
+    def drop_pages(self) -> None:
+        """Give the memory back."""
+        self._arena.drop()
+
+    def take_pages(self, other: "PooledBuffer") -> None:
+        """Have the memory of a buffer of the same size, where the kernel can move it."""
+        if not self._arena.take_pages(other._arena):  # noqa: SLF001  # of its own class
+            other.drop_pages()
+
+
+class BufferPool:
+    """Buffers in one file, and a bound on the memory that they take."""
+
+    def __init__(self, directory: Path, nbytes: int, capacity: int, least: int = 0) -> None:
+        """Make a file of ``nbytes`` without a name; hold up to ``capacity`` bytes in memory.
+
+        ``least`` is what ``resize`` leaves. Raises DirectoryError if the directory has no room.
+        """
+        self.directory = directory
+        self._file = scratch_file(open_engine(backend_for([directory])), directory, nbytes)
+        weakref.finalize(self, self._file.close)
+        self.memory, self._least = BoundedBytes(capacity), least
+        """The bytes of the buffers in memory."""
+        self.total_bytes = self._largest = 0
+        self._reserved = nbytes
+        self._taken = 0
+        """The bytes of the file that buffers take."""
+        self._recent: dict[PooledBuffer, None] = {}
+        self._expected: list[PooledBuffer] = []
+        """What is used next, in order ([Note: Expected buffers])."""
+        self._unread: list[PooledBuffer] = []
+        """The expected buffers that had no room yet."""
+        self._evicted: list[PooledBuffer] = []
+        """Those whose pages the next one may have; none outside of a call."""
+        self._lock = threading.RLock()
+        self._health = Health(_FORKED, _FAILED)
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self._log: TransferLog | None = None
+
+    def log_to(self, log: TransferLog | None) -> None:
+        """Log transfers from now on, and waits for them as stalls; None: log no more.
+
+        A transfer without a wait is logged at the pool's next call.
+        """
+        with self._lock:
+            self._log = log
+
+    def resize(self, capacity: int) -> None:
+        """Hold up to ``capacity`` bytes from now on, at least ``least`` and at most all buffers."""
+        with self._poisoning():
+            self.memory.capacity = max(min(capacity, self.total_bytes), self._least)
+            self._make_room(0)
+
+    def add(self, nbytes: int, runs: Sequence[Run] = ()) -> PooledBuffer:
+        """Return a buffer of ``nbytes`` rounded up: of zeros, or of what ``runs`` have.
+
+        ``runs``: bytes of files that are only read ([Note: Files that are only read]).
+        """
+        buffer = PooledBuffer(self, round_up(nbytes, ALIGN), self._taken, runs)
+        self.total_bytes += buffer.nbytes
+        self._taken += 0 if buffer.is_in_files else buffer.nbytes
+        self._largest = max(self._largest, buffer.nbytes)
+        return buffer
+
+    def expect(self, buffers: Sequence[PooledBuffer]) -> None:
+        """Read ``buffers``, which are used next in this order, as soon as there is room."""
+        with self._poisoning():
+            self._expected, self._unread = list(buffers), list(buffers)
+            self._read_expected()
+
+    def pin(self, buffer: PooledBuffer, *, for_write: bool) -> None:
+        """Return when the bytes of ``buffer`` are in memory and will stay."""
+        while (busy := self._begin_pin(buffer)) is not None:
+            self._wait(busy)
+        if buffer.transfers and (for_write or buffer.state is ByteState.READING):
+            self._wait(buffer)
+            with self._poisoning():
+                self._settle(buffer)
+
+    def _begin_pin(self, buffer: PooledBuffer) -> PooledBuffer | None:
+        """Pin a buffer and begin its read; if others must leave first, return one that is busy."""
+        with self._poisoning():
+            if not buffer.is_in_memory:
+                busy = self._make_room(buffer.nbytes, at_once=True)
+                if busy is not None:
+                    return busy
+                self._bring(buffer)
+            buffer.pins += 1
+            self._recent.pop(buffer)
+            self._recent[buffer] = None
+        return None
+
+    def can_pin(self, nbytes: int) -> bool:
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
+        with self._lock:
+            pinned = sum(buffer.nbytes for buffer in self._recent if buffer.pins)
+            return pinned + nbytes + self._largest <= self.memory.capacity
+
+    def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
+        """End a pin; begin writing ``dirty`` bytes when it was the last one.
+
+        A pool that has failed writes nothing: the next pin raises its error.
+        """
+        with self._lock:
+            if self._health.failure is not None:
+                buffer.pins -= 1
+                return
+        if dirty and buffer.transfers:
+            self._wait(buffer)
+        with self._poisoning():
+            buffer.pins -= 1
+            buffer.dirty |= dirty
+            if buffer.pins == 0 and buffer.dirty:
+                self._settle(buffer)
+                if buffer.is_in_files:
+                    self._leave_files(buffer)
+                buffer.dirty = False
+                buffer.checksum = _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes)
+                buffer.begun, buffer.seen_over = time.monotonic(), None
+                write = self._file.write(buffer.bytes, buffer.offset)
+                buffer.begin(ByteState.WRITING, write)
+                self.bytes_written += buffer.nbytes
+            self._read_expected()
+
+    def synchronize(self) -> None:
+        """Return when nothing is under way; raises what failed."""
+        with self._poisoning():
+            buffers = list(self._recent)
+        for buffer in buffers:
+            self._wait(buffer)
+            with self._poisoning():
+                if buffer.is_over():  # else another thread has begun a transfer meanwhile
+                    self._settle(buffer)
+
+    def close(self) -> None:
+        """Let file and memory go. Idempotent."""
+        self._file.close()
+        with self._lock:
+            for buffer in list(self._recent):
+                self._drop(buffer)
+                buffer.drop_pages()
+
+    def _read_expected(self) -> None:
+        """Begin reading what is expected, as far as there is room; each of it once."""
+        while self._unread:
+            buffer = self._unread[0]
+            nearer = self._expected[: self._expected.index(buffer)]
+            if not buffer.is_in_memory:
+                self._make_room(buffer.nbytes, keep=nearer)
+                if not self.memory.fits(buffer.nbytes):
+                    return
+                self._bring(buffer)
+            del self._unread[0]
+
+    def _bring(self, buffer: PooledBuffer) -> None:
+        self._recent[buffer] = None
+        self.memory.take(buffer.nbytes)
+        _reuse_pages(self._evicted, buffer if buffer.is_stored else None)
+        if not buffer.is_stored:
+            buffer.move(ByteState.PRESENT)
+            return
+        buffer.begun, buffer.seen_over = time.monotonic(), None
+        reads = [
+            run.file.read(run.offset, buffer.bytes[run.at : run.at + run.nbytes])
+            for run in buffer.runs
+        ]
+        self.bytes_read += sum(run.nbytes for run in buffer.runs)
+        if not buffer.is_in_files:
+            reads = [self._file.read(buffer.bytes, buffer.offset)]
+            self.bytes_read += buffer.nbytes
+        buffer.begin(ByteState.READING, *reads)
+
+    def _settle(self, buffer: PooledBuffer) -> None:
+        """Settle transfers that are over; raise their errors, and those of what was read."""
+        if not buffer.transfers:
+            return
+        end = time.monotonic() if buffer.seen_over is None else buffer.seen_over
+        name = f"weights {_operation(buffer)}"
+        buffer.settle(
+            partial(_check_read, buffer, self._file.path)
+            if buffer.state is ByteState.READING
+            else None
+        )
+        if self._log is not None:
+            lane = f"{name} ({self.directory})"
+            self._log.add(LoggedTransfer(lane, name, buffer.begun, end, buffer.nbytes))
+
+    def _leave_files(self, buffer: PooledBuffer) -> None:
+        """Give a buffer that was read from files room in the pool's file, for bytes that differ."""
+        if self._taken + buffer.nbytes > self._reserved:
+            self._reserved = self._taken + buffer.nbytes
+            self._file.reserve(self._reserved)
+        logger.info(
+            "%s of weights that were frozen were written to: they are copied from %s to %s",
+            *(format_bytes(buffer.nbytes), buffer.runs[0].file.path.parent, self.directory),
+        )
+        buffer.offset, buffer.runs = self._taken, ()
+        self._taken += buffer.nbytes
+
+    def _wait(self, buffer: PooledBuffer) -> None:
+        """Wait for the transfers of a buffer; called without the lock, so that others go on."""
+        since, name = time.monotonic(), f"weights being {_operation(buffer)}"
+        is_awaited = bool(buffer.transfers) and buffer.seen_over is None
+        with self._failing():
+            buffer.wait()
+        log = self._log
+        if log is not None and is_awaited:
+            log.add(LoggedTransfer("stall", name, since, time.monotonic()))
+
+    def _make_room(
+        self, nbytes: int, *, at_once: bool = False, keep: Sequence[PooledBuffer] = ()
+    ) -> PooledBuffer | None:
+        """Evict the least recently used buffers until ``nbytes`` more fit.
+
+        ``at_once``: returns the buffer to be waited for first, if one is being read or written.
+        Without it those stay, and so do the two used last: in a backward, one is computed with and
+        the other will be updated. Expected buffers go after all others, the last one first; those
+        in ``keep`` stay.
+        """
+        oldest = list(self._recent)
+        candidates = [b for b in (oldest if at_once else oldest[:-_KEPT]) if b not in keep]
+        for buffer in in_order_of_leaving(candidates, self._expected):
+            if self.memory.fits(nbytes):
+                break
+            # What was read ahead was not used yet, also when the read is over.
+            is_unused = buffer.state is ByteState.READING and not at_once
+            if buffer.pins or is_unused:
+                continue
+            if not buffer.is_over():
+                if at_once:
+                    return buffer
+                continue
+            self._settle(buffer)
+            self._drop(buffer)
+            self._evicted.append(buffer)
+        return None
+
+    def _drop(self, buffer: PooledBuffer) -> None:
+        del self._recent[buffer]
+        buffer.leave()
+        self.memory.give(buffer.nbytes)
+
+    @contextmanager
+    def _poisoning(self) -> Iterator[None]:
+        """Hold the lock; poison the pool on any error, after which weights are unknown."""
+        with self._lock:
+            self._health.check()
+            now = time.monotonic()
+            for buffer in () if self._log is None else self._recent:
+                if buffer.transfers and buffer.seen_over is None and buffer.is_over():
+                    buffer.seen_over = now
+            try:
+                with self._failing():
+                    yield
+            finally:
+                _reuse_pages(self._evicted, None)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Poison the pool on any error."""
+        try:
+            yield
+        except BaseException as error:
+            self._health.poison(error)
+            raise
+
+
+def _check_read(buffer: PooledBuffer, path: Path) -> None:
+    """Raise DamageError unless the bytes that were read are those that were written."""
+    for file in {run.file for run in buffer.runs}:
+        file.validate_unchanged()
+    if buffer.is_in_files:
+        return
+    if _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
+        message = (
+            f"read of {buffer.nbytes} bytes at offset {buffer.offset} of {path} gave other weights"
+            " than were written there: their checksum does not fit. Look at `dmesg` and the drive's"
+            " health; go on from the last commit."
+        )
+        raise DamageError(message)
+
+
+def _operation(buffer: PooledBuffer) -> str:
+    return "read" if buffer.state is ByteState.READING else "written"
+
+
+def _reuse_pages(evicted: list[PooledBuffer], reader: PooledBuffer | None) -> None:
+    """Give a buffer that is about to be read the pages of one of its size; drop all others'."""
+    for other in evicted:
+        if reader is not None and reader is not other and reader.nbytes == other.nbytes:
+            reader.take_pages(other)
+            reader = None
+        else:
+            other.drop_pages()
+    evicted.clear()

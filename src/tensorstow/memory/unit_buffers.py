@@ -1,0 +1,124 @@
+"""Buffers for units that are used in turn: of idle ones, the one that is needed last goes first."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+from tensorstow.base.errors import BudgetError
+from tensorstow.base.sizes import format_bytes
+from tensorstow.memory.bounded_bytes import BoundedBytes
+from tensorstow.memory.use_order import in_order_of_leaving
+
+
+class HasBytes(Protocol):
+    """A unit: it can be a key."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+    @property
+    def users(self) -> int: ...  # noqa: D102
+
+
+U = TypeVar("U", bound=HasBytes)
+B = TypeVar("B")
+
+
+class UnitBuffers(Generic[U, B]):
+    """Buffers of the sizes of units, and a bound on the bytes of all of them."""
+
+    def __init__(
+        self,
+        capacity: int,
+        allocate: Callable[[int], B],
+        settle: Callable[[U, B], object],
+        upcoming: Callable[[], Iterator[U]],
+    ) -> None:
+        """Hold up to ``capacity`` bytes.
+
+        Args:
+            capacity: The bytes of all buffers.
+            allocate: Returns a buffer of so many bytes.
+            settle: Called before a unit loses its buffer: waits for what still uses that.
+            upcoming: Returns the units in the order of their next use, for one pass.
+        """
+        self.memory = BoundedBytes(capacity)
+        """All buffers, those of units and free ones."""
+        self._used = BoundedBytes(capacity)
+        """The bytes of units that have buffers."""
+        self._allocate = allocate
+        self._settle = settle
+        self._upcoming = upcoming
+        self._of: dict[U, B] = {}
+        self._free: list[tuple[int, B]] = []
+
+    @property
+    def buffers(self) -> list[B]:
+        """Return all buffers, those of units and free ones."""
+        return [*self._of.values(), *(buffer for _, buffer in self._free)]
+
+    def get(self, unit: U) -> B | None:
+        """Return the buffer of a unit; None: it has none."""
+        return self._of.get(unit)
+
+    def take(self, unit: U, keep: Iterable[U] | None) -> B | None:
+        """Return a buffer for a unit; idle units may lose theirs for it.
+
+        Args:
+            unit: The unit, which has none.
+            keep: Units that keep theirs; if that leaves no room, None is returned. None: the unit
+                must get one, at the cost of every idle unit.
+
+        Raises:
+            BudgetError: It must get one, and units in use leave no room.
+        """
+        leaving = self._leaving(keep or ())
+        while not self._used.fits(unit.nbytes):
+            last = next(leaving, None)
+            if last is None and keep is None:
+                raise self._no_room(unit)
+            if last is None:
+                return None
+            self.drop(last)
+        buffer = self._free_buffer(unit.nbytes)
+        self._of[unit] = buffer
+        self._used.take(unit.nbytes)
+        return buffer
+
+    def drop(self, unit: U) -> None:
+        """Free a unit's buffer for others; raises what ``settle`` raises."""
+        buffer = self._of.pop(unit, None)
+        if buffer is None:
+            return
+        self._used.give(unit.nbytes)
+        try:
+            self._settle(unit, buffer)
+        finally:
+            self._free.append((unit.nbytes, buffer))
+
+    def _leaving(self, keep: Iterable[U]) -> Iterator[U]:
+        """Yield the idle units that are not to be kept, the farthest next use first."""
+        kept = set(keep)
+        idle = [unit for unit in self._of if not unit.users and unit not in kept]
+        yield from in_order_of_leaving(idle, self._upcoming())
+
+    def _free_buffer(self, nbytes: int) -> B:
+        """Return a free buffer of this size, or a new one in place of free ones of other sizes."""
+        for index, (size, buffer) in enumerate(self._free):
+            if size == nbytes:
+                del self._free[index]
+                return buffer
+        while self._free and not self.memory.fits(nbytes):
+            self.memory.give(self._free.pop(0)[0])
+        buffer = self._allocate(nbytes)
+        self.memory.take(nbytes)
+        return buffer
+
+    def _no_room(self, unit: U) -> BudgetError:
+        used = sum(u.nbytes for u in self._of if u.users)
+        capacity = format_bytes(self.memory.capacity)
+        return BudgetError(
+            f"Unit {unit.name!r} ({format_bytes(unit.nbytes)}) is used while others"
+            f" ({format_bytes(used)}) are, and buffers have {capacity}: set"
+            " Plan(buffer_pool_bytes=) to more, if several threads compute with the model."
+        )

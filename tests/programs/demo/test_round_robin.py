@@ -1,0 +1,121 @@
+"""Rows take turns: in which order, and whether all of them are there at once."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_results import make_result
+
+from demo import round_robin
+from demo.configurations import CONFIGURATIONS, FULL, SMALL
+from demo.round_robin import available_bytes, fits_at_once, run_rows, turns_of
+
+THREE = CONFIGURATIONS[:3]
+
+
+class Stand:
+    """Stands for a row's process: says at once what a real one says in time."""
+
+    def __init__(self, key: str, log: list[str]) -> None:
+        self.key = key
+        self.log = log
+        self.said: list[dict[str, Any]] = [{"step": -1, "part": "build"}, {"waits": 0}]
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        while self.said:
+            yield self.said.pop(0)
+
+    def tell(self, line: str) -> None:
+        self.log.append(f"{self.key} {line}")
+        self.said += [{"step": 0, "part": "forward"}, {"waits": 2}]
+
+    def tell_no_more(self) -> None:
+        row = next(row for row in CONFIGURATIONS if row.key == self.key)
+        self.said.append(json.loads(make_result(row).to_json()))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+
+    @contextmanager
+    def started(_name: str, _module: str, arguments: list[str], _folder: Path) -> Iterator[Stand]:
+        key = arguments[1]
+        lines.append(f"{key} begins")
+        yield Stand(key, lines)
+        lines.append(f"{key} ends")
+
+    monkeypatch.setattr(round_robin, "started", started)
+    return lines
+
+
+def run(*, at_once: bool) -> list[str]:
+    announced: list[str] = []
+    results = run_rows(
+        THREE,
+        5,
+        [],
+        lambda row, step, part: announced.append(f"{row.key} {step} {part}"),
+        at_once=at_once,
+    )
+    assert [result.key for result in results] == ["torch", "ram", "naive"]
+    return announced
+
+
+def test_rows_take_turns_there_and_back(log: list[str]) -> None:
+    announced = run(at_once=True)
+    assert log == [
+        "torch begins", "ram begins", "naive begins",
+        "torch 2", "ram 2", "naive 2",
+        "naive 2", "ram 2", "torch 2",
+        "torch 1", "ram 1", "naive 1",
+        "naive ends", "ram ends", "torch ends",
+    ]  # fmt: skip
+    assert announced[:4] == ["torch -1 build", "ram -1 build", "naive -1 build", "torch 0 forward"]
+
+
+def test_one_behind_the_other_where_there_is_no_room(log: list[str]) -> None:
+    run(at_once=False)
+    assert log[:6] == ["torch begins", "torch 2", "torch 2", "torch 1", "torch ends", "ram begins"]
+
+
+def test_steps_are_cut_into_turns() -> None:
+    assert [turns_of(n) for n in (1, 2, 5)] == [[1], [2], [2, 2, 1]]
+
+
+def machine(root: Path, available: int, limit: str | None = None, used: int = 0) -> Path:
+    (root / "proc").mkdir()
+    text = f"MemTotal: 99 kB\nMemAvailable:   {available >> 10} kB\n"
+    (root / "proc/meminfo").write_text(text)
+    if limit is not None:
+        (root / "sys/fs/cgroup").mkdir(parents=True)
+        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
+        (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "want"),
+    [(None, 0, 8 << 30), ("max", 0, 8 << 30), (str(6 << 30), 1 << 30, 5 << 30)],
+)
+def test_a_container_has_what_its_cgroup_leaves(
+    limit: str | None, used: int, want: int, tmp_path: Path
+) -> None:
+    assert available_bytes(machine(tmp_path, 8 << 30, limit, used)) == want
+
+
+def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    assert fits_at_once(FULL, FULL.rows_disk_bytes, tmp_path)
+
+
+def test_all_rows_at_once_need_room_in_ram_and_on_disk(tmp_path: Path) -> None:
+    root = machine(tmp_path, FULL.rows_ram_bytes)
+    assert fits_at_once(FULL, FULL.rows_disk_bytes, root)
+    assert not fits_at_once(FULL, FULL.rows_disk_bytes - 1, root)
+    (root / "proc/meminfo").write_text(f"MemAvailable: {(FULL.rows_ram_bytes >> 10) - 1} kB\n")
+    assert not fits_at_once(FULL, FULL.rows_disk_bytes, root)
+    assert SMALL.rows_ram_bytes < FULL.rows_ram_bytes

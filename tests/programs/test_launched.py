@@ -1,0 +1,71 @@
+"""Processes that launchers start, by the variables that each launcher sets."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+TRAINED = """
+import hashlib, os, sys
+from functools import partial
+import torch
+import torch.distributed as dist
+import tensorstow
+from tensorstow import Plan
+
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+torch.manual_seed(rank)
+model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+plan = eval(sys.argv[2])
+model, optimizer = tensorstow.stow(model, partial(tensorstow.AdamW, lr=1e-2), plan=plan)
+for _ in range(2):
+    model(torch.randn(4, 16)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+optimizer.wait()
+whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
+values = b"".join(w.detach().numpy().tobytes() for w in whole)
+print(dist.get_world_size(), hashlib.sha256(values).hexdigest())
+optimizer.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+TORCH = ({"RANK": "{rank}", "WORLD_SIZE": "2"}, "Plan(parameters='disk')")
+SRUN = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+MPIRUN = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(
+    ("variables", "plan"),
+    [TORCH, (SRUN, "Plan()"), (MPIRUN, "'auto'")],
+    ids=["kubernetes", "srun", "mpirun"],
+)
+def test_processes_that_a_launcher_started_train_one_model(
+    variables: dict[str, str], plan: str
+) -> None:
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TRAINED, str(rank), plan],
+            env={**os.environ, **meeting, **{k: v.format(rank=rank) for k, v in variables.items()}},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=110) for process in started]
+    assert [process.returncode for process in started] == [0, 0], told
+    (first, _), (second, _) = told
+    assert first == second  # though each began with other weights and had other batches
+    assert first.startswith("2 ")

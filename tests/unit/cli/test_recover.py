@@ -1,0 +1,131 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attacks.flips import LOG, MANIFEST, copy, directories, drop_copy, make_run
+from powerloss.contents import commit
+from tensorstow import AdamW
+from tensorstow.base.errors import DamageError
+from tensorstow.cli.main import main
+from tensorstow.cli.recover import LOST
+from tensorstow.cli.scrub import DAMAGED
+from tensorstow.io.engine import open_engine
+from tensorstow.store.store import Store
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("golden")
+    make_run(root / "rest", root / "live")
+    return {"rest": root / "rest", "live": root / "live"}
+
+
+def recover(root: Path, *options: str) -> int:
+    return main(["recover", *map(str, directories(root)), *options])
+
+
+def test_a_run_that_is_whole_is_read(
+    golden: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recover(golden["rest"], "--yes") == 0
+    assert "all was read, and nothing is damaged" in capsys.readouterr().out
+
+
+def test_a_manifest_whose_copy_is_whole_loses_nothing(
+    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["live"], root)
+    (root / LOG).write_bytes(b"")
+    before = (root / MANIFEST).read_bytes()
+    assert recover(root) == DAMAGED
+    said = capsys.readouterr().out
+    assert "it has lost what was reported" in said
+    assert "generation 7 (step 7)" in said
+    assert "\nlost:" not in said
+    assert "add --yes to go on, which loses nothing that was reported" in said
+    assert (root / MANIFEST).read_bytes() == before
+    assert recover(root, "--yes") == 0
+    assert "the run goes on from what is whole" in capsys.readouterr().out
+    assert recover(root) == 0
+
+
+def test_steps_are_lost_only_if_that_is_accepted(
+    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["live"], root)
+    drop_copy(root)
+    (root / LOG).unlink()
+    before = (root / MANIFEST).read_bytes()
+    for options in ([], ["--yes"], ["--json"]):
+        assert recover(root, *options) == DAMAGED
+        said = capsys.readouterr().out
+        assert "generation 7 (step 7), the newest that was reported" in said
+        assert (root / MANIFEST).read_bytes() == before
+        with pytest.raises(DamageError):  # and stays known
+            Store.open(directories(root), open_engine("threads"))
+    assert json.loads(said)["lost"] == ["generation 7 (step 7), the newest that was reported"]
+    assert recover(root, "--accept-loss") == LOST
+    assert "a new run begins there" in capsys.readouterr().out
+    assert recover(root) == 0
+    with Store.open(directories(root), open_engine("threads")) as store:
+        assert store.generation() is None
+
+
+def test_training_does_not_begin_anew_over_a_damaged_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(5000))
+
+    def make() -> AdamW:
+        return AdamW([weight], states="disk", dir=tmp_path, commit_every=1)
+
+    optimizer = make()
+    for _ in range(3):
+        weight.grad = torch.ones(5000)
+        optimizer.step()
+    optimizer.close()
+    with Store.open([tmp_path], open_engine("threads")) as store:
+        generation = store.generation()
+    assert generation is not None
+    with (tmp_path / "states-0.bin").open("r+b") as file:
+        file.seek(generation.chunks[0].extent.offset + 5)
+        file.write(b"?")
+    assert main(["scrub", str(tmp_path)]) == DAMAGED
+    assert main(["recover", str(tmp_path)]) == DAMAGED
+    assert "chunk 0, states of elements" in capsys.readouterr().out
+    assert main(["recover", str(tmp_path), "--yes"]) == DAMAGED
+    assert "add --accept-loss to begin anew" in capsys.readouterr().out
+    optimizer = make()
+    assert optimizer.resume() == 3
+    weight.grad = torch.ones(5000)
+
+    def go_on() -> None:
+        optimizer.step()
+        optimizer.synchronize()
+
+    with pytest.raises(DamageError):  # where they are read
+        go_on()
+    optimizer.close()
+
+
+def test_the_ranks_of_a_run_are_recovered_together_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [tmp_path / f"rank-{rank}-of-2" for rank in range(2)]
+    for directory in ranks:
+        directory.mkdir()
+        with Store.open([directory], open_engine("threads")) as store:
+            commit(store, 1)
+        (directory / "manifest.sqlite").write_bytes(b"")
+    (ranks[1] / "manifest-copy.sqlite").unlink()
+    assert main(["recover", str(tmp_path), "--yes"]) == DAMAGED
+    assert [(directory / "manifest.sqlite").stat().st_size for directory in ranks] == [0, 0]
+    assert main(["recover", str(tmp_path), "--accept-loss"]) == LOST
+    said = capsys.readouterr().out
+    assert said.count("the run goes on from what is whole") == 1
+    assert said.count("a new run begins there") == 1
+    assert main(["recover", str(tmp_path)]) == 0

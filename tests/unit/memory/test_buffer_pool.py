@@ -1,0 +1,122 @@
+"""What a buffer pool does beyond its serial reference: threads, pages, damage."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+
+from tensorstow.base.errors import DamageError, DirectoryError, PoisonedError
+from tensorstow.io.arena import Arena
+from tensorstow.io.files import IoFuture
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
+
+SIZE = 1 << 20
+
+
+def _fill(buffer: PooledBuffer, value: int) -> None:
+    buffer.pin(for_write=True)
+    buffer.bytes.fill_(value)
+    buffer.unpin(dirty=True)
+
+
+def _all_are(buffer: PooledBuffer, value: int) -> bool:
+    buffer.pin()
+    try:
+        return bool((buffer.bytes == value).all())
+    finally:
+        buffer.unpin()
+
+
+@pytest.mark.parametrize("awaits", ["its read", "the write of what leaves"])
+def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaits: str
+) -> None:
+    pool = BufferPool(tmp_path, 3 * SIZE, 2 * SIZE)
+    first, second, third = [pool.add(SIZE) for _ in range(3)]
+    for value, buffer in enumerate((third, second, first)):
+        _fill(buffer, value + 1)
+    if awaits == "its read":
+        pool.synchronize()
+    first.pin()
+    is_waiting, may_end, done, wait = Event(), Event(), IoFuture.done, IoFuture.wait
+
+    def late(future: IoFuture) -> None:
+        is_waiting.set()
+        assert may_end.wait(10)
+        wait(future)
+
+    monkeypatch.setattr(IoFuture, "done", lambda future: may_end.is_set() and done(future))
+    monkeypatch.setattr(IoFuture, "wait", late)
+    with ThreadPoolExecutor(2) as threads:
+        pinned = threads.submit(third.pin)
+        assert is_waiting.wait(10)
+        try:
+            assert threads.submit(first.is_ready).result(timeout=5)
+            threads.submit(first.pin).result(timeout=5)
+            assert not threads.submit(third.is_ready).result(timeout=5)
+        finally:
+            may_end.set()
+        pinned.result(timeout=10)
+    assert third.is_ready()
+    assert int(third.bytes[0]) == 1
+    first.unpin()
+    assert (first.pins, third.pins) == (1, 1)
+
+
+def test_pages_are_given_back(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 2 * SIZE, SIZE)
+    first, second = pool.add(SIZE), pool.add(SIZE)
+    _fill(first, 3)
+    _fill(second, 4)
+    assert not first.is_in_memory
+    assert int(first.bytes[0]) == 0  # not its bytes: a page of zeros
+
+
+def test_other_bytes_on_disk_are_damage_and_nobody_goes_on(tmp_path: Path) -> None:
+    pool = BufferPool(tmp_path, 2 * SIZE, SIZE)
+    first, second = pool.add(SIZE), pool.add(SIZE)
+    _fill(first, 1)
+    _fill(second, 2)
+    pool.synchronize()
+    block = torch.zeros(4096, dtype=torch.uint8)
+    pool._file.write(block, first.offset + 8192).wait()
+    with pytest.raises(DamageError, match="checksum"):
+        first.pin()
+    with pytest.raises(PoisonedError, match="resume"):
+        second.pin()
+    written, second.pins = pool.bytes_written, 1
+    second.unpin(dirty=True)  # what has to be let go of is, and is not written
+    assert (second.pins, pool.bytes_written) == (0, written)
+
+
+def test_too_little_room_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DirectoryError):
+        BufferPool(tmp_path, 1 << 60, SIZE)
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_pages_of_what_is_evicted_go_to_what_is_read_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moves: bool
+) -> None:
+    taken = []
+    take = Arena.take_pages
+
+    def counted(self: Arena, other: Arena) -> bool:
+        taken.append(moves and take(self, other))
+        return taken[-1]
+
+    monkeypatch.setattr(Arena, "take_pages", counted)
+    pool = BufferPool(tmp_path, 5 * SIZE, 2 * SIZE)
+    made = [pool.add(SIZE) for _ in range(3)] + [pool.add(2 * SIZE)]
+    for value, buffer in enumerate(made):
+        _fill(buffer, value + 1)
+    assert not taken  # what was never written is zeros
+    for _ in range(2):
+        assert all(_all_are(buffer, value + 1) for value, buffer in enumerate(made))
+    # By the second and third for the one before last; the large one and its followers are unlike.
+    assert taken == [moves] * 2
+    assert [int(buffer.bytes[0]) for buffer in made] == [0, 0, 0, 4]
+    pool.close()
+    assert [int(buffer.bytes[-1]) for buffer in made] == [0, 0, 0, 0]
