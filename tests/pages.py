@@ -2,6 +2,13 @@
 
 from tree import ROOT
 
+SCRIPTS = [
+    ROOT / "docs/tutorial.md",
+    ROOT / "docs/guides/8b-on-24gb.md",
+    ROOT / "docs/guides/lora.md",
+]
+"""Pages that are one script each: a reader pastes their blocks in order into an empty folder."""
+
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs/tutorial.md",

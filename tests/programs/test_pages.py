@@ -1,15 +1,16 @@
 """The README and the guides: every block of Python runs as printed.
 
-Blocks import what they use. What a reader has before (a model, a batch, the optimizer of the block
-above) comes from the prelude below: fresh for every block, the whole of it for all. Names of places
-on disk (/nvme, /other-disk) are put below a temporary directory.
+The blocks of ``SCRIPTS`` run in order, in an empty folder, with nothing that the page has not made.
+Those of the other pages import what they use. What a reader has before (a model, a batch, the
+optimizer of the block above) comes from the prelude below: fresh for every block, the whole of it
+for all. Names of places on disk (/nvme, /other-disk) are put below a temporary directory.
 """
 
 import gc
 import json
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,19 @@ from torch.utils.data import DataLoader
 
 import tensorstow
 import trainers
-from pages import PAGES
+from pages import PAGES, SCRIPTS
 from remote import make_remote
+
+pytestmark = [
+    # torch's, of a process alone that saves what torch.distributed.checkpoint is also for
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true"),  # transformers'
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # Lightning's
+    pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec"),  # Lightning's
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks it
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"),  # peft's, of GPT-2's layers
+    pytest.mark.usefixtures("kept_environment"),  # Lightning writes a rank's variables
+]
 
 SIZE = 6
 STEPS = 3
@@ -150,22 +162,15 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
-def blocks() -> Iterator[Block]:
-    for page in PAGES:
+def blocks(pages: Iterable[Path]) -> Iterator[Block]:
+    for page in pages:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
             assert match[1] == "python", f"{page.name} has a block of {match[1] or 'no language'}"
             yield Block(page, text[: match.start()].count("\n") + 1, match[2])
 
 
-# torch's, of a process alone that saves what torch.distributed.checkpoint is also for
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true")  # transformers'
-@pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning's
-@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")  # Lightning's
-@pytest.mark.usefixtures("kept_environment")  # Lightning writes a rank's variables
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
-@pytest.mark.parametrize("block", list(blocks()), ids=str)
+@pytest.mark.parametrize("block", list(blocks(p for p in PAGES if p not in SCRIPTS)), ids=str)
 def test_a_block_runs_as_printed(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,3 +197,22 @@ def test_a_block_runs_as_printed(
         gc.collect()
         if dist.is_initialized() and not has_group:
             dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("page", SCRIPTS, ids=lambda page: page.name)
+def test_a_page_runs_from_top_to_bottom_twice(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    on_term, has_group = signal.getsignal(signal.SIGTERM), dist.is_initialized()
+    for _ in range(2):  # readers run a script again
+        names: dict[str, Any] = {"__name__": "__main__"}
+        try:
+            for block in blocks([page]):
+                exec(compile("\n" * block.line + block.code, str(page), "exec"), names)  # noqa: S102
+        finally:
+            signal.signal(signal.SIGTERM, on_term)
+            names.clear()
+            gc.collect()
+            if dist.is_initialized() and not has_group:
+                dist.destroy_process_group()
