@@ -6,7 +6,7 @@ from enum import StrEnum
 class ActivationPlacement(StrEnum):
     """What is done with the tensors that a block saves for its backward.
 
-    "ram" is accepted for "host".
+    "cpu" and "ram" are accepted for "host", and "nvme" for "disk".
     """
 
     KEEP = "keep"
@@ -20,7 +20,7 @@ class ActivationPlacement(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "ActivationPlacement | None":
-        return cls.HOST if value == "ram" else None
+        return {"cpu": cls.HOST, "ram": cls.HOST, "nvme": cls.DISK}.get(str(value))
 
     def __repr__(self) -> str:
         """Return what users type, as in the repr of a plan."""

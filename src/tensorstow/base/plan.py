@@ -34,8 +34,8 @@ class Plan:
     """Where the parameters, states and activations of a model live, and how ranks share them.
 
     Args:
-        parameters: The tier of the parameters: "device", "host" (or "ram"), "disk". Default:
-            "host".
+        parameters: The tier of the parameters: "device" (or "cuda", "gpu"), "host" (or "cpu",
+            "ram"), "disk" (or "nvme"). Default: "host".
         states: The tier of the optimizer states: "host" or "disk". Default: "host".
         units: Another tier for the parameters of single units, by the unit's name.
         stage: The ZeRO stage, 0 (everything is replicated) to 3 (parameters are sharded too).

@@ -14,15 +14,19 @@ _FACTORS = (
     {"b": 1}
     | {unit.lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)}
     | {unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL, start=1)}
+    # One letter is binary, as for docker, slurm and the JVM.
+    | {unit[0].lower(): 1024**power for power, unit in enumerate(_BINARY, start=1)}
 )
 _SIZE = re.compile(
     r"\s*(?P<number>-?\d+(?:\.\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE | re.ASCII
 )
-_EXAMPLES = 'a whole number of bytes, or a number with a unit such as "512MiB", "1.5 GiB" or "64GB"'
+_EXAMPLES = 'a number with a unit, such as "512MiB", "1.5 GiB", "64GB" or "24g" (GiB)'
 
 
 _MOST = 2**63
 """Bytes that no machine has: counts of them have 64 bits."""
+_LEAST_BARE = 2**20
+"""Texts without a unit below this, but for 0, are no bytes: "48" was meant as gibibytes."""
 _Item = TypeVar("_Item")
 
 
@@ -48,8 +52,9 @@ def parts_within(
 def parse_size(value: object, name: str = "size") -> int:
     """Return ``value`` in bytes, rounded down.
 
-    Units may be in any letter case; "512M" is refused, as it may mean MB or MiB. ``name`` is the
-    name of the value in error messages.
+    Units may be in any letter case: "GB" is 10**9 bytes, "GiB" and "g" are 2**30. The text "48"
+    raises an error, as any below a mebibyte without a unit; the integer 48 is 48 bytes.
+    ``name`` is the name of the value in error messages.
     """
     if isinstance(value, str):
         size = _parse_text(value, name)
@@ -97,7 +102,7 @@ def _parse_text(text: str, name: str) -> int:
         message = f"{name}={abbreviated(text)} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
     number, unit = Decimal(match["number"]), match["unit"].lower()
-    if not unit and number == int(number):
+    if not unit and number == int(number) and not 0 < number < _LEAST_BARE:
         return int(number)
     if unit not in _FACTORS:
         units = ", ".join(("B", *_BINARY, *_DECIMAL))

@@ -6,7 +6,8 @@ from enum import StrEnum
 class Tier(StrEnum):
     """A place for parameters or states, from fast and small to slow and large.
 
-    "ram" is accepted for "host" wherever a tier is an argument.
+    Wherever a tier is an argument, "cuda" and "gpu" are accepted for "device", "cpu" and "ram" for
+    "host", and "nvme" for "disk".
     """
 
     DEVICE = "device"
@@ -18,4 +19,9 @@ class Tier(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Tier | None":
-        return cls.HOST if value == "ram" else None
+        name = _ALIASES.get(value) if isinstance(value, str) else None
+        return None if name is None else cls(name)
+
+
+_ALIASES = {"cuda": "device", "gpu": "device", "cpu": "host", "ram": "host", "nvme": "disk"}
+"""What torch, DeepSpeed and accelerate call them."""

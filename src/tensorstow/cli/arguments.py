@@ -17,7 +17,7 @@ _EXAMPLES = {
     "doctor": """\
 examples:
   tensorstow doctor                    the kernel, and where states may go
-  tensorstow doctor --directory /nvme  this directory too
+  tensorstow doctor /nvme              this directory too
   tensorstow doctor --json             for a bug report
 """,
     "calibrate": """\
@@ -69,11 +69,14 @@ class Command:
 def _doctor(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow doctor`."""
     parser.add_argument(
+        "named", metavar="DIR", nargs="*", default=[], help="look at these directories too"
+    )
+    parser.add_argument(
         "--directory",
         metavar="DIR",
         action="append",
         default=[],
-        help="look at this directory too; may be given several times",
+        help="the same; may be given several times",
     )
     parser.add_argument(
         "--local-ranks",

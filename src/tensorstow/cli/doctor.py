@@ -64,7 +64,7 @@ class DirectoryReport:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if a named directory cannot hold states."""
-    facts = examine(options.directory, options.local_ranks)
+    facts = examine([*options.named, *options.directory], options.local_ranks)
     if options.json:
         print_json(facts)
     else:

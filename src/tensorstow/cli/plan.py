@@ -331,6 +331,9 @@ def _search(
 ) -> tuple[SearchResult, MachineRates | None, str | None]:
     """Return the result of the search, the rates of the machine, and why there are none."""
     profile = read_profile(options.profile)
+    if profile is None and options.directory is not None and not options.directory.is_dir():
+        message = f"--directory {options.directory} was given, which is no directory here."
+        raise OptionError(message)
     if profile is None:
         reason = "no profile of this machine: `tensorstow calibrate` makes one"
         return search(request), None, reason

@@ -50,7 +50,7 @@ def compose(facts: dict[str, Any]) -> str:
         "<h2>Memory of one rank</h2>",
         *_tiers(facts),
         "<h2>One step</h2>",
-        *_timeline(facts["step"]),
+        *_timeline(facts["step"], facts["seconds_unknown"]),
         "<h2>Other placements</h2>",
         f"<dl>{''.join(_alternatives(facts))}</dl>",
         "<h2>To run it</h2>",
@@ -89,10 +89,11 @@ def _part(item: dict[str, Any], whole: int, color: dict[str, str]) -> str:
     )
 
 
-def _timeline(step: dict[str, Any] | None) -> Iterator[str]:
+def _timeline(step: dict[str, Any] | None, why_unknown: str | None) -> Iterator[str]:
     """Yield a lane for each resource: the share of each phase that it works."""
     if step is None:
-        yield '<p class="faint">Not predicted: it needs rates, --batch and --seq.</p>'
+        why = escape(why_unknown or "give --batch and --seq")
+        yield f'<p class="faint">Not predicted: {why}.</p>'
         return
     total = show_seconds(step["seconds"])
     bound = f"<em>{escape(step['binding'])}</em>"

@@ -450,6 +450,15 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
         message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
     missing = sorted(name for name in placed if not accepts(optimizer, name))
+    given = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if missing and isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+        stowed = f"partial(tensorstow.StowedOptimizer, {given.__name__}, ...)"
+        if given in {torch.optim.Adam, torch.optim.AdamW}:
+            stowed = f"tensorstow.{given.__name__}"
+        message = (
+            f"{given.__name__} of torch was given, which keeps states in memory. Use {stowed}."
+        )
+        raise OptionError(message)
     if missing:
         message = (
             f"The optimizer's function does not accept {', '.join(missing)}, which say where states"

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,18 +40,19 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
     """Return the model called ``name``, on the meta device.
 
     Args:
-        name: A name of KNOWN; a configuration of transformers, as a file or the folder of a
-            ``config.json``; or ``module:function``, which is called without arguments, and returns
-            a module, or a module and the arguments of its forward as a tuple or a dict. The working
-            directory is searched for modules, too.
+        name: A name of KNOWN, or the Hub's for it; a configuration of transformers, as a file or
+            the folder of a ``config.json``; or ``module:function``, which is called without
+            arguments, and returns a module, or a module and the arguments of its forward as a tuple
+            or a dict. The working directory is searched for modules, too.
         dtype: The dtype of floating point parameters; None: the configuration's or the function's.
 
     Raises:
         OptionError: The name is no model, or transformers is required and not installed.
     """
     path = Path(name)
-    if name in KNOWN:
-        model = _from_config(name, dict(KNOWN[name]), dtype)
+    known = name if name in KNOWN else _short_name(name)
+    if known in KNOWN and (known == name or not _exists(path)):
+        model = _from_config(name, dict(KNOWN[known]), dtype)
     elif _exists(path):
         model = _from_config(name, _read(path), dtype)
     elif ":" in name:
@@ -69,6 +71,15 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
         message = f"MODEL={name!r} was given, which has no parameters: there is nothing to place."
         raise OptionError(message)
     return model
+
+
+def _short_name(name: str) -> str:
+    """Return a name of the Hub without its owner and variant: meta-llama/Llama-2-7b-chat-hf."""
+    short = name.rpartition("/")[2].lower().removeprefix("meta-")
+    for variant in ("-hf", "-chat", "-instruct"):
+        short = short.removesuffix(variant)
+    # Of the same sizes: 3.1 differs from 3 in how positions are scaled.
+    return re.sub(r"^llama-?3(\.1)?-", "llama-3-", short)
 
 
 def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
@@ -194,7 +205,8 @@ def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs |
         module = build()
     except (Exception, SystemExit) as error:  # any that the user's function raises
         message = f"{option}={name!r} was given, and it raised {first_line(error)}"
-        if torch.get_default_device().type == "meta":
+        of_values = isinstance(error, NotImplementedError) or "meta" in str(error)
+        if of_values and torch.get_default_device().type == "meta":
             message += (
                 ". It is called under torch.device('meta'), where tensors have no values: it must"
                 " take no argument and read no value (.item(), .numpy())."

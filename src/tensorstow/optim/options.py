@@ -25,9 +25,9 @@ from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.validation import refuse_beside
 
-StatePlacement = Literal["host", "ram", "disk"] | float
+StatePlacement = Literal["host", "ram", "cpu", "disk", "nvme"] | float
 _NUMBERS = (int, float, np.integer, np.floating)
-_FRACTIONS = {"host": 0.0, "ram": 0.0, "disk": 1.0}
+_FRACTIONS = {"host": 0.0, "ram": 0.0, "cpu": 0.0, "disk": 1.0, "nvme": 1.0}
 Durability = Literal["commit", "none"] | None
 DirectoryOption = Paths | None
 
@@ -233,8 +233,8 @@ def _fraction(states: object) -> float:
         return _FRACTIONS[states]
     if isinstance(states, str) or not _is_fraction(states):
         message = (
-            f'states={abbreviated(states)} was given: use "host" (or "ram"), "disk", or the'
-            " fraction on disk, a number between 0 and 1."
+            f'states={abbreviated(states)} was given: use "host" (or "cpu", "ram"), "disk" (or'
+            ' "nvme"), or the fraction on disk, a number between 0 and 1.'
         )
         raise OptionError(message)
     return float(states)

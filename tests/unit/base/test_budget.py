@@ -13,7 +13,7 @@ def test_sizes_are_bytes_or_text() -> None:
     assert budget.bytes_of("disk") is None
 
 
-@pytest.mark.parametrize("given", [{"device": "20G"}, {"host": -1}, {"disk": 1.5}])
+@pytest.mark.parametrize("given", [{"device": "20"}, {"host": -1}, {"disk": 1.5}])
 def test_what_is_no_size_is_refused(given: dict[str, object]) -> None:
     with pytest.raises(OptionError, match=next(iter(given))):
         Budget(**given)

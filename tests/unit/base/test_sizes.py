@@ -14,7 +14,10 @@ from tensorstow.base.sizes import format_bytes, parse_size, parts_within
         (0, 0),
         (4096, 4096),
         ("0", 0),
-        ("17", 17),
+        ("2097152", 2**21),
+        ("512M", 512 * 2**20),
+        ("24g", 24 * 2**30),
+        ("24gb", 24 * 10**9),
         ("17B", 17),
         ("512MiB", 512 * 2**20),
         ("512mib", 512 * 2**20),
@@ -31,7 +34,8 @@ def test_parse(text: str | int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GiB", "-1GiB", "1e9", "512M", "5 parsecs", "1.5", "1..5GiB", "\u0661GiB", -1]
+    "value",
+    ["", "GiB", "-1GiB", "1e9", "48", "512Q", "5 parsecs", "1.5", "1..5GiB", "\u0661GiB", -1],
 )
 def test_refused_by_value_and_name(value: str | int) -> None:
     with pytest.raises(OptionError) as caught:

@@ -301,6 +301,8 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
         (["--tbw", "-600TB"], "--tbw='-600TB' is negative"),
         (["--tbw", "0"], "--tbw 0 was given: it is the bytes that a drive may be written"),
         (["--host", "0"], "does not fit"),
+        (["--host", "48"], "--host='48' has no unit"),
+        (["--directory", "/nowhere"], "--directory /nowhere was given"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -137,6 +137,15 @@ def test_why_not_the_better_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def test_a_directory_is_named_with_or_without_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for named in ([str(tmp_path)], ["--directory", str(tmp_path)]):
+        assert main(["doctor", "--json", *named]) == 0
+        listed = json.loads(capsys.readouterr().out)["directories"]
+        assert [d["path"] for d in listed if d["named_by_user"]] == [str(tmp_path)]
+
+
 def test_directories_are_listed_once(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)

@@ -70,7 +70,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "[-h] [--version] COMMAND ..."),
         (["swim"], "[-h] [--version] COMMAND ..."),
         (["plan", "gpt2", "--devic"], "plan [-h]"),
-        (["doctor", "somewhere"], "doctor [-h]"),
+        (["doctor", "--somewhere"], "doctor [-h]"),
         (["inspect"], "inspect [-h]"),
         (["plan", "gpt2", "--world-size", "many"], "plan [-h]"),
         (["plan", "gpt2", "--accumulation-steps=--"], "plan [-h]"),

@@ -36,7 +36,8 @@ def test_a_page_shows_tiers_and_other_placements(
     assert "HOST: 32.1 MiB of 32.0 MiB" not in text
     assert re.search(r"HOST: [\d.]+ MiB of 32\.0 MiB", text)
     assert "Other placements" in text
-    assert "it needs rates, --batch and --seq" in text
+    shown = re.findall("Not predicted: ([^<]*)", text)
+    assert shown == ["no directory was measured: `tensorstow calibrate DIR` does."]
     assert "http://" not in text
     assert "https://" not in text
 

@@ -165,6 +165,8 @@ def _makes_another(named: Named, **_: object) -> torch.optim.Optimizer:
         (_takes_nothing, r"\*\*placement"),
         (_passes_nothing_on, r"Pass \*\*placement on"),
         (_makes_another, "returned a SGD"),
+        (torch.optim.AdamW, r"Use tensorstow\.AdamW"),
+        (partial(torch.optim.SGD, lr=1), r"Use partial\(tensorstow\.StowedOptimizer, SGD"),
         (partial(tensorstow.AdamW, states="ram"), "the plan says 'disk'"),
     ],
 )

@@ -105,12 +105,22 @@ def reads_a_value() -> nn.Module:
     return nn.Linear(int(torch.ones(()).item()), 2)
 
 
-def test_what_a_function_raises_is_one_line_with_advice() -> None:
+def test_what_a_function_raises_is_one_line_with_advice_if_a_value_was_read() -> None:
     with pytest.raises(OptionError, match="raised KeyError") as caught:
         build_model(f"{__name__}:raises")
     assert "\n" not in str(caught.value)
+    assert "meta" not in str(caught.value)
     with pytest.raises(OptionError, match=r"meta.*where tensors have no values.*\.item\(\)"):
         build_model(f"{__name__}:reads_a_value")
+
+
+@pytest.mark.parametrize(
+    "name", ["openai-community/gpt2", "GPT2", "meta-llama/Llama-3.2-1B-Instruct"]
+)
+def test_names_of_the_hub_are_known(name: str) -> None:
+    short = "llama-3.2-1b" if "lama" in name else "gpt2"
+    sizes = [[p.shape for p in build_model(each).module.parameters()] for each in (name, short)]
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("kind", ["vit", "t5"])

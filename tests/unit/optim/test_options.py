@@ -18,13 +18,22 @@ GOOD = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 @pytest.mark.parametrize(
     ("states", "fraction"),
-    [("host", 0.0), ("ram", 0.0), ("disk", 1.0), (0.25, 0.25), (1, 1.0), (np.float32(0.5), 0.5)],
+    [
+        ("host", 0.0),
+        ("ram", 0.0),
+        ("disk", 1.0),
+        ("cpu", 0.0),
+        ("nvme", 1.0),
+        (0.25, 0.25),
+        (1, 1.0),
+        (np.float32(0.5), 0.5),
+    ],
 )
 def test_states_are_a_word_or_a_fraction(states: float, fraction: float) -> None:
     assert options.placement(states, None, None).disk_fraction == fraction
 
 
-@pytest.mark.parametrize("states", ["nvme", 1.5, -0.1, None, True, float("nan")])
+@pytest.mark.parametrize("states", ["tape", 1.5, -0.1, None, True, float("nan")])
 def test_other_states_are_refused(states: float) -> None:
     with pytest.raises(OptionError, match="states="):
         options.placement(states, None, None)
