@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.directories import check_directory
-from tensorstow.base.errors import OptionError, StoreError, StoreFormatError, named
+from tensorstow.base.errors import OptionError, StoreError, StoreFormatError, UnlinkedError, named
 from tensorstow.io.files import File
 from tensorstow.store.datafiles import (
     check_files,
@@ -21,7 +21,6 @@ from tensorstow.store.datafiles import (
 )
 from tensorstow.store.durability import Disk
 from tensorstow.store.heads import sync_heads
-from tensorstow.store.links import Links
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import Manifest, choose_journal
 from tensorstow.store.manifest_copy import COPY_NAME, DAMAGED_NAME, put_copy_in_place
@@ -29,6 +28,35 @@ from tensorstow.store.schema import MANIFEST_NAME, check_database
 from tensorstow.store.verify import check_at_rest
 
 logger = logging.getLogger("tensorstow")
+
+
+class Links:
+    """The files that a store has open, and the paths that must lead to them.
+
+    A file that is deleted or moved while open still takes writes and syncs, but its data cannot be
+    found later. This is detected by comparing the open file with the one at the path.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._wanted: dict[Path, os.stat_result] = {}
+
+    def expect(self, path: Path, opened: os.stat_result) -> None:
+        """Record that ``path`` leads to the open file ``opened``."""
+        self._wanted[path] = opened
+
+    def check(self) -> None:
+        """Raise UnlinkedError unless every path leads to the file that is open."""
+        for path, opened in self._wanted.items():
+            difference = _moved(path, opened)
+            if difference is not None:
+                message = (
+                    f"The run commits to {path}, and {difference}: the file that this process has"
+                    " open was deleted or moved, and so was what is committed in it. Put it back"
+                    " where it was; or go on in another directory with"
+                    " optimizer.commit_to(directory), which writes all that a resume needs there."
+                )
+                raise UnlinkedError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +160,14 @@ def _open_files(
         manifest.begin_run(run, paths)
         sync_heads(disk, files, manifest.head())
     return files
+
+
+def _moved(path: Path, opened: os.stat_result) -> str | None:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        return f"it is not there any more ({error.strerror})"
+    return None if os.path.samestat(facts, opened) else "another file is there now"
 
 
 @contextmanager

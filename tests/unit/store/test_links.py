@@ -9,7 +9,7 @@ import pytest
 from powerloss.contents import commit, damages_in, make_content, release_all
 from tensorstow.base.errors import UnlinkedError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.links import Links
+from tensorstow.store.opening import Links
 from tensorstow.store.store import Store
 
 NAMES = ("a/lock", "a/manifest.sqlite", "a/manifest.sqlite-wal", "a/manifest.sqlite-shm")

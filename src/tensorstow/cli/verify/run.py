@@ -16,10 +16,9 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
 from tensorstow.cli.output import make_console, print_json, print_line, print_table
 from tensorstow.cli.process import kill_in_an_update, started
-from tensorstow.cli.verify.comparison import Difference, differences
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
 from tensorstow.cli.verify.subject import Subject, subject_of
-from tensorstow.cli.verify.training import Announce, Outcome, train
+from tensorstow.cli.verify.training import Announce, Difference, Outcome, differences, train
 from tensorstow.fsdp.sharding import current_device
 
 _NEEDED = 1 << 30

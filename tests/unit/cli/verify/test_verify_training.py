@@ -1,8 +1,7 @@
 import pytest
 
-from tensorstow.cli.verify.comparison import differences, first_difference
 from tensorstow.cli.verify.rows import VerifiedRun, runs_of
-from tensorstow.cli.verify.training import Outcome
+from tensorstow.cli.verify.training import Outcome, differences, first_difference
 
 STATES = {"exp_avg of a": "5"}
 REFERENCE = Outcome((2.0, 1.0), {"a": "1", "b": "2"}, STATES, 0.1)
