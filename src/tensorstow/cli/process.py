@@ -89,7 +89,7 @@ def started(
                 stderr=output,
             )
         finally:
-            os.close(writer)
+            os.close(writer)  # the child's copy is the last: its end is the end of the lines
         process = Process(name, child, lines, output)
         try:
             yield process

@@ -22,6 +22,7 @@ def round_to_bf16(x: Tensor, chance: Tensor | None) -> Tensor:
     if chance is None:
         return x.bfloat16()
     bits = x.view(torch.int32)
+    # The largest finite number goes to the nearest: by chance it could become infinite.
     added = torch.where((bits & 0x7FFFFFFF) >= _LARGEST_BF16 << 16, 0x8000, chance)
     rounded = ((bits + added) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isnan(), x.bfloat16(), rounded)
@@ -32,13 +33,14 @@ def quantize_first(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     groups = _grouped(m)
     scale = _scale_above(groups, _LARGEST_BF16)
     wide = scale.float()[:, None]
-    part = groups.abs() * 0.5
-    t = part / (part + wide * 0.5).clamp(min=_LEAST) * 254.0
+    part = groups.abs() * 0.5  # halves: magnitude + scale may be more than fp32 holds
+    t = part / (part + wide * 0.5).clamp(min=_LEAST) * 254.0  # at least: not 0 / 0
     t = t.nan_to_num(0.0) * wide.isfinite()
     low = t.trunc()
     if chance is None:
         up = t - low >= 0.5
     else:
+        # With this probability the decoded mean is the moment; so below. No division: it rounds.
         up = _uniform(chance) * (254.0 - t) < (t - low) * (253.0 - low)
     code = (low + up).clamp(max=127.0)
     signed = torch.where(groups.signbit(), -code, code)
@@ -56,7 +58,7 @@ def quantize_second(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     root = _grouped(v).double().sqrt().float()
     scale = _scale_above(root, _LARGEST_ROOT)
     wide = scale.float()[:, None]
-    # One rounding, unlike 255.0 / x.
+    # One rounding: torch computes 255.0 / x as 255.0 * (1 / x).
     per_scale = torch.full((), 255.0, device=v.device) / wide.clamp(min=_LEAST_SCALE)
     t = root * per_scale
     t = t.nan_to_num(0.0) * wide.isfinite()
@@ -65,6 +67,7 @@ def quantize_second(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
         up = t - low >= 0.5
     else:
         up = _uniform(chance) * (low + low + 1.0) < (t - low) * (t + low)
+    # A root that is not zero stays so: eps alone would be a tiny denominator.
     least = ((root > 0.0) & wide.isfinite()).float()
     code = torch.maximum((low + up).clamp(max=255.0), least)
     return code.flatten()[: v.numel()].to(torch.uint8), scale
@@ -91,7 +94,7 @@ def _scale_above(groups: Tensor, most: int) -> Tensor:
     That with the bits ``most`` is the largest; NaN where a magnitude is not finite.
     """
     top = (groups.view(torch.int32) & 0x7FFFFFFF).amax(1)
-    up = ((top + 0xFFFF) >> 16).clamp(max=most)
+    up = ((top + 0xFFFF) >> 16).clamp(max=most)  # bits of positive floats are in their order
     bits = torch.where(top >= 0x7F800000, 0x7FC0, up)
     return bits.to(torch.int16).view(torch.bfloat16)
 

@@ -53,6 +53,7 @@ class StowStrategy(ModelParallelStrategy):
                 " it as many, or start one process."
             )
             raise OptionError(message)
+        # "auto" would make the ranks of a machine one tensor-parallel group, with the same batches.
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()

@@ -34,7 +34,7 @@ class Arena:
     def __init__(self, nbytes: int, *, in_children: bool) -> None:
         """Map ``nbytes`` (rounded up to a page); raise BudgetError if the system has no room."""
         self.nbytes = max(PAGE, round_up(nbytes, PAGE))
-        # Two extra huge pages let the first byte sit on a huge-page boundary.
+        # One extra huge page lets the first byte sit on the boundary of one.
         try:
             self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)
         except OSError as error:
@@ -72,7 +72,8 @@ class Arena:
         if moved == self.address:
             other.drop()  # a huge page may have had more than was moved
             return True
-        # The kernel takes away what was here before it finds that it has no room for the move.
+        # The kernel takes away what was here before it finds that it has no room for the move. Only
+        # a hole is mapped again: another thread may have mapped something there meanwhile.
         readable = mmap.PROT_READ | mmap.PROT_WRITE
         flags = _PRIVATE | _INTO_A_HOLE
         if _libc.mmap(self.address, self.nbytes, readable, flags, -1, 0) == self.address:

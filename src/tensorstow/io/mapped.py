@@ -132,6 +132,7 @@ def drop_pages(mapped: torch.Tensor) -> None:
         mapped: Contiguous, with the bytes that the file has there: what was written to a private
             mapping is lost.
     """
+    # Whole pages only: neighbours in the first and the last one may have been written to.
     begin = round_up(mapped.data_ptr(), mmap.PAGESIZE)
     end = (mapped.data_ptr() + mapped.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:  # an error leaves the memory where it is

@@ -110,6 +110,8 @@ def _pageable(nbytes: int) -> torch.Tensor:
 def _pinned(nbytes: int, device: torch.device) -> tuple[_Memory, str | None]:
     """Return memory and None, or pageable memory and why it is not pinned."""
     runtime = _runtime(device)
+    # torch's allocator rounds to a power of two. Counted before the memory exists, so that threads
+    # do not pass the limit together.
     counted = nbytes if runtime is not None else 1 << (nbytes - 1).bit_length()
     refused = _ledger.add(counted)
     if refused is not None:

@@ -107,7 +107,7 @@ class _Scratch:
             now = time.perf_counter()
             if now - started < _WARMING * seconds:
                 counted_from, counted = now, done
-            elif now - started >= seconds and done > counted:
+            elif now - started >= seconds and done > counted:  # a slow disk gets more time
                 break
             start = file.read if operation == "read" else file.write
             under_way.append(start(buffers[turn % _UNDER_WAY], at * _TRANSFER))

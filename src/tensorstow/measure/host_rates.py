@@ -175,7 +175,7 @@ def _call_seconds(device: torch.device, seconds: float) -> float:
     def chain() -> None:
         value = weight
         for _ in range(_CHAIN):
-            value = value * weight + weight  # oneDNN's operations wait for threads
+            value = value * weight + weight  # no product: oneDNN's operations wait for threads
         torch.autograd.backward(value.sum())
         weight.grad = None
 

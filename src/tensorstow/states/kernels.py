@@ -26,6 +26,7 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     """Size the kernels' pool by this rank's share or by ``policy``; return the kernel's facts."""
     global _most_threads  # noqa: PLW0603  # one for the process, like the pool
     policy = policy or PipelinePolicy()
+    # Never fewer than before: other pipelines may be using them.
     _most_threads = max(_most_threads, policy.threads or 0)
     _native.set_pool_threads(max(bind_threads(policy.node).threads, _most_threads))
     return KernelFacts(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from tensorstow.states.native_handle import NativeHandle
 
-_LONGEST_TRACE = 1 << 18
+_LONGEST_TRACE = 1 << 18  # events: a log that nobody ends must not fill memory
 
 
 @dataclass(frozen=True, slots=True)

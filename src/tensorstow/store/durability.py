@@ -44,6 +44,7 @@ class SystemDisk:
 
     def create(self, path: Path, contents: bytes) -> None:
         """Make the new file ``path``, its owner's alone; nothing is durable yet."""
+        # Not through a link that somebody has put there: its target would be overwritten.
         fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(contents)
@@ -54,7 +55,7 @@ class SystemDisk:
 
     def sync_file(self, file: File) -> None:
         """Return once all that was written to ``file`` before is durable."""
-        os.fdatasync(file.fd)
+        os.fdatasync(file.fd)  # with the file's length, which reading needs; without its times
 
     def sync_directory(self, path: Path) -> None:
         """Return once the names in ``path`` are durable."""

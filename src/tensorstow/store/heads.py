@@ -71,7 +71,7 @@ def sync_heads(disk: Disk, files: Sequence[File], head: Head) -> None:
     try:
         futures.extend(file.write(page, _slot_at(head.transaction)) for file in files)
     finally:
-        for future in futures:
+        for future in futures:  # all read from the page, which ends with this function
             future.wait()
     for file in files:
         disk.sync_file(file)
@@ -103,7 +103,7 @@ def read_head(path: Path, run: str) -> Head:
 def find_head(path: Path, run: str) -> Head | None:
     """Return the newer head of ``run`` in the data file ``path``; None if there is none."""
     with regular_stream(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
-        pages = [file.read(PAGE) for _ in range(1 + _SLOTS)][1:]
+        pages = [file.read(PAGE) for _ in range(1 + _SLOTS)][1:]  # the first is the label
     heads = [head for page in pages if (head := parse_head(page)) is not None and head.run == run]
     return max(heads, key=lambda head: head.transaction, default=None)
 
@@ -138,4 +138,5 @@ def parse_head(page: bytes) -> Head | None:
 
 
 def _slot_at(transaction: int) -> int:
+    # In turn, so that a write which is torn leaves the head before; the first page is the label.
     return PAGE + transaction % _SLOTS * PAGE

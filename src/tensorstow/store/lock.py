@@ -119,6 +119,7 @@ def read_holder(path: Path) -> str:
 
 def _open(path: Path) -> int:
     try:
+        # Through a link, the holder's name would be written over another file.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         return open_regular(path, flags, 0o600, most=_MOST_BYTES)
     except DirectoryError:
@@ -135,6 +136,7 @@ def _lock(fd: int, kind: int, path: Path) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as error:
+        # On NFS flock is a lock of fcntl, which may answer EACCES if another process has it.
         if error.errno in {codes.EWOULDBLOCK, codes.EACCES}:
             return False
         message = (

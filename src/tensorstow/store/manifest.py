@@ -233,6 +233,7 @@ class Manifest:
         with self.lock:
             try:
                 if log.exists() and log.stat().st_size > least:
+                    # PASSIVE waits for no reader: the next commit writes back what was left.
                     self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                     self.second.checkpoint()
             except sqlite3.Error as error:
@@ -261,7 +262,7 @@ class Manifest:
         connection = self._connection
         with self.lock:
             try:
-                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("BEGIN IMMEDIATE")  # a writer elsewhere is an error now
                 try:
                     if self.transaction:
                         check_shared(connection, self.path)

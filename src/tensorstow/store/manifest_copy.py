@@ -147,19 +147,19 @@ def _compare(copy: Path, path: Path) -> tuple[bool, bool]:
 
     Logs that it is damaged.
     """
+    # New manifests and those of older versions have no copy; a journal is left by a killed run.
     if not copy.is_file() or not copy.stat().st_size or with_suffix(copy, "-journal").exists():
-        return (
-            False,
-            False,
-        )  # the manifest is new, or of a version without copies; or a killed run's
+        return False, False
     try:
         with closing(connect_to_read(copy)) as ours, closing(connect_to_read(path)) as theirs:
             if check_marks(ours, copy):
                 check_all(ours, copy)
                 check_header(copy)
-                marks = [(read_meta(ours, key), read_meta(theirs, key)) for key in ("run", "seal")]
-                is_whole, is_equal = (mark == other for mark, other in marks)
-                return is_whole, is_equal
+                # A copy of another run is made anew. The seal is a digest over all rows.
+                is_same_run, is_equal = (
+                    read_meta(ours, key) == read_meta(theirs, key) for key in ("run", "seal")
+                )
+                return is_same_run, is_equal
     except (StowError, sqlite3.Error) as error:
         logger.warning("%s, the second copy of the manifest, is made anew: %s", copy, error)
     return False, False

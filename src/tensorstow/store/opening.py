@@ -102,7 +102,7 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
                 DAMAGED_NAME,
                 error,
             )
-            is_checked = True  # as the copy, which was read for that
+            is_checked = True  # put_copy_in_place has checked the copy
         manifest = Manifest(path, disk, choose_journal(facts[0]), is_checked=is_checked)
         resources.callback(manifest.close)
         files = _open_files(manifest, paths, engine, disk)
@@ -142,7 +142,7 @@ def _open_files(
         check_files(manifest.run, paths)
         oldest = manifest.check_heads([data_path(path, k) for k, path in enumerate(paths)])
         with _closed_unless_well(open_files(disk, engine, paths)) as files:
-            # First, so that no head ever lacks two transactions.
+            # Before the next transaction, so that no head ever lacks two.
             if oldest < manifest.transaction:
                 sync_heads(disk, files, manifest.head())
             if manifest.note_directories(paths):

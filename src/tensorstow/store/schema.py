@@ -76,6 +76,7 @@ def connect(path: Path) -> sqlite3.Connection:
     Raises sqlite3.Error, or DirectoryError for a pipe, a device or a file of implausible size.
     """
     check_database(path)
+    # Transactions are begun by hand (isolation_level), by one thread at a time (the caller's lock).
     return sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
 
 

@@ -189,6 +189,7 @@ class OffloadTable:
         futures: list[IoFuture] = []
         try:
             for tensor, stripes in zip(tensors, stored.stripes, strict=True):
+                # Its bytes, whatever its dtype and shape: stripes end inside of elements too.
                 whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
                 for stripe in stripes:
                     file = self._scratch.files[stripe.extent.file]
@@ -249,6 +250,7 @@ class OffloadTable:
     def _take_stripes(self, sizes: Sequence[int]) -> tuple[tuple[Stripe, ...], ...]:
         if len(self._stored) > self._many_stored:
             self._drop_expired()
+            # Doubled, so that looking at all of them costs little per write.
             self._many_stored = max(_FEW, 2 * len(self._stored))
         taken: list[tuple[Stripe, ...]] = []
         try:
