@@ -15,6 +15,7 @@ def join_halves(weight: Tensor, low: Tensor, rounded_up: Tensor) -> Tensor:
 
     ``rounded_up`` (bool): where a tie was rounded away from zero.
     """
+    # As int16 a tie's low half lies below the weight. One that was rounded down lies above it.
     down = (low == _TIE) & ~rounded_up
     return (_high(weight) + low.int() + (down.int() << 16)).view(torch.float32)
 
@@ -22,6 +23,7 @@ def join_halves(weight: Tensor, low: Tensor, rounded_up: Tensor) -> Tensor:
 def split_halves(master: Tensor) -> tuple[Tensor, Tensor]:
     """Return the low half (int16) of each fp32 master, and where it is a tie rounded up."""
     bits = master.view(torch.int32)
+    # A tie goes to the even high half: up, if the last bit of its own is set.
     return bits.to(torch.int16), (bits & 0x1FFFF) == 0x18000
 
 
@@ -34,7 +36,7 @@ def split_bytes(master: Tensor) -> Tensor:
     """Return the int8 distance of each fp32 master from its weight."""
     bits = master.view(torch.int32)
     distance = bits - _high(master.bfloat16())
-    nearest = (distance + 0x7F + ((distance >> 8) & 1)) >> 8
+    nearest = (distance + 0x7F + ((distance >> 8) & 1)) >> 8  # a tie to even
     return nearest.clamp(-0x7F, 0x7F).to(torch.int8)
 
 

@@ -202,7 +202,7 @@ def _decode_piece(
         states["exp_avg"], states["exp_avg_sq"] = m.float(), v.float().abs()
     if _in_halves(weight.dtype, format):
         states["master"] = join_halves(weight, piece["master"], v.signbit())
-        states["exp_avg_sq"] = states["exp_avg_sq"].abs()
+        states["exp_avg_sq"] = states["exp_avg_sq"].abs()  # the sign was the master's
     elif _in_bytes(weight.dtype, format):
         states["master"] = join_bytes(weight, piece["master"])
     return states
@@ -215,7 +215,7 @@ def _encode_piece(
     m, v = states["exp_avg"], states["exp_avg_sq"]
     halves, in_bytes = _in_halves(weight.dtype, format), _in_bytes(weight.dtype, format)
     if halves or not format.exact:
-        v = v.abs()
+        v = v.abs()  # NaN may have a sign, which would be read as a master's
     if format == StateFormat.BF16:
         m, v = round_to_bf16(m, chances[0]), round_to_bf16(v, chances[1])
     elif format == StateFormat.INT8:

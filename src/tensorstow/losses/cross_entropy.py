@@ -265,7 +265,7 @@ class _Pass:
 
     def _losses_of(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
         """Store the losses of some rows; leave exp(logits - max) and return its sum per row."""
-        logits -= logits.amax(1, keepdim=True)
+        logits -= logits.amax(1, keepdim=True)  # no exponential overflows
         chosen = logits.gather(1, self._labels[rows, None])
         smoothing = self._kind.smoothing
         if smoothing:

@@ -374,7 +374,7 @@ class SecondManifest:
                 start = self._read_back.get(written, 0)
                 self._disk.read_back(written, start if log == written and size > start else 0)
             except FileNotFoundError:
-                continue  # `links` says so
+                continue  # the check of links reports it
             except OSError as error:
                 message = (
                     f"{written} was written, and did not come back from the drive as it was:"

@@ -55,7 +55,7 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> int:
             if len(futures) == _IN_FLIGHT:
                 futures.popleft().wait()
     finally:
-        _drain(futures)
+        _drain(futures)  # on an error the caller releases the extent: nothing may write to it then
     return seed
 
 
