@@ -6,8 +6,7 @@ and the running maximum of Reddi, Kale & Kumar, "On the Convergence of Adam and 
 The order of operations is that of `torch.optim.AdamW(foreach=False, fused=False)`.
 
 Every torch call below is one rounding to float32. `addcmul`, `addcdiv` and `lerp` are avoided: they
-may fuse a multiply and an add. The square root goes through float64, because torch's float32 one is
-not correctly rounded on every CPU. States in a format are decoded, updated and encoded.
+may fuse a multiply and an add. States in a format are decoded, updated and encoded.
 """
 
 import ctypes
@@ -134,8 +133,9 @@ def adam_reference(
     state.v.copy_(state.v * scalars.beta2 + (g * scalars.beta2_weight) * g)
     u = state.v
     if state.vmax is not None:
-        keeps = (state.vmax > state.v) | state.vmax.isnan()
+        keeps = (state.vmax > state.v) | state.vmax.isnan()  # NaN stays, as by torch.maximum
         u = state.vmax.copy_(torch.where(keeps, state.vmax, state.v))
+    # Through float64: torch's float32 square root is not correctly rounded on every CPU.
     denominator = u.double().sqrt().float() * scalars.denom_scale + scalars.eps
     weight.copy_(weight * scalars.decay - (state.m * scalars.step_size) / denominator)
     if state.master is not None:

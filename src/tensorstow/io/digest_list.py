@@ -62,7 +62,7 @@ class RunningDigest:
             at = self._nbytes % _PIECE_BYTES
             part, left = left[: _PIECE_BYTES - at], left[_PIECE_BYTES - at :]
             self._nbytes += part.size
-            if part.size == _PIECE_BYTES:
+            if part.size == _PIECE_BYTES:  # a whole piece needs no copy
                 self._checksum = _chained(part, self._checksum)
                 continue
             self._piece[at : at + part.size] = part
@@ -88,7 +88,7 @@ class _DigestedFile(io.FileIO):
         return written
 
     def seekable(self) -> bool:
-        return False
+        return False  # a writer that went back would change bytes that are in the digest
 
 
 class DigestList:
@@ -126,7 +126,7 @@ class DigestList:
         with NewFile(self.main) as file:
             with self.stream(file) as stream:
                 write(stream)
-            self.remove()
+            self.remove()  # first: an older list would call the new file damaged
             file.publish()
         self.write()
 

@@ -76,7 +76,7 @@ def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> Table:
         }
         end += entry.nbytes
     text = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin after it, at a multiple of the widest element
     base = 8 + len(text)
     entries = {
         name: Entry(entry.dtype, entry.shape, base + rows[name]["data_offsets"][0])

@@ -133,7 +133,7 @@ def split(
         head = min(size, ram_elements)
         ram_elements -= head
         if head < size:
-            head -= head % group
+            head -= head % group  # a group has one scale: its elements stay together
         if head:
             ram.append(ElementRange(parameter, 0, head))
         if head < size:
@@ -193,7 +193,7 @@ def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPla
         run = runs[index] if index < len(runs) else None
         if run is not None and run.position <= begin:
             whole = (run.position + run.count - begin) // capacity
-            if whole:
+            if whole:  # these chunks differ in the segment's start alone
                 first = Segment(run.parameter, run.start + begin - run.position, capacity, 0)
                 yield ChunkPlan((first,), capacity), whole
                 begin += whole * capacity

@@ -154,6 +154,7 @@ def insert_generation(
     ]
     tensors = [
         (r.kind, r.name, r.dtype, json.dumps(r.shape), *_place(r.extent), r.checksum)
+        # By bytes, as SQLite orders text: the digest is over rows in the order of reading.
         for r in sorted(content.tensors, key=lambda r: (r.kind.encode(), r.name.encode()))
     ]
     row = (
@@ -200,6 +201,7 @@ def note_last_number(connection: sqlite3.Connection, number: int) -> None:
 def read_names(connection: sqlite3.Connection, run: str) -> list[tuple[str, int]]:
     """Return the snapshots and their generations; leave out names that are not as written."""
     rows = connection.execute("SELECT name, generation, digest FROM snapshots ORDER BY name")
+    # A digest of its own for each, so that a recovery keeps the names whose rows are intact.
     return [(n, g) for n, g, digest in rows if digest == digest_of([(run, n, g)])]
 
 

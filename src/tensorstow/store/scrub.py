@@ -145,4 +145,5 @@ def _list_pieces(generations: Iterable[Generation]) -> list[tuple[ScrubPiece, tu
             of_tensors.setdefault(tensor, []).append(generation.number)
     pieces = [(p, tuple(n)) for key, n in of_chunks.items() for p in chunk_pieces(*key)]
     pieces += [(p, tuple(n)) for tensor, n in of_tensors.items() for p in tensor_pieces(tensor)]
+    # On disk a tensor's pieces are in their order, which its running checksum needs.
     return sorted(pieces, key=lambda pair: (pair[0].file, pair[0].offset))

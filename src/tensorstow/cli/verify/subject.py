@@ -171,6 +171,7 @@ def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
     }
     shared = getattr(config, "num_key_value_heads", None)
     if shared is not None:
+        # Query heads must be a multiple of these.
         changed["num_key_value_heads"] = fewer if shared == heads else math.gcd(shared, fewer)
     inner = getattr(config, "intermediate_size", None)
     if inner is not None:
@@ -182,7 +183,7 @@ def _cut(config: Any) -> tuple[Any, str]:  # noqa: ANN401  # transformers' own
     for name, value in changed.items():
         setattr(config, name, value)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if isinstance(getattr(config, name, None), int):
+        if isinstance(getattr(config, name, None), int):  # it may lie beyond the cut vocabulary
             setattr(config, name, config.vocab_size - 1)
     config.dtype = torch.float32
     note = (

@@ -124,7 +124,7 @@ def first_difference(outcome: Outcome, reference: Outcome) -> str | None:
     """Return the first difference in the order of training: a loss, a parameter, or a state."""
     pairs = zip(outcome.losses, reference.losses, strict=False)
     for step, (loss, expected) in enumerate(pairs):
-        if loss.hex() != expected.hex():
+        if loss.hex() != expected.hex():  # tells zeros by their sign, and NaN equals NaN
             return f"the loss of step {step + 1} is {loss!r} instead of {expected!r}"
     if len(outcome.losses) != len(reference.losses):
         return f"it took {len(outcome.losses)} steps instead of {len(reference.losses)}"
