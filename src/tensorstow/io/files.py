@@ -30,6 +30,9 @@ logger = logging.getLogger("tensorstow")
 ALIGN = 4096
 """Direct files are written at multiples of this: the largest logical block of today's disks."""
 
+GROWTH_BYTES = 16 << 20
+"""Files grow by at least this much if there is room: fewer and longer extents on the disk."""
+
 _COMPARED_BYTES = 1 << 17
 _END_OF_FILE = -1  # csrc/io/transfer.h
 
@@ -309,6 +312,20 @@ def reserve(fd: int, directory: Path, nbytes: int) -> None:
         f" {advice_for(code)}"
     )
     raise DirectoryError(message)
+
+
+def grow(file: File, size: int, missing: int, growth: int) -> int:
+    """Reserve ``missing`` bytes after byte ``size``, or ``growth`` if that is more and has room.
+
+    Returns the new size; raises DirectoryError if the disk is too full.
+    """
+    wanted = size + max(missing, growth)
+    try:
+        file.reserve(wanted)
+    except DirectoryError:
+        wanted = size + missing
+        file.reserve(wanted)
+    return wanted
 
 
 def _go_direct(fd: int, try_a_block: Callable[[int], bool] | None = None) -> bool:

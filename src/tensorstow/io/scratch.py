@@ -7,13 +7,9 @@ from pathlib import Path
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import round_up
-from tensorstow.io.files import ALIGN, File, IoFuture, scratch_file
+from tensorstow.io.files import ALIGN, GROWTH_BYTES, File, IoFuture, grow, scratch_file
 from tensorstow.io.free_list import FreeList
-
-GROWTH_BYTES = 16 << 20
-"""Files grow by at least this much where there is room: fewer and longer extents on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +94,6 @@ class ScratchFiles:
         """Make the last free range of ``file`` one of at least ``nbytes``."""
         size = self._sizes[file]
         missing = nbytes - self._free[file].trailing(size)
-        wanted = size + max(missing, GROWTH_BYTES)
-        try:
-            self.files[file].reserve(wanted)
-        except DirectoryError:
-            wanted = size + missing
-            self.files[file].reserve(wanted)
+        wanted = grow(self.files[file], size, missing, GROWTH_BYTES)
         self._free[file].add(size, wanted)
         self._sizes[file] = wanted

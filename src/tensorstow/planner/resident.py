@@ -70,6 +70,7 @@ def choose_resident(
     for size in sorted({unit.resident for unit in units.values()}, reverse=True):
         alike = [name for name in names if units[name].resident == size]
         for count in range(len(alike), 0, -1):
+            # In the middle of each of ``count`` equal parts.
             more = chosen | {alike[(2 * i + 1) * len(alike) // (2 * count)] for i in range(count)}
             if _bytes(units, more, ahead) <= limit:
                 chosen = more

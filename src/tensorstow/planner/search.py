@@ -254,7 +254,7 @@ def fits_with_activations_kept(request: PlanRequest) -> bool:
 
 
 _Done = list[tuple[tuple[Plan, Conditions, bool], list[Alternative]]]
-"""Cache of tried plans and their results."""
+"""Cache of tried plans and their results; a list, since a plan's ``units`` has no hash."""
 
 
 def _try_all(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
@@ -407,6 +407,7 @@ def _best_of_order(
         best = min(tried, key=lambda count: _rank_of(tried[count]))
         below = max((n for n in tried if n < best), default=best)
         above = min((n for n in tried if n > best), default=best)
+        # Halve the gaps on both sides, until the best is next to two that were tried.
         middles = {(below + best) // 2, (above + best) // 2} - tried.keys()
         if not middles:
             return tried[best]

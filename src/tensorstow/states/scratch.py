@@ -8,8 +8,8 @@ import tensorstow._native as _native
 from tensorstow.base.directories import choose_directory
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import ALIGN, File, backend_for
-from tensorstow.io.scratch import GROWTH_BYTES, ScratchFiles
+from tensorstow.io.files import ALIGN, GROWTH_BYTES, File, backend_for
+from tensorstow.io.scratch import ScratchFiles
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import FilePosition
 

@@ -5,12 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.sizes import format_bytes
-from tensorstow.io.files import File
+from tensorstow.io.files import GROWTH_BYTES, File, grow
 from tensorstow.store.extents import Extents
 from tensorstow.store.records import Extent, padded
-
-GROWTH_BYTES = 16 << 20
-"""Files grow by at least this much if there is room: fewer and longer runs on the disk."""
 
 
 class StoreSpace:
@@ -89,10 +86,4 @@ class StoreSpace:
     def _grow(self, file: int, nbytes: int) -> None:
         size = self._extents.sizes[file]
         missing = nbytes - self._extents.free[file].trailing(size)
-        wanted = size + max(missing, GROWTH_BYTES)
-        try:
-            self._files[file].reserve(wanted)
-        except DirectoryError:
-            wanted = size + missing
-            self._files[file].reserve(wanted)
-        self._extents.grow(file, wanted)
+        self._extents.grow(file, grow(self._files[file], size, missing, GROWTH_BYTES))
