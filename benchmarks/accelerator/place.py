@@ -17,6 +17,7 @@ from tensorstow.io import device_link as links
 from tensorstow.io.device_link import PlainLink
 
 _STOW = "tensorstow.fsdp.stow"
+_PLACEMENTS = "tensorstow.fsdp.placements"
 
 
 class Place:
@@ -98,6 +99,6 @@ def _counting(place: Place) -> Iterator[Place]:
         mock.patch.object(links, "is_remote", place.has),
         mock.patch.object(links, "open_link", _plain_link),
         mock.patch.object(Sharding, "is_in_place", new=False),  # a device has memory of its own
-        mock.patch.object(importlib.import_module(_STOW), "is_away", return_value=True),
+        mock.patch.object(importlib.import_module(_PLACEMENTS), "is_away", return_value=True),
     ):
         yield place

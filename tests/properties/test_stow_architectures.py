@@ -14,7 +14,7 @@ from parity.architectures import ARCHITECTURES, OF_TRANSFORMERS
 from ranks.pool import Ranks
 from ranks.twin import FETCHED, Twins, whole
 from tensorstow import Plan
-from tensorstow.fsdp import stow as stowing
+from tensorstow.fsdp import placements
 
 ALL = {**ARCHITECTURES, **OF_TRANSFORMERS}
 STEPS = 3
@@ -134,5 +134,5 @@ def test_a_node_at_the_inputs_of_units_would_change_bits(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else these architectures would prove nothing: FSDP2's own hooks add such nodes."""
-    monkeypatch.setattr(stowing, "watch_backwards", lambda _: None)
+    monkeypatch.setattr(placements, "watch_backwards", lambda _: None)
     assert not all_equal(stowed(name, "disk"), alone(name, 1))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstow.base import notices
 from tensorstow.base.activation_placement import ActivationPlacement
@@ -20,14 +21,17 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import is_update_on
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.sharding import backend_of, host_group, join_ranks, rank_here, world_size
 from tensorstow.fsdp.traced_activations import Activations
 from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.traced_placement import traces_of
 from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
-from tensorstow.planner.placement import bytes_of
+from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
@@ -36,10 +40,12 @@ from tensorstow.planner.search import (
     search,
 )
 from tensorstow.planner.seconds import MachineRates, MicroBatch
+from tensorstow.planner.sizes import Sizes
 from tensorstow.report.run_record import PredictedStep
 
 logger = logging.getLogger("tensorstow")
 
+_STATE_TIERS = ("host", "ram", "disk")
 _TOKENS = 2048
 """Tokens of a micro-batch whose size is not known: enough to keep an accelerator busy."""
 _COMPUTE_PART = 0.5
@@ -64,6 +70,34 @@ class _RankFacts:
     """Activations of a micro-batch; None: no example batch was passed."""
     tokens: int | None
     """Tokens of a micro-batch; None: their number is not known."""
+
+
+def plan_request(
+    units: Sequence[Unit],
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    optimizer: OptimizerFactory,
+    directory: str | os.PathLike[str] | None,
+) -> PlanRequest:
+    """Return the input of ``plan="auto"``, with the optimizer's keywords."""
+    ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    keywords = given_keywords(optimizer)
+    states = Tier(keywords["states"]) if keywords.get("states") in _STATE_TIERS else None
+    name = keywords.get("state_format")
+    state_format = StateFormat(name) if name in set(StateFormat) else None  # else AdamW refuses it
+    is_cpu, update_on = device.type == "cpu", keywords.get("update_on")
+    is_durable = keywords.get("durability") != "none"
+    commits = is_durable and (directory or keywords.get("dir")) is not None
+    return PlanRequest(
+        Sizes.of(units, ranks),
+        Budget(),
+        Conditions(is_cpu, commits=commits, state_format=state_format, states=states),
+        Plan(accumulation_steps=keywords.get("accumulation_steps", 1)),
+        keywords.get("overlap", None if accepts(optimizer, "overlap") else "none"),
+        spend="ram_budget" not in keywords and accepts(optimizer, "ram_budget"),
+        on_device=accepts(optimizer, "update_on"),
+        update_on=None if is_cpu or not is_update_on(update_on) else update_on,
+    )
 
 
 def choose_plan(

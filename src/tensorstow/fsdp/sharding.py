@@ -32,8 +32,13 @@ from tensorstow.fsdp.shard_storage import (
     Prefetcher,
     ShardStorage,
 )
-from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
-from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter, storage_of
+from tensorstow.fsdp.stowed_parameter import (
+    AllGatherInput,
+    InPlaceReduceScatter,
+    StowedParameter,
+    UnshardedAlias,
+    storage_of,
+)
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.device_link import is_away
 from tensorstow.io.digest_list import Digest, DigestList, verify
@@ -270,7 +275,7 @@ class Sharding:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether weights are whole where they are computed with: see single_rank."""
+        """Return whether weights are whole where they are computed with ([Note: Single rank])."""
         return self.ranks == 1 and not is_away(self.device)
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:

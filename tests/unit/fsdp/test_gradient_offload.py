@@ -20,8 +20,8 @@ from ranks.pool import Ranks
 from remote import LateLink, every, make_remote
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.fsdp import placements as placements_module
 from tensorstow.fsdp import sharding as sharding_module
-from tensorstow.fsdp import stow as stow_module
 from tensorstow.fsdp.gradient_offload import (
     D2HQueue,
     GradientOffload,
@@ -71,9 +71,9 @@ def current_device(*, stands_in: bool) -> object:
     with pytest.MonkeyPatch.context() as patch:
         if stands_in:
             make_remote(patch, every)
-            patch.setattr(stow_module, "is_away", lambda _: True)
+            patch.setattr(placements_module, "is_away", lambda _: True)
             patch.setattr(sharding_module, "is_away", lambda _: True)
-            patch.setattr(stow_module, "open_link", opened)
+            patch.setattr(placements_module, "open_link", opened)
         yield links
 
 

@@ -11,8 +11,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.shard_storage import HostShard
-from tensorstow.fsdp.single_rank import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.fsdp.stow import stow
+from tensorstow.fsdp.stowed_parameter import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.optim.adam import AdamW
 
 

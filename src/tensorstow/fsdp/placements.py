@@ -1,0 +1,414 @@
+"""The placements of a model that is trained: whole, shared or sharded.
+
+    whole    on one rank, on the device that computes, in the dtype that the parameters have
+    shared   whole on every rank in host memory; a rank updates its rows ([Note: Shares])
+    sharded  by FSDP2, which casts weights and gathers those in host memory or on disk
+
+A model that is only read has a placement of its own: see read_only.
+"""
+
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from tensorstow.base.activation_placement import ActivationPlacement
+from tensorstow.base.allocator import give_back_large_blocks
+from tensorstow.base.directories import choose_directory, make_directories
+from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import format_bytes, format_count, round_up
+from tensorstow.base.tiers import Tier
+from tensorstow.base.update_on import reaches_device
+from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
+from tensorstow.fsdp.frozen_files import FrozenFiles
+from tensorstow.fsdp.gradient_offload import GradientOffload
+from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
+from tensorstow.fsdp.initialization import Init, InitialValues
+from tensorstow.fsdp.module_hooks import guard_modules, watch_backwards
+from tensorstow.fsdp.shard_storage import FrozenLayout, Prefetcher, ShardStorage
+from tensorstow.fsdp.sharding import (
+    DiskPool,
+    Sharding,
+    host_group,
+    make_mesh,
+    move_buffers,
+    on_every_rank,
+    shard_unit,
+    world_size,
+)
+from tensorstow.fsdp.shared_weights import SharedWeights
+from tensorstow.fsdp.state_dicts import register_state_dict_hooks
+from tensorstow.fsdp.units import ROOT, Unit, aliases_of
+from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
+from tensorstow.fsdp.validation import (
+    OptimizerFactory,
+    describe_units,
+    given_keywords,
+    stays_on_device,
+    takes_scalars,
+    validate_class,
+    validate_mesh,
+    validate_no_hooks_of,
+    validate_optimizer,
+    validate_parameters,
+    validate_same_on_ranks,
+)
+from tensorstow.io.device_link import DeviceLink, is_away, open_link
+from tensorstow.io.files import ALIGN
+from tensorstow.memory.buffer_pool import BufferPool
+from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
+from tensorstow.optim.one_optimizer import note_placed
+from tensorstow.optim.placed import PlacedOptimizer
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
+from tensorstow.planner.sizes import UnitSizes, bytes_around, least_in_memory, most_in_memory
+
+Path = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StowRequest:
+    """The checked arguments of ``stow`` for a model that is trained."""
+
+    model: nn.Module
+    units: list[Unit]
+    plan: Plan
+    compute_dtype: torch.dtype | None
+    device: torch.device
+    weights: Path
+    init: Init | None
+    optimizer: OptimizerFactory
+    directory: Path
+    links: list[DeviceLink] = field(default_factory=list)
+    """Every link that weights and gradients go over."""
+
+    @property
+    def tiers(self) -> set[Tier]:
+        """The tiers of the parameters."""
+        return {self.plan.tier_of(unit.name) for unit in self.units}
+
+    @property
+    def gradients_wait_on_host(self) -> bool:
+        """Whether gradients leave the device during backward, and wait in host memory."""
+        return not self.plan.timing.begins_early and not reaches_device(self.plan.update_on)
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """The dtype of gradients that wait unreduced; None: their own."""
+        waits = self.plan.stage <= 1 and self.plan.accumulation_steps > 1
+        return torch.float32 if waits else None  # stage 1, and no_sync() at stage 0
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The optimizer's keywords by the plan, without those at their defaults."""
+        plan = self.plan
+        placed: dict[str, Any] = {"module": self.model}
+        if plan.states == Tier.DISK:
+            placed["states"] = "disk"
+        if plan.timing.is_overlapped:
+            placed["overlap"] = plan.overlap
+        if plan.update_on is not None:
+            placed["update_on"] = plan.update_on
+        if plan.timing.begins_early and plan.accumulation_steps > 1:
+            placed["accumulation_steps"] = plan.accumulation_steps
+        if plan.ram_budget is not None:
+            placed["ram_budget"] = plan.ram_budget
+        if self.directory is not None and not self._is_for_scratch_alone():
+            placed["dir"] = self.directory
+        return placed
+
+    def _is_for_scratch_alone(self) -> bool:
+        """Return whether the directory is for parameters or activations alone.
+
+        The optimizer then has its states in memory, and does not commit.
+        """
+        plan, keywords = self.plan, given_keywords(self.optimizer)
+        in_memory = plan.states != Tier.DISK and keywords.get("states") in {None, "host", "ram"}
+        needs_directory = Tier.DISK in {plan.parameters, *plan.units.values()} or (
+            ActivationPlacement.DISK in plan.activation_placements
+        )
+        return keywords.get("durability") == "none" and in_memory and needs_directory
+
+    def open_link(self) -> DeviceLink:
+        """Return a new link to the device, and remember it."""
+        self.links.append(open_link(self.device))
+        return self.links[-1]
+
+    def first_values(self, group: dist.ProcessGroup | None) -> InitialValues:
+        """Return the first values of all parameters, checked; collective over ``group``."""
+        values = InitialValues(self.weights, self.init, group, self.model)
+        values.check(self.units, aliases_of(self.model))
+        return values
+
+    def fill(self, group: dist.ProcessGroup | None) -> None:
+        """Set the first values of parameters that stay whole; collective over ``group``."""
+        values = self.first_values(group)
+        values.fill(self.units, aliases_of(self.model))
+        values.buffers(self.model)
+
+    def make_optimizer(self) -> PlacedOptimizer:
+        """Return the optimizer of the parameters as they are now; collective."""
+        placed = self.keywords
+        named = list(self.model.named_parameters())
+
+        def make() -> PlacedOptimizer:
+            optimizer = self.optimizer(named, **placed)
+            if isinstance(optimizer, StowedOptimizer):
+                validate_class(optimizer, self.plan, self.device)
+            note_placed(validate_optimizer(optimizer, placed))
+            return optimizer
+
+        return on_every_rank(make, "make the optimizer")
+
+
+def choose_placement(
+    request: StowRequest, mesh: DeviceMesh | None
+) -> tuple[Callable[[], PlacedOptimizer], int]:
+    """Return the function that places a model, and the ranks that share its states; collective.
+
+    Raises OptionError if the model cannot be placed so, or ranks called ``stow`` differently.
+    """
+    if request.plan.replicas > world_size():
+        ranks, replicas = format_count(world_size(), "rank"), request.plan.replicas
+        message = f"replicas={replicas} was given for {ranks}: each replica has at least one."
+        raise OptionError(message)
+    if mesh is None and _stays_whole(request):
+        return partial(_place_whole, request), 1
+    place = _place_sharded
+    if (world_size() if mesh is None else mesh.size()) > 1 and _is_shared(request):
+        place = _place_shared
+        validate_no_hooks_of(request.units)
+    else:
+        scalars = takes_scalars(request.plan, request.device, request.compute_dtype)
+        validate_parameters(request.units, scalars=scalars)
+    row = _mesh_of(request, mesh)
+    return partial(place, request, row), row.size(row.ndim - 1)
+
+
+def _stays_whole(request: StowRequest) -> bool:
+    """Return whether parameters are where they are computed with, on one rank, as they are."""
+    away = is_away(request.device)
+    return (
+        world_size() == 1
+        and request.compute_dtype is None  # FSDP2 also casts what goes into forward
+        and request.plan.micro_batches == 1  # which FSDP2 sums
+        and request.tiers <= ({Tier.DEVICE} if away else {Tier.DEVICE, Tier.HOST})
+    )
+
+
+def _is_shared(request: StowRequest) -> bool:
+    """Return whether every rank keeps the whole weights as plain parameters ([Note: Shares])."""
+    plan = request.plan
+    return (
+        plan.stage < 3
+        and not is_away(request.device)
+        and request.compute_dtype is None
+        and not plan.timing.begins_early
+        and plan.micro_batches == 1
+        and Tier.DISK not in request.tiers
+    )
+
+
+def _mesh_of(request: StowRequest, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh of the ranks, which have called ``stow`` alike; collective."""
+    plan = request.plan
+    row = mesh or make_mesh(request.device, stage=plan.stage, replicas=plan.replicas)
+    validate_mesh(row, plan, request.device)
+    arguments = {"plan": plan.to_json(), "compute_dtype": str(request.compute_dtype)}
+    validate_same_on_ranks(arguments | describe_units(request.units), host_group())
+    return row
+
+
+def _place_whole(request: StowRequest) -> PlacedOptimizer:
+    """Place an unsharded model on the device that computes, with its first values.
+
+    Its gradients are offloaded, unless they are used on the device or as soon as they are made.
+    """
+    model = request.model
+    request.fill(None)
+    if request.device.type != "cpu":
+        model.to(request.device)
+    if is_away(request.device) and request.gradients_wait_on_host:
+        stays = stays_on_device(request.optimizer)
+        leaving = [p for name, p in model.named_parameters() if not stays(name)]
+        GradientOffload(leaving, request.open_link()).register(model)
+    else:
+        accumulate_in_fp32(model.parameters())
+    return request.make_optimizer()
+
+
+def _place_shared(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
+    """Give every rank the whole weights, and its optimizer this rank's rows of them."""
+    model, plan = request.model, request.plan
+    request.fill(host_group())
+    shared = SharedWeights(model, request.units, mesh, request.reduce_dtype)
+    optimizer = request.make_optimizer()
+    shared.register(optimizer)
+    if plan.stage == 1:
+        MicroBatches(shared.set_reduces, plan.accumulation_steps).register(model, optimizer)
+    return optimizer
+
+
+def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
+    """Give a model to FSDP2, make its optimizer, and put every hook in place."""
+    model, plan, sharding = request.model, request.plan, _sharding(request, mesh)
+    values = request.first_values(host_group())
+    scalars = _take_scalars(request, values)
+    if scalars is not None:
+        sharding = replace(sharding, scalars=scalars.parameters.values())
+    unshard = UnshardHooks(model, request.units, sharding.reduction.reset)
+    stored = _shard_all(request, sharding, values)
+    whole = None
+    if scalars is not None:
+        whole = SharedWeights(model, [scalars], mesh, request.reduce_dtype)
+    _offload_gradients(request, [parameter for parameter, _ in stored])
+    optimizer = request.make_optimizer()
+    _wait_for_updates_before_reads(stored, optimizer)
+    # Only StowedAdam updates a model on a device with memory of its own.
+    if sharding.h2d_prefetcher is not None and isinstance(optimizer, StowedAdam):
+        sharding.h2d_prefetcher.register(model, optimizer)
+        request.links.append(sharding.h2d_prefetcher.link)
+    if whole is not None:
+        whole.register(optimizer)
+    unshard.register(optimizer, stage=2 if plan.unsharded else plan.stage)
+    watch_backwards(model)
+    register_state_dict_hooks(model)
+    guard_modules(model)
+    if plan.stage == 1 and isinstance(model, FSDPModule):
+        MicroBatches(reduce_with_last(model), plan.accumulation_steps).register(model, optimizer)
+    return optimizer
+
+
+def _sharding(request: StowRequest, mesh: DeviceMesh) -> Sharding:
+    plan, prefetcher = request.plan, None
+    if is_away(request.device):
+        limit = None if plan.device_limit is None else int(plan.device_limit)
+        link = open_link(request.device)
+        prefetcher = H2DPrefetcher(link, ahead=plan.prefetch, timing=plan.timing, limit_bytes=limit)
+    return Sharding(
+        mesh,
+        request.device,
+        MixedPrecisionPolicy(request.compute_dtype, request.reduce_dtype),
+        plan.stage == 3,
+        unsharded=frozenset(plan.unsharded),
+        h2d_prefetcher=prefetcher,
+    )
+
+
+def _offload_gradients(request: StowRequest, stored: list[torch.Tensor]) -> None:
+    """Let gradients go to host memory: those of ``stored``, and those that wait for a step.
+
+    Those that stay on the device are summed in fp32 by FSDP2.
+    """
+    plan, model, offloaded = request.plan, request.model, stored
+    # In backward the optimizer itself fetches gradients of parameters on the device.
+    waits, away = request.gradients_wait_on_host, is_away(request.device)
+    if away and waits:
+        stays, home = stays_on_device(request.optimizer), {id(p) for p in stored}
+        offloaded = [
+            p
+            for name, p in model.named_parameters()
+            if isinstance(p, DTensor) and (id(p) in home or not stays(name))
+        ]
+    link = request.open_link() if away and offloaded else None
+    wide = plan.micro_batches > 1
+    GradientOffload(offloaded, link, share_buffers=not waits, are_wide=wide).register(model)
+    if plan.accumulation_steps > 1:
+        leaving = {id(p) for p in offloaded}
+        for parameter in model.parameters():
+            is_sharded = parameter.requires_grad and isinstance(parameter, DTensor)
+            if is_sharded and id(parameter) not in leaving:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(widen_gradient)
+
+
+def _take_scalars(request: StowRequest, values: InitialValues) -> Unit | None:
+    """Take scalars out of their units, and return them with values; None: there are none."""
+    parameters = {n: p for unit in request.units for n, p in unit.parameters.items() if not p.ndim}
+    if not parameters:
+        return None
+    scalars = Unit(ROOT, request.model, parameters)
+    values.fill([scalars], aliases_of(request.model))
+    for unit in request.units:
+        for name in parameters:
+            unit.parameters.pop(name, None)
+    return scalars
+
+
+def _shard_all(
+    request: StowRequest, sharding: Sharding, values: InitialValues
+) -> list[tuple[DTensor, ShardStorage]]:
+    aliases = aliases_of(request.model)
+    pool = _make_disk_pool(request, sharding, values)
+    stored: list[tuple[DTensor, ShardStorage]] = []
+    for unit in request.units:
+        readers = values.readers(unit, aliases)
+        stored += shard_unit(unit, request.plan.tier_of(unit.name), sharding, readers, pool)
+        unit.parameters.clear()  # the whole tensors go, unit by unit
+    values.buffers(request.model)
+    move_buffers(request.model, sharding.device)
+    return stored
+
+
+def _make_disk_pool(
+    request: StowRequest, sharding: Sharding, values: InitialValues
+) -> DiskPool | None:
+    """Allocate disk space for units on DISK, and bound their buffers in host memory."""
+    plan = request.plan
+    on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
+    if not on_disk:
+        return None
+    frozen: dict[str, FrozenLayout] = {}
+    if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
+        files = FrozenFiles(on_disk, values, aliases_of(request.model))
+        frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
+    units, total = [], 0
+    for unit in on_disk:
+        read = frozen.get(unit.name, FrozenLayout({}))
+        others = {n: p for n, p in unit.parameters.items() if n not in read.at}
+        stored = UnitSizes.of(replace(unit, parameters=others), sharding.ranks).share_bytes
+        whole = stored + round_up(read.nbytes, ALIGN)
+        units.append(replace(UnitSizes.of(unit, sharding.ranks), share_bytes=whole))
+        total += round_up(stored, ALIGN) + (0 if read.runs else round_up(read.nbytes, ALIGN))
+    sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
+    least = least_in_memory(sizes, around)
+    capacity = int(plan.buffer_pool_bytes or 0) or most_in_memory(sizes, plan.prefetch, around)
+    if capacity < least:
+        message = (
+            f"buffer_pool_bytes={format_bytes(capacity)} was given for parameters on disk, and"
+            f" {MIN_UNITS_IN_MEMORY} units, of which one is computed with and others are updated,"
+            f" have {format_bytes(least)}: give at least that, or smaller units."
+        )
+        raise BudgetError(message)
+    if sharding.device.type == "cpu":
+        give_back_large_blocks()
+    directory = request.directory
+    place = (
+        choose_directory(total) if directory is None else make_directories([directory])[0]
+    ).path
+    return DiskPool(BufferPool(place, total, capacity, least), Prefetcher(plan.prefetch), frozen)
+
+
+def _wait_for_updates_before_reads(
+    stored: Iterable[tuple[DTensor, ShardStorage]], optimizer: PlacedOptimizer
+) -> None:
+    """Block reads of a parameter until its pending update finishes."""
+    reference = weakref.ref(optimizer)
+
+    def wait(parameter: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.wait([parameter])
+
+    for parameter, storage in stored:
+        storage.before_read = partial(wait, parameter)
