@@ -788,7 +788,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SAVED,
-        "oldest.copied.synchronize()",
+        "return oldest.copied.synchronize",
         "pass",
         f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
     ),
@@ -818,8 +818,8 @@ MUTATIONS = (
     ),
     Mutation(
         _SAVED,
-        "copied.synchronize()\n            if self._scratch",
-        "pass\n            if self._scratch",
+        "copied.synchronize()\n        if self._scratch",
+        "pass\n        if self._scratch",
         f"{_ACTIVATIONS}::test_a_tensor_that_a_late_copy_reads_outlives_the_offload",
     ),
     Mutation(

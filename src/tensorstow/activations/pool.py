@@ -7,12 +7,15 @@ memory is bounded: when storages that are not on disk exceed half of the budget,
 written during forward; when all in memory exceed the budget, the oldest leave memory. So backward
 begins with the newest, which it needs first, still in memory. It reads the next storages ahead as
 far as the budget allows, and copies them to the device.
+
+No thread holds the lock while it waits for the disk or for a copy from the device.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -116,13 +119,14 @@ class ActivationPool:
             DirectoryError: The disk is full.
             TransferError: A write failed.
         """
+        source = tensor.untyped_storage()
+        key = (self._forward, address_of(source), version_of(tensor))
         with self._lock:
             self._settle()
-            source = tensor.untyped_storage()
-            key = (self._forward, address_of(source), version_of(tensor))
+            nbytes = 0 if key in self._by_key else source.nbytes()
+        with self._room(nbytes):  # forward itself holds these bytes until now
             storage = self._by_key.get(key)
             if storage is None:
-                self._make_room(source.nbytes())  # forward itself holds these bytes until now
                 storage = self._take_over(tensor, source)
             else:
                 if storage.sources:
@@ -142,7 +146,7 @@ class ActivationPool:
                 int(tensor.storage_offset()),
                 self._released,
             )
-            self._make_room()
+        with self._room(0):
             return saved
 
     def _take_over(self, tensor: torch.Tensor, source: torch.UntypedStorage) -> SavedStorage:
@@ -170,30 +174,56 @@ class ActivationPool:
         self._enter_memory(storage)
         return storage
 
-    def _make_room(self, nbytes: int = 0) -> None:
-        """Write and drop the oldest until ``nbytes`` more fit (see the module's note)."""
+    @contextmanager
+    def _room(self, nbytes: int) -> Iterator[None]:
+        """Hold the lock, with room for ``nbytes`` more; waits for that without the lock."""
+        while True:
+            with self._lock:
+                self._settle()
+                wait = self._make_room(nbytes)
+                if wait is None:
+                    yield
+                    return
+            wait()
+
+    def _make_room(self, nbytes: int) -> Callable[[], object] | None:
+        """Write and drop the oldest until ``nbytes`` more fit (see the module's note).
+
+        Return what to wait for before the next try; None: there is room, or nothing can leave.
+        """
         if self._scratch is None or self._budget is None:
-            return
-        while self._used.held - self._clean_bytes > self._budget // 2:
+            return None
+        wait = self._write_oldest(nbytes, self._scratch, self._budget // 2)
+        while wait is None and not self._used.fits(nbytes):
+            oldest = self._written.first()
+            if oldest is None:
+                break
+            if not oldest.is_over():
+                return partial(_wait_for, oldest)
+            if oldest.state is ByteState.WRITING:
+                oldest.settle()
+            self._leave_memory(oldest)
+        if wait is None:
+            self._blocks.drop_idle(nbytes)
+        return wait
+
+    def _write_oldest(
+        self, nbytes: int, scratch: ScratchFiles, limit: int
+    ) -> Callable[[], object] | None:
+        """Write the oldest until those that are not on disk are within ``limit``."""
+        while self._used.held - self._clean_bytes > limit:
             oldest = self._unwritten.first()
             if oldest is None:
                 break
             if oldest.copied is not None and not oldest.is_copied:
                 if self._used.fits(nbytes):
                     break  # the copy is not complete, and nothing needs its memory yet
-                oldest.copied.synchronize()
+                return oldest.copied.synchronize
             if not oldest.is_intact:
                 self._keep_source(oldest)
                 continue
-            self._write(oldest, self._scratch)
-        while not self._used.fits(nbytes):
-            oldest = self._written.first()
-            if oldest is None:
-                break
-            if oldest.state is ByteState.WRITING:
-                oldest.settle()
-            self._leave_memory(oldest)
-        self._blocks.drop_idle(nbytes)
+            self._write(oldest, scratch)
+        return None
 
     def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
         data = storage.data
@@ -215,14 +245,33 @@ class ActivationPool:
             DamageError: The bytes that were read differ from those written.
             RuntimeError: The tensor was written to before its bytes were copied.
         """
+        storage = saved.storage
+        was_used, storage.is_used = storage.is_used, True  # it stays in memory from now on
+        try:
+            self._read(storage)
+            with self._lock:
+                data = self._bring(storage)
+                self._bring_ahead(storage)
+                return saved.over(data)
+        except BaseException:
+            with self._lock:
+                storage.is_used = was_used
+                self._list(storage)
+            raise
+
+    def _read(self, storage: SavedStorage) -> None:
+        """Return when the storage's bytes are in memory, or on their device."""
         with self._lock:
             self._settle()
-            storage = saved.storage
-            data = self._bring(storage)
-            storage.is_used = True
             self._list(storage)
-            self._bring_ahead(storage)
-            return saved.over(data)
+            if storage.sources or storage.device_copy is not None:
+                return
+            is_absent = storage.host is None
+        if is_absent:
+            with self._room(storage.nbytes):
+                if storage.host is None:  # else another thread has begun to read it
+                    self._read_back(storage)
+        _wait_for(storage)
 
     def _bring(self, storage: SavedStorage) -> torch.Tensor:
         """Return the storage's bytes on its device."""
@@ -234,9 +283,6 @@ class ActivationPool:
         if storage.device_copy is not None:
             copy = storage.device_copy
         else:
-            if storage.host is None:
-                self._make_room(storage.nbytes)
-                self._read_back(storage)
             storage.settle(partial(_check, storage))
             if storage.device.type == "cpu":
                 return storage.data
@@ -306,12 +352,14 @@ class ActivationPool:
     def close(self) -> None:
         """Wait for copies, reads and writes, and free memory and files. Idempotent."""
         with self._lock:
-            while self._copying:  # their sources are used until then
-                copied = self._copying.popleft().copied
-                if copied is not None:
-                    copied.synchronize()
-            if self._scratch is not None:
-                self._scratch.close()
+            copying = [storage.copied for storage in self._copying]
+        for copied in copying:  # their sources are used until then
+            if copied is not None:
+                copied.synchronize()
+        if self._scratch is not None:
+            self._scratch.close()
+        with self._lock:
+            self._copying.clear()
             self._blocks.clear()
 
     def _settle(self) -> None:
@@ -402,6 +450,12 @@ class ActivationPool:
         if device not in self._links:
             self._links[device] = open_link(device)
         return self._links[device]
+
+
+def _wait_for(storage: SavedStorage) -> None:
+    """Wait until no read or write is under way; ``settle`` raises the errors."""
+    with suppress(OSError):
+        storage.wait()
 
 
 def _check(storage: SavedStorage) -> None:

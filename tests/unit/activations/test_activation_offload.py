@@ -4,9 +4,11 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tensorstow.base.errors import (
     StowError,
     TransferError,
 )
+from tensorstow.io.files import IoFuture
 
 WIDTH, ROWS = 128, 96  # a saved tensor of a block has 48 KiB, its inner ones 192 KiB
 BLOCK = ROWS * WIDTH * 4
@@ -597,3 +600,40 @@ def test_what_a_compiled_forward_saves_is_moved(
         assert moved.disk_bytes == 0
     assert _hooks_in_force() is None
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("awaits", ["its read", "a write of what leaves"])
+def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_counting(
+    to_disk: Callable[..., ActivationOffload], monkeypatch: pytest.MonkeyPatch, awaits: str
+) -> None:
+    model = net()
+    want = gradients(model)
+    offload = to_disk(model, 8 * BLOCK)
+    is_waiting, may_end, done, wait = Event(), Event(), IoFuture.done, IoFuture.wait
+
+    def late(future: IoFuture) -> None:
+        is_waiting.set()
+        assert may_end.wait(10)
+        wait(future)
+
+    def hold_back() -> None:
+        monkeypatch.setattr(IoFuture, "done", lambda future: may_end.is_set() and done(future))
+        monkeypatch.setattr(IoFuture, "wait", late)
+
+    model.zero_grad()
+    with ThreadPoolExecutor(2) as threads:
+        if awaits == "its read":
+            loss = model(rows()).square().sum()
+            at_rest(offload)
+            hold_back()
+            step = threads.submit(loss.backward)
+        else:
+            hold_back()
+            step = threads.submit(lambda: model(rows()).square().sum().backward())
+        try:
+            assert is_waiting.wait(10)
+            assert threads.submit(offload.nbytes).result(timeout=5).bytes_written
+        finally:
+            may_end.set()
+        step.result(timeout=20)
+    assert same([p.grad for p in model.parameters()], want)
