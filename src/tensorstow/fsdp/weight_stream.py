@@ -13,10 +13,13 @@ is farthest goes first.
 [Note: On an accelerator] Units in host memory and on disk have buffers on the device too. A unit is
 copied there as soon as it is read and there is room, at the latest before its call; the caller's
 stream waits for the copy, and the next copy to the same buffer for the work of the call.
+
+No thread holds the lock while it waits for a read or a copy.
 """
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -130,6 +133,10 @@ class StreamedUnit(MovingBytes):
     versions: list[int] = field(default_factory=list)
     """Versions of the attached parameters, when they were attached."""
 
+    def is_busy(self) -> bool:
+        """Return whether a read or a copy uses its buffer in host memory."""
+        return not (self.is_over() and (self.last_copy is None or self.last_copy.query()))
+
     def is_cast(self) -> bool:
         """Return whether a tensor of it is stored in another dtype."""
         return any(tensor.cast_at is not None for tensor in self.tensors)
@@ -200,21 +207,18 @@ class WeightStream:
 
     def enter(self, call: Call) -> None:
         """Attach the weights that a call uses; raises errors of reading them."""
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+        with self._lock:
             if self._last is not None:
                 self._last.following = call
             self._last = call
-            unit = call.unit
-            self._begin_read(unit, keep=None)
-            unit.users += 1
-            try:
-                if unit.users == 1:
-                    self._attach(unit)
-                else:
-                    self._read_ahead()
-            except BaseException:
-                unit.users -= 1
-                raise
+            call.unit.users += 1
+        try:
+            while (busy := self._try_to_attach(call.unit)) is not None:
+                _wait_for(busy)
+        except BaseException:
+            self._end_use(call.unit)
+            raise
+        with self._lock:
             call.depth += 1
 
     def leave(self, call: Call) -> None:
@@ -223,19 +227,33 @@ class WeightStream:
         Raises:
             OptionError: They were written to.
         """
-        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+        with self._lock:
             if call.depth == 0:
                 return
             call.depth -= 1
-            call.unit.users -= 1
-            if call.unit.users == 0:
-                self._take_back(call.unit)
-            self._read_ahead()
+        self._end_use(call.unit)
+        while (busy := self._try_to_read_ahead()) is not None:
+            _wait_for(busy)
 
     # --- attaching ---
 
+    def _try_to_read_ahead(self) -> StreamedUnit | None:
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            return self._read_ahead()
+
+    def _try_to_attach(self, unit: StreamedUnit) -> StreamedUnit | None:
+        """Attach a unit, and read ahead; return what to wait for, without the lock, or None."""
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            if not self._begin_read(unit, keep=None):
+                return self._busy_for(unit, ()) or unit
+            busy = self._read_ahead()
+            if busy is None and not unit.attached:
+                if not unit.is_over():
+                    return unit
+                self._attach(unit)
+            return busy
+
     def _attach(self, unit: StreamedUnit) -> None:
-        self._read_ahead()
         memory: HostMemory | DeviceMemory | None = self._finish_read(unit)
         if self.link is not None:
             memory = self._begin_copy(unit, keep=None)
@@ -246,6 +264,12 @@ class WeightStream:
             raise AssertionError(message)
         unit.attached = [tensor.attach(memory) for tensor in unit.tensors]
         unit.versions = [p._version for p in unit.attached]  # noqa: SLF001  # no public way
+
+    def _end_use(self, unit: StreamedUnit) -> None:
+        with self._lock, torch.inference_mode(mode=False), torch.no_grad():
+            unit.users -= 1
+            if unit.users == 0 and unit.attached:
+                self._take_back(unit)
 
     def _take_back(self, unit: StreamedUnit) -> None:
         buffer = self.device.get(unit)
@@ -274,20 +298,24 @@ class WeightStream:
 
     # --- reading ahead ---
 
-    def _read_ahead(self) -> None:
-        """Begin reading and copying the next units, as far as nearer ones leave room."""
+    def _read_ahead(self) -> StreamedUnit | None:
+        """Begin reading and copying the next units, as far as nearer ones leave room.
+
+        Return what to wait for, without the lock, before more can be read; None: nothing.
+        """
         nearer: list[StreamedUnit] = []
         for unit in self._upcoming():
             if len(nearer) == self._prefetch:
-                return
+                break
             if unit.users or unit in nearer:
                 continue
             if not self._begin_read(unit, keep=nearer):
-                return
+                return self._busy_for(unit, nearer)
             nearer.append(unit)
             if self.link is not None and unit.is_over():
                 self._finish_read(unit)
                 self._begin_copy(unit, keep=nearer)
+        return None
 
     def _upcoming(self) -> Iterator[StreamedUnit]:
         """Yield the units of the next calls, of one pass."""
@@ -301,13 +329,14 @@ class WeightStream:
     def _begin_read(self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None) -> bool:
         """Begin reading a unit, if it is not in memory; return whether there was room.
 
-        ``keep``: as in ``UnitBuffers.take``.
+        ``keep``: as in ``UnitBuffers.take``. There is no room while what must leave is busy.
         """
         if unit.resident is not None or self.device.get(unit) is not None:
             return True
         if self.host.get(unit) is not None:
             return True
-        memory = self.host.take(unit, keep)
+        is_busy = self._busy_for(unit, keep or ()) is not None
+        memory = None if is_busy else self.host.take(unit, keep)
         if memory is None:
             return False
         unit.move(ByteState.READING)
@@ -320,6 +349,10 @@ class WeightStream:
             self.host.drop(unit)
             raise
         return True
+
+    def _busy_for(self, unit: StreamedUnit, keep: Iterable[StreamedUnit]) -> StreamedUnit | None:
+        """Return a unit that is busy, and is to leave host memory for this one."""
+        return next((u for u in self.host.leaving_for(unit, keep) if u.is_busy()), None)
 
     def _finish_read(self, unit: StreamedUnit) -> HostMemory | None:
         """Return host memory with a unit's values; None: it is on the device already."""
@@ -369,13 +402,20 @@ class WeightStream:
 
     def _settle(self, unit: StreamedUnit, _: HostMemory) -> None:
         """Return when nothing reads or writes a unit's buffer in host memory."""
+        _wait_for(unit)
         unit.leave()
-        if unit.last_copy is not None:
-            unit.last_copy.synchronize()
 
     @staticmethod
     def _forget_copy(unit: StreamedUnit, _: DeviceMemory) -> None:
         unit.copied = None
+
+
+def _wait_for(unit: StreamedUnit) -> None:
+    """Wait until nothing uses a unit's buffer in host memory; ``settle`` raises the errors."""
+    with suppress(OSError):
+        unit.wait()
+    if unit.last_copy is not None:
+        unit.last_copy.synchronize()
 
 
 def _check_and_cast(unit: StreamedUnit, memory: HostMemory) -> None:

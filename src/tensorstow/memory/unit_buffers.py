@@ -72,18 +72,30 @@ class UnitBuffers(Generic[U, B]):
         Raises:
             BudgetError: It must get one, and units in use leave no room.
         """
-        leaving = self._leaving(keep or ())
-        while not self._used.fits(unit.nbytes):
-            last = next(leaving, None)
-            if last is None and keep is None:
+        for leaving in self.leaving_for(unit, keep or ()):
+            self.drop(leaving)
+        if not self._used.fits(unit.nbytes):
+            if keep is None:
                 raise self._no_room(unit)
-            if last is None:
-                return None
-            self.drop(last)
+            return None
         buffer = self._free_buffer(unit.nbytes)
         self._of[unit] = buffer
         self._used.take(unit.nbytes)
         return buffer
+
+    def leaving_for(self, unit: U, keep: Iterable[U] = ()) -> list[U]:
+        """Return the idle units that leave for a unit, the farthest next use first.
+
+        None of ``keep`` leaves. All others do if they do not make room enough.
+        """
+        kept, needed, leaving = set(keep), self._used.held + unit.nbytes, list[U]()
+        idle = [other for other in self._of if not other.users and other not in kept]
+        for other in in_order_of_leaving(idle, self._upcoming()):
+            if needed <= self._used.capacity:
+                break
+            leaving.append(other)
+            needed -= other.nbytes
+        return leaving
 
     def drop(self, unit: U) -> None:
         """Free a unit's buffer for others; raises what ``settle`` raises."""
@@ -95,12 +107,6 @@ class UnitBuffers(Generic[U, B]):
             self._settle(unit, buffer)
         finally:
             self._free.append((unit.nbytes, buffer))
-
-    def _leaving(self, keep: Iterable[U]) -> Iterator[U]:
-        """Yield the idle units that are not to be kept, the farthest next use first."""
-        kept = set(keep)
-        idle = [unit for unit in self._of if not unit.users and unit not in kept]
-        yield from in_order_of_leaving(idle, self._upcoming())
 
     def _free_buffer(self, nbytes: int) -> B:
         """Return a free buffer of this size, or a new one in place of free ones of other sizes."""

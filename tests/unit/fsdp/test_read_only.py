@@ -3,7 +3,9 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from tensorstow.base.errors import (
 )
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.fsdp.weight_stream import WeightStream
+from tensorstow.io.files import IoFuture
 from tensorstow.nn import TiledLinear
 
 WIDTH, BLOCKS = 64, 6
@@ -369,6 +372,44 @@ def test_weights_that_are_late_are_waited_for(tmp_path: Path) -> None:
     model, _ = tensorstow.stow(on_meta(), None, plan=DISK, weights=tmp_path)
     stream(model).calls[0].unit.runs[0].file.engine.inject_fault("read", times=-1, delay_us=2000)
     assert torch.equal(model(TOKENS), expected)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_thread_that_waits_for_a_read_keeps_no_other_from_what_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int
+) -> None:
+    saved(tmp_path)
+    plan = Plan(parameters="disk", prefetch=prefetch, buffer_pool_bytes="1GiB")
+    model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
+    read = stream(model)
+    first, last = read.calls[0], read.calls[-2]
+    assert first.unit is not last.unit
+    read.enter(first)
+    read.leave(first)
+    is_waiting, may_end, done, wait = Event(), Event(), IoFuture.done, IoFuture.wait
+
+    def late(future: IoFuture) -> None:
+        is_waiting.set()
+        assert may_end.wait(10)
+        wait(future)
+
+    monkeypatch.setattr(IoFuture, "done", lambda future: may_end.is_set() and done(future))
+    monkeypatch.setattr(IoFuture, "wait", late)
+    with ThreadPoolExecutor(3) as threads:
+        entered = [threads.submit(read.enter, last) for _ in range(2)]
+        try:
+            assert is_waiting.wait(10)
+            threads.submit(read.enter, first).result(timeout=5)
+            threads.submit(read.leave, first).result(timeout=5)
+        finally:
+            may_end.set()
+        for other in entered:
+            other.result(timeout=10)
+    assert last.unit.attached
+    assert (last.depth, last.unit.users, first.unit.users) == (2, 2, 0)
+    read.leave(last)
+    read.leave(last)
+    assert not last.unit.attached
 
 
 def test_a_read_that_fails_is_told_and_the_next_pass_goes_on(tmp_path: Path) -> None:
