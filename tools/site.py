@@ -19,7 +19,7 @@ from typing import Any
 from tensorstow.cli.main import make_parser
 from tensorstow.colossalai.booster import plugin
 from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
-from tensorstow.deepspeed.config.keys import KEYS
+from tensorstow.deepspeed.config.settings import KEYS
 from tensorstow.doorkit.keyword_table import defaults_of, table_of
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -451,7 +451,8 @@ def summed(stage: int) -> None:
     for sums in (False, True):
         settings = Drive(Zero(stage=stage), accumulation=2).settings(dist.get_world_size())
         for direct in (False, True):
-            with closing(engine_of(replace(settings, sums_gradients=sums))) as engine:
+            summing = replace(settings, gradient_allreduce_op="sum" if sums else "mean")
+            with closing(engine_of(summing)) as engine:
                 for micro in range(2):
                     loss = loss_of(engine, dist.get_rank(), 0, micro)
                     loss.backward() if direct else engine.backward(loss)

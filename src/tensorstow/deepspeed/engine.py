@@ -89,7 +89,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self._update = None
         if optimizer is not None:
             self._update = OptimizerStep(optimizer, settings.gradient_clipping, scale)
-        self._times = self.world_size if settings.sums_gradients else 1
+        self._times = self.world_size if settings.gradient_allreduce_op == "sum" else 1
         """Factor of the losses: reductions take a mean over the ranks."""
         self._direct = DirectBackward(
             1 if optimizer is None else settings.batch.accumulation,
@@ -165,8 +165,8 @@ class DeepSpeedEngine(ConfiguredModule):
             OptionError: The module uses a weight outside of its block, under stage 3, and
                 ``zero.register_external_parameter`` was not called for it.
         """
-        dtype = self.settings.autocast
-        casts = nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+        is_cast = self.settings.torch_autocast.enabled
+        casts = torch.autocast(self.device.type, torch.bfloat16) if is_cast else nullcontext()
         if self.module.training:
             self.tput_timer.start()
         with self._timer.measure("forward"), casts, uses_outside_of_blocks_named():

@@ -1,6 +1,5 @@
 """What an engine says of its configuration, and the batch sizes, which may be changed."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +28,7 @@ class ConfiguredModule(nn.Module):
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Return the configuration's ``stage3_gather_16bit_weights_on_model_save``."""
-        section = self.config.get("zero_optimization")
-        zero = section if isinstance(section, Mapping) else {}
-        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        return any(zero.get(name) is True for name in names)
+        return bool(self.settings.zero.stage3_gather_16bit_weights_on_model_save)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return whether gradients are sharded: in stages 2 and 3."""

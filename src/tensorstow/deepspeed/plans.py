@@ -67,7 +67,7 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
     needs = {
         "gradient_clipping": settings.gradient_clipping > 0.0,
         "fp16": settings.fp16 is not None,
-        "bf16.check_grad_overflow": settings.check_grad_overflow,
+        "bf16.check_grad_overflow": settings.bf16 and settings.check_grad_overflow,
         "managed_gradient_accumulation=false": not settings.managed_accumulation,
     }
     dependent = ", ".join(name for name, is_set in needs.items() if is_set)

@@ -1,9 +1,14 @@
-"""``Key``: the values that one key of the configuration takes, and its support."""
+"""``Key``: the values that one key of the configuration takes, and its support.
+
+[Note: One section] A section of the configuration is a frozen dataclass. A field of it is a key
+that has an effect, with its default; ``others`` are the section's other keys. Paths are relative to
+the section. Reading, the checks, the log, the summary and the page of keys come from it.
+"""
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 from tensorstow.base.fields import FP32_MAX, number_of
@@ -153,33 +158,77 @@ class Key:
 
     path: str
     kind: ValueType
-    off: Any
-    support: Support
+    off: Any = None
+    support: Support = Support.HONOURED
     note: str = ""
     spellings: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
 
-
-def honoured(path: str, kind: ValueType, *spellings: str, off: object) -> Key:
-    """Return a key that is honoured; ``off`` is its default."""
-    return Key(path, kind, off, Support.HONOURED, spellings=spellings)
-
-
-def idle(section: str, kind: ValueType, *names: str, why: str, off: object = None) -> list[Key]:
-    """Return keys of a section that have no meaning here, all for one reason."""
-    return [Key(section + name, kind, off, Support.NO_MEANING, why) for name in names]
+    def within(self, section: str) -> "Key":
+        """Return the key with whole paths, if they are relative to a section."""
+        spellings, also = (
+            tuple(section + p for p in paths) for paths in (self.spellings, self.also)
+        )
+        return replace(self, path=section + self.path, spellings=spellings, also=also)
 
 
-def refused(path: str, kind: ValueType, *, off: object, instead: str) -> Key:
-    """Return a key that is refused unless it has its ``off`` value."""
-    return Key(path, kind, off, Support.REFUSED, instead)
+Keys = tuple[Key, ...]
 
 
-def section(path: str, *, instead: str) -> Key:
-    """Return a section that is refused if anything in it is enabled."""
-    return Key(f"{path}.*", ANYTHING, None, Support.REFUSED, instead)
+def idle(kind: ValueType, *paths: str, why: str, off: object = None) -> Keys:
+    """Return keys that have no meaning here, all for one reason."""
+    return tuple(Key(path, kind, off, Support.NO_MEANING, why) for path in paths)
 
 
-def with_prefix(prefix: str, keys: list[Key]) -> list[Key]:
-    """Return the keys with their names without ``prefix`` as alternatives."""
-    return [replace(k, also=(*k.also, k.path.replace(prefix, ""))) for k in keys]
+def refused(kind: ValueType, *paths: str, off: object, instead: str) -> Keys:
+    """Return keys that are refused unless they have their ``off`` value."""
+    return tuple(Key(path, kind, off, Support.REFUSED, instead) for path in paths)
+
+
+def refused_sections(*paths: str, instead: str) -> Keys:
+    """Return sections that are refused if anything in them is enabled."""
+    return refused(ANYTHING, *(f"{path}.*" for path in paths), off=None, instead=instead)
+
+
+def setting(kind: ValueType, off: object = None, *spellings: str, **key: Any) -> Any:
+    """Return a section's field that is read from a key.
+
+    ``key`` has other fields of ``Key``; its path is the field's name by default.
+    """
+    return field(default=off, metadata={"key": (kind, off, spellings, key)})
+
+
+def part(cls: type, path: str) -> Any:
+    """Return a section's field that is a section too, in an object at ``path``."""
+    return field(default_factory=cls, metadata={"part": (cls, f"{path}.")})
+
+
+def optional(cls: type, path: str) -> Any:
+    """Return a section's field that is another section, or None, which ``section_of`` leaves."""
+    return field(default=None, metadata={"keys": (cls, f"{path}.")})
+
+
+def keys_of(cls: Any, path: str = "") -> Iterator[Key]:
+    """Yield all keys of a section at ``path``: of its fields, then those in its ``others``."""
+    for one in fields(cls):
+        if "key" in one.metadata:
+            yield _key_of(one).within(path)
+        elif inner := one.metadata.get("part") or one.metadata.get("keys"):
+            yield from keys_of(inner[0], path + inner[1])
+    yield from (key.within(path) for key in getattr(cls, "others", ()))
+
+
+def section_of(cls: Any, values: Mapping[str, Any], path: str = "", **made: Any) -> Any:
+    """Return a section at ``path`` from the values of keys, and from fields that are ``made``."""
+    for one in fields(cls):
+        if "key" in one.metadata:
+            made[one.name] = values[path + _key_of(one).path]
+        elif "part" in one.metadata:
+            inner, name = one.metadata["part"]
+            made.setdefault(one.name, section_of(inner, values, path + name))
+    return cls(**made)
+
+
+def _key_of(one: Field[Any]) -> Key:
+    kind, off, spellings, key = one.metadata["key"]
+    return Key(**{"path": one.name, "kind": kind, "off": off, "spellings": spellings, **key})

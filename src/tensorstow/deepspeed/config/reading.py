@@ -1,24 +1,19 @@
 """``read_settings``: checks a configuration as a whole, and returns ``Settings``."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.json_text import Source, load
+from tensorstow.deepspeed.config.key import section_of
 from tensorstow.deepspeed.config.settings import (
-    ActivationCheckpointing,
-    Aio,
     Batch,
     Fp16,
-    MonitorFiles,
     Named,
     OffloadOptimizer,
     OffloadParam,
     Settings,
-    WandbMonitor,
     Zero,
 )
 from tensorstow.deepspeed.config.values import given_keys, older_names, say_once, values_of
@@ -49,106 +44,32 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
             "gradient_clipping is absent and nothing is clipped, as in DeepSpeed before 0.19:"
             ' write "gradient_clipping": 1.0 for what it does since'
         )
-    refuse_two_precisions(values)
-    settings = _settings(values, world)
+    settings: Settings = section_of(
+        Settings,
+        values,
+        batch=batch_of(values[_TRAIN], values[_MICRO], values[_STEPS], world),
+        optimizer=_named(values, "optimizer"),
+        scheduler=_named(values, "scheduler"),
+        fp16=section_of(Fp16, values, "fp16.") if values["fp16.enabled"] else None,
+    )
+    settings = replace(settings, zero=_used(settings.zero))
     check_conflicts(settings, world)
     return settings
 
 
-def _settings(values: Values, world: int) -> Settings:
-    return Settings(
-        batch=batch_of(
-            values["train_batch_size"],
-            values["train_micro_batch_size_per_gpu"],
-            values["gradient_accumulation_steps"],
-            world,
-        ),
-        managed_accumulation=values["managed_gradient_accumulation"],
-        sums_gradients=values["gradient_allreduce_op"] == "sum",
-        optimizer=_named(values, "optimizer"),
-        allows_untested_optimizer=values["zero_allow_untested_optimizer"],
-        scheduler=_named(values, "scheduler"),
-        fp16=_fp16(values),
-        bf16=values["bf16.enabled"],
-        check_grad_overflow=values["bf16.enabled"] and values["bf16.check_grad_overflow"],
-        autocast=_autocast(values),
-        load_universal=values["checkpoint.load_universal"],
-        gradient_clipping=values["gradient_clipping"],
-        zero=_zero(values),
-        aio=Aio(
-            values["aio.block_size"], values["aio.queue_depth"], values["aio.intra_op_parallelism"]
-        ),
-        activation_checkpointing=ActivationCheckpointing(
-            **_fields(ActivationCheckpointing, "activation_checkpointing", values)
-        ),
-        steps_per_print=values["steps_per_print"],
-        wall_clock_breakdown=values["wall_clock_breakdown"],
-        log_level=values["log_level"],
-        tensorboard=MonitorFiles(**_fields(MonitorFiles, "tensorboard", values)),
-        csv_monitor=MonitorFiles(**_fields(MonitorFiles, "csv_monitor", values)),
-        wandb=WandbMonitor(**_fields(WandbMonitor, "wandb", values)),
-        dataloader_drop_last=values["dataloader_drop_last"],
-    )
-
-
-def _fp16(values: Values) -> Fp16 | None:
-    """Return the loss scale; raises OptionError for numbers that a dynamic one cannot have."""
-    if not values["fp16.enabled"]:
-        return None
-    fp16 = Fp16(**_fields(Fp16, "fp16", values))
-    if fp16.loss_scale == 0.0:  # a static scale ignores them, as upstream
-        if fp16.loss_scale_window < 1:
-            message = (
-                f"fp16.loss_scale_window={fp16.loss_scale_window} was given: it must be a whole"
-                " number, at least 1."
-            )
-            raise OptionError(message)
-        if fp16.min_loss_scale <= 0.0:
-            message = f"fp16.min_loss_scale={fp16.min_loss_scale} was given: it must be above 0."
-            raise OptionError(message)
-    return fp16
-
-
-def _autocast(values: Values) -> torch.dtype | None:
-    """Return the dtype of ``torch_autocast``; raises OptionError for one that cannot be."""
-    if not values["torch_autocast.enabled"]:
-        return None
-    dtype = values["torch_autocast.dtype"]
-    if values["fp16.enabled"] or values["bf16.enabled"]:
-        message = (
-            "torch_autocast.enabled is true with bf16 or fp16: parameters are fp32 under"
-            " torch_autocast. Keep one of both."
+def _used(zero: Zero) -> Zero:
+    """Return the section without what its stage does not use, which is logged."""
+    stage, name = zero.stage, "zero_optimization"
+    if stage < _SHARDS_PARAMETERS and zero.offload_param.device != "none":
+        say_once(
+            f"{name}.offload_param has no effect at stage={stage}: parameters are sharded in stage"
+            " 3 only"
         )
-        raise OptionError(message)
-    if dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
-        message = (
-            f"torch_autocast.dtype={dtype!r} was given: it may be bfloat16, which needs no loss"
-            ' scale. Use that, or the section "fp16".'
-        )
-        raise OptionError(message)
-    return torch.bfloat16
-
-
-def _zero(values: Values) -> Zero:
-    name = "zero_optimization"
-    optimizer, param = f"{name}.offload_optimizer", f"{name}.offload_param"
-    stage = values[f"{name}.stage"]
-    states = OffloadOptimizer(**_fields(OffloadOptimizer, optimizer, values))
-    weights = OffloadParam(**_fields(OffloadParam, param, values))
-    if stage < _SHARDS_PARAMETERS and weights.device != "none":
-        say_once(f"{param} has no effect at stage={stage}: parameters are sharded in stage 3 only")
-        weights = OffloadParam()
-    if stage == 0 and states.device != "none":
-        say_once(f"{optimizer} has no effect at stage=0, where nothing is sharded")
-        states = OffloadOptimizer()
-    return Zero(
-        stage=stage,
-        offload_optimizer=states,
-        offload_param=weights,
-        enable_sanity_checks=values[f"{name}.enable_sanity_checks"],
-        hpz_partition_size=values[f"{name}.zero_hpz_partition_size"],
-        mics_shard_size=values[f"{name}.mics_shard_size"],
-    )
+        zero = replace(zero, offload_param=OffloadParam())
+    if stage == 0 and zero.offload_optimizer.device != "none":
+        say_once(f"{name}.offload_optimizer has no effect at stage=0, where nothing is sharded")
+        zero = replace(zero, offload_optimizer=OffloadOptimizer())
+    return zero
 
 
 def _named(values: Values, section: str) -> Named | None:
@@ -159,10 +80,6 @@ def _named(values: Values, section: str) -> Named | None:
             raise OptionError(message)
         return None
     return Named(kind, dict(params or {}))
-
-
-def _fields(cls: type, section: str, values: Values) -> dict[str, Any]:
-    return {f.name: values[f"{section}.{f.name}"] for f in fields(cls)}
 
 
 def batch_of(train: int | None, micro: int | None, steps: int | None, world: int) -> Batch:
@@ -198,30 +115,45 @@ def _quotient(train: int, name: str, factor: int, world: int, wanted: str) -> in
     return quotient
 
 
-def refuse_two_precisions(values: Mapping[str, Any]) -> None:
-    """Raise OptionError for fp16 with bf16, and for gradients reduced in another dtype."""
-    if values["fp16.enabled"] and values["bf16.enabled"]:
+def check_conflicts(settings: Settings, world: int) -> None:
+    """Raise OptionError for settings that contradict each other."""
+    zero = settings.zero
+    _check_precisions(settings)
+    _check_nvme(zero.offload_optimizer, "offload_optimizer")
+    _check_nvme(zero.offload_param, "offload_param")
+    _check_groups(zero, world)
+
+
+def _check_precisions(settings: Settings) -> None:
+    if settings.fp16 is not None and settings.bf16:
         message = (
             "fp16.enabled and bf16.enabled are both true. Keep bf16, which needs no loss scale, or"
             " fp16 where the device has no bfloat16."
         )
         raise OptionError(message)
-    computed = "fp16" if values["fp16.enabled"] else "bf16" if values["bf16.enabled"] else "fp32"
-    travels = values["communication_data_type"]
+    computed = "fp16" if settings.fp16 is not None else "bf16" if settings.bf16 else "fp32"
+    travels = settings.communication_data_type
     if travels not in {None, computed}:
         message = (
             f"communication_data_type={travels!r} was given, but gradients are computed in"
             f" {computed} and reduced in the same dtype. Leave it out."
         )
         raise OptionError(message)
-
-
-def check_conflicts(settings: Settings, world: int) -> None:
-    """Raise OptionError for settings that contradict each other."""
-    zero = settings.zero
-    _check_nvme(zero.offload_optimizer, "offload_optimizer")
-    _check_nvme(zero.offload_param, "offload_param")
-    _check_groups(zero, world)
+    if not settings.torch_autocast.enabled:
+        return
+    if computed != "fp32":
+        message = (
+            "torch_autocast.enabled is true with bf16 or fp16: parameters are fp32 under"
+            " torch_autocast. Keep one of both."
+        )
+        raise OptionError(message)
+    dtype = settings.torch_autocast.dtype
+    if dtype not in {None, "bf16", "bfloat16", "torch.bfloat16"}:
+        message = (
+            f"torch_autocast.dtype={dtype!r} was given: it may be bfloat16, which needs no loss"
+            ' scale. Use that, or the section "fp16".'
+        )
+        raise OptionError(message)
 
 
 def _check_nvme(offload: OffloadOptimizer | OffloadParam, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tensorstow.base.errors import abbreviated
 from tensorstow.deepspeed.config.json_text import Source, load
 from tensorstow.deepspeed.config.key import is_off
-from tensorstow.deepspeed.config.keys import KEYS
+from tensorstow.deepspeed.config.settings import KEYS
 from tensorstow.deepspeed.config.values import AUTO, GivenKey, given_keys
 from tensorstow.doorkit.keyword_table import Support
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.deepspeed.config.key import Key, is_off, take_flag
-from tensorstow.deepspeed.config.keys import KEYS, SECTIONS, SPELLINGS, SWITCHES
+from tensorstow.deepspeed.config.settings import KEYS, SECTIONS, SPELLINGS, SWITCHES
 from tensorstow.doorkit.keyword_table import Support
 
 _NEAREST = 3

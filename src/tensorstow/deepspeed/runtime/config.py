@@ -49,7 +49,7 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
         self.gradient_clipping = settings.gradient_clipping
-        self.gradient_allreduce_op = "sum" if settings.sums_gradients else "mean"
+        self.gradient_allreduce_op = settings.gradient_allreduce_op
         self.steps_per_print = settings.steps_per_print
         self.wall_clock_breakdown = settings.wall_clock_breakdown
         self.zero_config = settings.zero

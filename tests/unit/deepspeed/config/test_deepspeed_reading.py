@@ -12,7 +12,7 @@ import pytest
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Batch, Fp16, Named, OffloadOptimizer, OffloadParam
-from tensorstow.deepspeed.config.values import say_once
+from tensorstow.deepspeed.config.values import given_keys, say_once, values_of
 
 BATCH: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 
@@ -65,11 +65,9 @@ def test_a_whole_configuration_is_read(tmp_path: Path) -> None:
     assert settings.zero.offload_optimizer == OffloadOptimizer("nvme", "/local_nvme")
     assert settings.zero.offload_param == OffloadParam("cpu")
     assert isinstance(settings.zero.offload_param.max_in_cpu, int)
-    assert (settings.aio.block_size, settings.aio.queue_depth, settings.aio.threads) == (
-        262144,
-        8,
-        2,
-    )
+    assert settings.aio.queue_depth == 8
+    values = values_of(given_keys(INFINITY), {})
+    assert (values["aio.block_size"], values["aio.intra_op_parallelism"]) == (262144, 2)
 
 
 def test_fp16_is_there_when_enabled() -> None:
@@ -88,7 +86,7 @@ def test_older_spellings_are_read() -> None:
     assert settings.bf16
     assert settings.zero.offload_optimizer.device == "cpu"
     assert settings.zero.offload_param.device == "cpu"
-    assert settings.aio.threads == 4
+    assert values_of(given_keys(old), {})["aio.intra_op_parallelism"] == 4
     assert read_settings({**BATCH, "zero_optimization": True}, 1).zero.stage == 1
 
 
