@@ -215,11 +215,9 @@ def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) ->
     digests = DigestList(path)
     with NewFile(path) as new_file:
         with (
-            pieces_of(new_file, table.nbytes) as file,
+            pieces_of(new_file, table) as file,
             closing(params.store.pieces(elsewhere)) as pieces,
         ):
-            header = torch.frombuffer(bytearray(table.header), dtype=torch.uint8)
-            file.write(header, 0)
             for name, tensor in contents.tensors.items():
                 file.write(tensor.cpu(), table.entries[name].offset)
             for piece in pieces:

@@ -108,8 +108,7 @@ def _new_copy(
         entries[name] = Entry(torch.int8, shape)
         entries[name + SCALE] = Entry(torch.float32, shape[:1])
     table = lay_out(entries, {"format": "pt", _SOURCE: source})
-    with replacing(target, table.nbytes) as file:
-        file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+    with replacing(target, table) as file:
         yield table, file
 
 

@@ -1,9 +1,10 @@
 """Safetensors files that stay open, to read single tensors from where they are."""
 
 import errno as codes
+import json
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +16,21 @@ from tensorstow.io.engine import open_engine
 from tensorstow.io.files import IoFuture, open_file, reads_direct
 from tensorstow.io.safetensors import read_table
 
-INDEX = "model.safetensors.index.json"
-"""Lists the files of a model that has several."""
+INDEX_SUFFIX = ".index.json"
+"""Ends the name of a file that lists the files of a model that has several."""
+ONE = "model.safetensors"
+INDEX = ONE + INDEX_SUFFIX
+
+
+def shard_name(stem: str, suffix: str, number: int, count: int) -> str:
+    """Return the name of one of a model's files, the first of which has the number 1."""
+    return f"{stem}-{number:05}-of-{count:05}.{suffix}" if count > 1 else f"{stem}.{suffix}"
+
+
+def index_of(files: Mapping[str, str], total_size: int, **metadata: str) -> bytes:
+    """Return the index of a model's files: the name of each tensor's file, and their bytes."""
+    index = {"metadata": {"total_size": total_size, **metadata}, "weight_map": files}
+    return json.dumps(index, indent=2).encode()
 
 
 class SeenFile:

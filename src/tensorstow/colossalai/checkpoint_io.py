@@ -29,6 +29,7 @@ from tensorstow.base.regular_file import check_regular
 from tensorstow.base.sizes import parts_within
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
+from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.export import (
     save_safetensors,
@@ -41,7 +42,7 @@ from tensorstow.io.digest_list import SUFFIX, DigestList, verify
 
 Checkpoint = str | os.PathLike[str]
 _WEIGHTS, _STATES, _GROUPS = "pytorch_model", "pytorch_optim", "pytorch_optim_group.bin"
-_SUFFIX, _INDEX = ".bin", ".index.json"
+_SUFFIX, _INDEX = ".bin", INDEX_SUFFIX
 _OF_SAFETENSORS = ".safetensors"
 
 
@@ -215,13 +216,12 @@ def _write_shards(
         _on_rank_0(folder, save)
 
     def publish() -> None:
-        index = {"total_size": total, **{key: file for key, (file, _) in alone.items()}}
-        text = json.dumps({"metadata": index, "weight_map": file_of}, indent=2)
+        text = index_of(file_of, total, **{key: file for key, (file, _) in alone.items()})
         new_files.keep()
         listed.remove()
         listed.main.unlink(missing_ok=True)
         new_files.publish()
-        listed.write_main(lambda stream: stream.write(text.encode()))
+        listed.write_main(lambda stream: stream.write(text))
 
     listed = DigestList(folder / f"{name}{_SUFFIX}{_INDEX}")
     with NewFiles() as new_files:

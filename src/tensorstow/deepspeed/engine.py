@@ -16,12 +16,7 @@ from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
 from tensorstow.base.new_file import new_stream
 from tensorstow.checkpoint.serialize import flatten
 from tensorstow.deepspeed.checkpoint.loading import COUNTS, open_checkpoint, tag_to_load
-from tensorstow.deepspeed.checkpoint.sharded import (
-    Contents,
-    full_weights,
-    save,
-    validate_same_folder,
-)
+from tensorstow.deepspeed.checkpoint.sharded import Contents, save, validate_same_folder
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
@@ -39,7 +34,7 @@ from tensorstow.deepspeed.states import (
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 from tensorstow.deepspeed.zero_params import mark_parameters
-from tensorstow.fsdp.full_tensors import resharded
+from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
 from tensorstow.optim.placed import PlacedOptimizer
@@ -584,8 +579,15 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Users call it by upstream's name.
         """
-        whole = full_weights(self.module, frozen=not exclude_frozen_parameters)
-        return whole if self.global_rank == 0 else None
+        excluded = {
+            name
+            for name, p in self.module.named_parameters()
+            if exclude_frozen_parameters and not p.requires_grad
+        }
+        first = self.global_rank == 0
+        weights = whole_weights(self.module)
+        whole = {n: values for n, values in weights if first and n not in excluded}
+        return whole if first else None
 
     # --- data, and the place of states ---
 

@@ -7,7 +7,6 @@ transformers model is written next to them.
 """
 
 import copy
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +29,12 @@ from tensorstow.base.new_file import RANDOM, NewFiles, sync_directory
 from tensorstow.base.sizes import parts_within
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
+from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of, shard_name
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank
 from tensorstow.io.digest_list import DigestList, RunningDigest
 from tensorstow.io.mapped import pieces_of
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
-_ONE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SHARDS = "model-*-of-*.safetensors"
 _METADATA = {"format": "pt"}
 """The metadata that readers of model files look for."""
@@ -92,7 +90,7 @@ def save_safetensors(
     folder = Path(path)
     task = f"write the model to {folder}"
     on_every_rank(partial(_make, folder, is_writer=rank < writers), task)
-    listed = DigestList(folder / (_INDEX if len(shards) > 1 else _ONE))
+    listed = DigestList(folder / (INDEX if len(shards) > 1 else ONE))
     with NewFiles() as new_files:
         for at in range(0, len(shards), writers):
             on_every_rank(partial(_write, shards[at : at + writers], rank, listed, new_files), task)
@@ -150,7 +148,7 @@ def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
     count = len(parts)
     shards = []
     for number, part in enumerate(parts, 1):
-        name = _ONE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        name = shard_name("model", "safetensors", number, count)
         shards.append(_shard_of(name, {n: contents[n] for n in part}))
     return shards
 
@@ -177,16 +175,14 @@ def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: N
         with ExitStack() as opened:
             file = new = None
             if shard_of_rank is not None:
-                table = shard_of_rank.table
                 new = new_files.create(listed.main.with_name(shard_of_rank.name))
                 running = RunningDigest()
-                file = opened.enter_context(pieces_of(new, table.nbytes, running))
-                file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+                file = opened.enter_context(pieces_of(new, shard_of_rank.table, running))
             while turns:
                 shard, name = turns.popleft()
                 tensor = _whole(shard.tensors[name])
                 if file is not None and shard is shard_of_rank:
-                    file.write(tensor, table.entries[name].offset)
+                    file.write(tensor, shard.table.entries[name].offset)
         if new is not None:
             new.seal()
             listed.note(new.path, running.digest())
@@ -212,7 +208,7 @@ def _remove_older(folder: Path, shards: Sequence[_Shard]) -> None:
     """
     if not shards:
         return
-    index, one = DigestList(folder / _INDEX), DigestList(folder / _ONE)
+    index, one = DigestList(folder / INDEX), DigestList(folder / ONE)
     ones = [one.main] if len(shards) > 1 else []
     for old in (index.main, index.path, one.path, *ones, *sorted(folder.glob(_SHARDS))):
         old.unlink(missing_ok=True)
@@ -229,9 +225,7 @@ def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> N
     if len(shards) > 1:
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2).encode()
-        listed.write_main(lambda stream: stream.write(text))
+        listed.write_main(lambda stream: stream.write(index_of(weight_map, total)))
     else:
         listed.write()
     folder = listed.main.parent

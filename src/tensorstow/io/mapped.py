@@ -23,6 +23,7 @@ from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import round_up
 from tensorstow.io.digest_list import RunningDigest
 from tensorstow.io.files import open_unnamed, reserve
+from tensorstow.io.safetensors import Table
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -36,17 +37,19 @@ class PieceFile:
     """A file under construction."""
 
     def __init__(
-        self, fd: int, path: Path, nbytes: int, running: RunningDigest | None = None
+        self, fd: int, path: Path, content: Table | int, running: RunningDigest | None = None
     ) -> None:
-        """Take over the descriptor ``fd`` and reserve ``nbytes``; raise DirectoryError if full."""
+        """Take over the descriptor ``fd`` and reserve its bytes; raise DirectoryError if full."""
         self.path = path
         self._running = running
-        self.nbytes = nbytes
+        self.nbytes = content if isinstance(content, int) else content.nbytes
         self._fd = fd
         self._open = True
         self._ahead = 0
         try:
-            reserve(fd, path.parent, nbytes)
+            reserve(fd, path.parent, self.nbytes)
+            if not isinstance(content, int):
+                self.write(torch.frombuffer(bytearray(content.header), dtype=torch.uint8), 0)
         except BaseException:
             self.close()
             raise
@@ -140,20 +143,23 @@ def drop_pages(mapped: torch.Tensor) -> None:
 
 
 @contextmanager
-def replacing(path: Path, nbytes: int) -> Iterator[PieceFile]:
+def replacing(path: Path, content: Table | int) -> Iterator[PieceFile]:
     """Yield a new file that replaces ``path``, durably, when the block ends without error.
 
-    On an error ``path`` is unchanged.
+    On an error ``path`` is unchanged. ``content``: as for ``pieces_of``.
     """
     with NewFile(path) as new_file:
-        with pieces_of(new_file, nbytes) as file:
+        with pieces_of(new_file, content) as file:
             yield file
         new_file.publish()
 
 
-def pieces_of(file: NewFile, nbytes: int, running: RunningDigest | None = None) -> PieceFile:
+def pieces_of(
+    file: NewFile, content: Table | int, running: RunningDigest | None = None
+) -> PieceFile:
     """Return a new file to be written in pieces; close it before ``file`` is published.
 
+    ``content``: the table of a safetensors file, which is written at once, or a count of bytes.
     ``running``: takes the pieces too, which then are written in order.
     """
-    return PieceFile(os.dup(file.fd), file.path, nbytes, running)
+    return PieceFile(os.dup(file.fd), file.path, content, running)

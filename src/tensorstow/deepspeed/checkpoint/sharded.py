@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.tensor import DTensor
 
 from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
@@ -359,22 +358,6 @@ def read_states(folder: Path, name: str) -> Tensors:
             room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
     _read(folder, room, alone=True)
     return {key.removeprefix(prefix): values for key, values in room.items()}
-
-
-def full_weights(module: nn.Module, *, frozen: bool) -> Tensors:
-    """Return the full parameters and buffers, in host memory of rank 0; collective.
-
-    ``frozen``: also those of frozen parameters.
-    """
-    left_out = {} if frozen else {n for n, p in module.named_parameters() if not p.requires_grad}
-    first = rank_here() == 0
-    whole: Tensors = {}
-    for name, values in module.state_dict().items():
-        if name not in left_out:
-            gathered = values.full_tensor() if isinstance(values, DTensor) else values
-            if first:
-                whole[name] = gathered.detach().cpu()
-    return whole
 
 
 def _values_of(module: nn.Module) -> Tensors:

@@ -4,7 +4,6 @@ No engine and no other rank is needed. As a command:
 ``python -m tensorstow.deepspeed.utils.zero_to_fp32 checkpoints output``.
 """
 
-import json
 import os
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.base.new_file import new_stream
 from tensorstow.base.sizes import parse_size, parts_within
+from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of, shard_name
 from tensorstow.deepspeed.checkpoint.sharded import (
     SavedWeight,
     latest_tag,
@@ -135,8 +135,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
     make_folder(output)
     files: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
-        file = f"{stem}-{number:05}-of-{len(parts):05}.{suffix}"
-        file = f"{stem}.{suffix}" if len(parts) == 1 else file
+        file = shard_name(stem, suffix, number, len(parts))
         tensors = weights.read(names)
         if safe_serialization:
             _write_safetensors(tensors, output / file)
@@ -147,17 +146,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
         files |= dict.fromkeys(tensors, file)
     if len(parts) > 1:
         total = sum(weights.nbytes(name) for name in weights.saved)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        with new_stream(output / f"{stem}.{suffix}.index.json") as stream:
-            stream.write(text.encode())
+        with new_stream(output / f"{stem}.{suffix}{INDEX_SUFFIX}") as stream:
+            stream.write(index_of(dict(sorted(files.items())), total) + b"\n")
 
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     table = lay_out(entries, {"format": "pt"})
-    with replacing(path, table.nbytes) as file:
-        file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+    with replacing(path, table) as file:
         for name, entry in table.entries.items():
             file.write(tensors[name], entry.offset)
 
