@@ -103,6 +103,7 @@ _ABSENT_MODULES = {
     "launcher": "start ranks by torchrun",
     "linear": "use peft for LoRA, and torchao for quantized weights",
     "module_inject": _ONLY_READ,
+    "pipe": _NO_STAGES,
     "profiling": "use torch.profiler, torch.utils.flop_counter.FlopCounterMode for operations, and"
     " engine.optimizer.report(directory) for bytes and waits",
     "sequence": "ranks share no sequence. Long ones fit with tensorstow.offload_activations,"
@@ -115,7 +116,6 @@ _ABSENT = {
     "add_tuning_arguments": f"its options are those of the autotuner, and {_NO_AUTOTUNER}",
     "PipelineEngine": _NO_STAGES,
     "PipelineModule": _NO_STAGES,
-    "pipe": _NO_STAGES,
     "InferenceEngine": _ONLY_READ,
     "DeepSpeedHybridEngine": _ONLY_READ,
     "tp_model_init": "the engine shards whole parameters over data-parallel ranks, and takes no"

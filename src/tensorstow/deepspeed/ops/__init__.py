@@ -15,6 +15,8 @@ __compatible_ops__ = defaultdict(bool, {builder.NAME: True for builder in _BUILD
 _ABSENT = {
     "lamb": "tensorstow.StowedOptimizer(Class, params, states=...) keeps the states of any"
     " optimizer class of torch, a Lamb of another package too",
+    "sparse_attention": "use torch.nn.attention.flex_attention in the model",
+    "transformer": "use torch's scaled_dot_product_attention and torch.compile in the model",
 }
 add_absent_modules(__name__, _ABSENT)
 __getattr__ = refuse_names(__name__, _ABSENT)
