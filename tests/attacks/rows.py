@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,13 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
+import children
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import StowError
 from tensorstow.store import space
 from tensorstow.store.digests import digest_of, seal_of
 from tensorstow.store.manifest_copy import COPY_NAME
 from tensorstow.store.rows import _digest
-from tree import TESTS
 
 MANIFEST = "manifest.sqlite"
 HUGE = 1 << 62
@@ -284,9 +283,7 @@ def outcomes(place: Path, count: int, seed: int) -> list[tuple[str, str]]:
     In a process of its own, which has no threads that a fork would lose.
     """
     place.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "attacks.rows", str(place), str(count), str(seed)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    run = children.run("-m", "attacks.rows", place, str(count), str(seed), timeout=3600)
     return [tuple(json.loads(line)) for line in run.stdout.splitlines()]
 
 

@@ -1,20 +1,17 @@
 """A run that is killed and started again until it is done, and what became of it."""
 
 import json
-import os
 import random
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import children
 from crash.world import Case, differing, undisturbed
 
-TESTS = Path(__file__).parents[1]
 KILLED = -int(signal.SIGKILL)
 
 
@@ -40,56 +37,13 @@ class RunHistory:
     wrong: list[str] = field(default_factory=list)
 
 
-class ForkServer:
-    """A process that has torch loaded, and forks a child for each attempt."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "crash.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-
-    def run(self, job: dict[str, object], delay: float | None) -> int:
-        """Return the exit status of a child that does ``job`` and is killed after ``delay``."""
-        child = int(self._say(json.dumps(job)))
-        timer = threading.Timer(delay if delay is not None else 60.0, _kill, (child,))
-        timer.start()
-        try:
-            return int(self._hear())
-        finally:
-            timer.cancel()
-            timer.join()
-
-    def close(self) -> None:
-        self._process.communicate()
-
-    def _say(self, line: str) -> str:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline()
-
-
-@contextmanager
-def fork_server() -> Iterator[ForkServer]:
-    process = ForkServer()
-    try:
-        yield process
-    finally:
-        process.close()
-
-
-def _kill(child: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
+def attempt_run(job: dict[str, object], delay: float | None) -> int:
+    """Return the exit status of a child that does ``job`` and is killed after ``delay``."""
+    child = children.start("-m", "crash.child", json.dumps(job))
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(60.0 if delay is None else delay)
+    child.kill()
+    return child.wait()
 
 
 def random_kill_points(seed: int, count: int) -> list[KillPoint]:
@@ -101,9 +55,7 @@ def random_kill_points(seed: int, count: int) -> list[KillPoint]:
     ]
 
 
-def run_killed(
-    fork_server: ForkServer, case: Case, kill_points: Sequence[KillPoint], directory: Path
-) -> RunHistory:
+def run_killed(case: Case, kill_points: Sequence[KillPoint], directory: Path) -> RunHistory:
     """Kill a run at each of ``kill_points``, then let it come to its end; compare all of it."""
     history = RunHistory()
     for attempt, kill_point in enumerate([*kill_points, KillPoint()]):
@@ -115,7 +67,7 @@ def run_killed(
             "count": kill_point.count,
             "slow_us": kill_point.slow_us,
         }
-        status = fork_server.run(job, kill_point.delay)
+        status = attempt_run(job, kill_point.delay)
         if status == KILLED:
             history.kills += 1
         elif status != 0:

@@ -1,13 +1,8 @@
-"""A process that has torch loaded and makes one child for each attempt of a run that it is told of.
-
-Loading torch takes longer than the run, and a fork of a process with one thread is as good as new.
-"""
+"""One attempt of a run: a program that takes a job."""
 
 import json
-import os
 import random
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +43,5 @@ def live(job: dict[str, Any]) -> None:
     (directory / "facts.new").rename(directory / "facts")
 
 
-def main() -> None:
-    """Take jobs as lines; answer with a child's id, and with how it ended."""
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch's compiler
-    for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                live(json.loads(line))
-                status = 0
-            except BaseException:  # noqa: BLE001  # the parent shows it
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        print(child, flush=True)  # noqa: T201
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201
-
-
 if __name__ == "__main__":
-    main()
+    live(json.loads(sys.argv[1]))

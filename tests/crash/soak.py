@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from crash.attempts import fork_server, random_kill_points, run_killed
+from crash.attempts import random_kill_points, run_killed
 from crash.cases import CASES
 
 
@@ -22,18 +22,17 @@ def main() -> None:
     torch.set_num_threads(1)
     kills = story_number = 0
     print(f"seed {asked.seed}", flush=True)  # noqa: T201
-    with fork_server() as children:
-        while kills < asked.kills:
-            case = CASES[story_number % len(CASES)]
-            directory = Path(tempfile.mkdtemp(prefix="tensorstow-soak-", dir=Path.cwd()))
-            seed = asked.seed + story_number
-            history = run_killed(children, case, random_kill_points(seed, 6), directory)
-            kills += history.kills
-            story_number += 1
-            print(f"{kills} kills; resumed at {history.resumed}", flush=True)  # noqa: T201
-            if history.wrong:
-                sys.exit(f"{case}, seed {seed}, in {directory}: {history.wrong}")
-            shutil.rmtree(directory)
+    while kills < asked.kills:
+        case = CASES[story_number % len(CASES)]
+        directory = Path(tempfile.mkdtemp(prefix="tensorstow-soak-", dir=Path.cwd()))
+        seed = asked.seed + story_number
+        history = run_killed(case, random_kill_points(seed, 6), directory)
+        kills += history.kills
+        story_number += 1
+        print(f"{kills} kills; resumed at {history.resumed}", flush=True)  # noqa: T201
+        if history.wrong:
+            sys.exit(f"{case}, seed {seed}, in {directory}: {history.wrong}")
+        shutil.rmtree(directory)
 
 
 if __name__ == "__main__":

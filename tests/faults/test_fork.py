@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import children
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import ForkError
 
@@ -170,7 +170,8 @@ def test_an_exit_of_a_child_does_not_disturb_the_parent(tmp_path: Path, how: str
 
 # A child that ends as an interpreter does: modules torn down, every object destroyed, atexit run.
 SCRIPT = """
-import gc, os, sys
+import gc, os, sys, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 import torch
 from tensorstow import AdamW, PipelinePolicy
 directory, how = sys.argv[1:]
@@ -206,13 +207,7 @@ print("parent is well, child left with", os.waitstatus_to_exitcode(status))
 
 @pytest.mark.parametrize("how", ["exit", "delete", "close"])
 def test_a_child_that_ends_as_an_interpreter_does(tmp_path: Path, how: str) -> None:
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", SCRIPT, str(tmp_path), how],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    out = children.run("-c", SCRIPT, tmp_path, how, teardown=True, check=False)
     assert (out.returncode, out.stdout, out.stderr) == (
         0,
         "parent is well, child left with 0\n",
@@ -222,7 +217,8 @@ def test_a_child_that_ends_as_an_interpreter_does(tmp_path: Path, how: str) -> N
 
 # The child is forked while a step is under way, or open between backward and step().
 IN_MID_STEP = """
-import os, sys
+import os, sys, warnings
+warnings.simplefilter("ignore", DeprecationWarning)
 import torch
 from tensorstow import AdamW, PipelinePolicy
 overlap, how = sys.argv[1:]
@@ -257,7 +253,8 @@ for turn in range(2):
         optimizer.step()
     optimizer.zero_grad()
 optimizer.close()
-print(left)
+print(left, flush=True)
+os._exit(0)  # how this process ends is not looked at
 """
 
 
@@ -266,11 +263,5 @@ print(left)
     [("exit", "forward"), ("exit", "backward"), ("delete", "none"), ("delete", "backward")],
 )
 def test_children_forked_in_mid_step_exit(overlap: str, how: str) -> None:
-    out = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", IN_MID_STEP, overlap, how],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    out = children.run("-c", IN_MID_STEP, overlap, how, teardown=True, check=False)
     assert (out.returncode, out.stdout) == (0, "[0, 0]\n"), out.stderr

@@ -4,16 +4,13 @@ All of it ends by an error of ours that names the file, within seconds.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import children
 from attacks.planted import ATTEMPTS, LOADS, NEVER_LOADED, PLANTS, make_plants, train
-from tree import ROOT
 
 MANIFEST = [f"a/manifest.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")]
 COPY = [f"a/manifest-copy.sqlite{end}" for end in ("", "-wal", "-shm", "-journal")]
@@ -62,15 +59,7 @@ def loads(plants: Path) -> Outcomes:
 
 def outcomes(*words: str | Path) -> Outcomes:
     """Try all in one other process, which ends if one attempt takes too long."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "attacks.planted", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr
+    ended = children.run("-m", "attacks.planted", *words, timeout=380)
     tried: Outcomes = {}
     for what, kind, name, error in map(json.loads, ended.stdout.splitlines()):
         tried.setdefault((what, kind), []).append((name, error))

@@ -1,18 +1,15 @@
 """A run of two ranks, one of which is killed at any moment, is the run that nobody killed."""
 
 import json
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+import children
 from ranks.kill_points import RANK_MOMENTS, WORLD, Case, KillPoint, jobs_of
-from tree import TESTS
 
 KILLED = -9
 COUNTS = {
@@ -27,49 +24,24 @@ COUNTS = {
 RESUMING = {"weights half loaded"}
 
 
-class ForkServer:
-    """A process that has torch loaded, and forks a child for each rank."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ranks.kill_points"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        )
-
-    def run(self, case: Case, kill_point: KillPoint, directory: Path, attempt: int) -> list[int]:
-        """Return how each rank ended."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(jobs_of(case, kill_point, directory, attempt)) + "\n")
-        self._process.stdin.flush()
-        found: list[int] = json.loads(self._process.stdout.readline())
-        return found
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    process = ForkServer()
-    yield process
-    process.close()
+def run_ranks(case: Case, kill_point: KillPoint, directory: Path, attempt: int) -> list[int]:
+    """Return how each rank ended."""
+    jobs = json.dumps(jobs_of(case, kill_point, directory, attempt))
+    statuses: list[int] = json.loads(children.run("-m", "ranks.kill_points", jobs).stdout)
+    return statuses
 
 
 Wanted = Callable[[int], list[dict[str, str]]]
 
 
 @pytest.fixture(scope="module")
-def wanted(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Wanted:
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Wanted:
     """Return what each rank has behind so many steps in RAM that nothing happens to."""
 
     @cache
     def get(steps: int) -> list[dict[str, str]]:
         directory = tmp_path_factory.mktemp("undisturbed")
-        assert fork_server.run(Case(steps=steps), KillPoint(), directory, -1) == [0, 0]
+        assert run_ranks(Case(steps=steps), KillPoint(), directory, -1) == [0, 0]
         return facts_in(directory)
 
     return get
@@ -82,13 +54,11 @@ def facts_in(directory: Path) -> list[dict[str, str]]:
     ]
 
 
-def kill(
-    fork_server: ForkServer, case: Case, kill_points: Sequence[KillPoint], directory: Path
-) -> int:
+def kill(case: Case, kill_points: Sequence[KillPoint], directory: Path) -> int:
     """Let ranks die, then live to the end; return how many were killed."""
     kills, durable = 0, 0
     for attempt, kill_point in enumerate([*kill_points, KillPoint()]):
-        statuses = fork_server.run(case, kill_point, directory, attempt)
+        statuses = run_ranks(case, kill_point, directory, attempt)
         kills += KILLED in statuses
         assert KILLED in statuses or statuses == [0, 0], (
             f"attempt {attempt}, {kill_point}: {statuses}"
@@ -119,21 +89,17 @@ def check_told(directory: Path, case: Case, durable: int) -> int:
 @pytest.mark.parametrize(
     ("number", "moment"), list(enumerate(RANK_MOMENTS)), ids=list(RANK_MOMENTS)
 )
-def test_killed_at(
-    number: int, moment: str, tmp_path: Path, fork_server: ForkServer, wanted: Wanted
-) -> None:
+def test_killed_at(number: int, moment: str, tmp_path: Path, wanted: Wanted) -> None:
     case = Case(1 + number % 2, ("none", "forward")[number // 2 % 2], pin_every=4)
     grace = (0.0, 0.05)[number // 4 % 2]
     kill_point = KillPoint(number % WORLD, moment=moment, count=COUNTS.get(moment, 4), grace=grace)
     before = [KillPoint(moment="behind the transaction", count=5)] if moment in RESUMING else []
-    assert kill(fork_server, case, [*before, kill_point], tmp_path) == len(before) + 1
+    assert kill(case, [*before, kill_point], tmp_path) == len(before) + 1
     assert facts_in(tmp_path) == wanted(case.steps)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_at_random(
-    seed: int, tmp_path: Path, fork_server: ForkServer, wanted: Wanted
-) -> None:
+def test_killed_at_random(seed: int, tmp_path: Path, wanted: Wanted) -> None:
     dice = random.Random(seed)  # noqa: S311
     kill_points = [
         KillPoint(
@@ -142,5 +108,5 @@ def test_killed_at_random(
         for _ in range(4)
     ]
     case = Case(1 + seed, "backward", pin_every=2 * seed, steps=60)
-    assert kill(fork_server, case, kill_points, tmp_path) > 0
+    assert kill(case, kill_points, tmp_path) > 0
     assert facts_in(tmp_path) == wanted(case.steps)

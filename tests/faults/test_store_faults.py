@@ -5,15 +5,15 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
 
+import children
 from powerloss.contents import damages_in, make_content, release_all
 from tensorstow import _native
 from tensorstow.base.errors import (
@@ -30,7 +30,6 @@ from tensorstow.io.files import File
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import Content
 from tensorstow.store.store import Store
-from tree import TESTS
 
 MIB = 1 << 20
 
@@ -219,11 +218,18 @@ def test_a_damaged_tensor_is_told(store: Store) -> None:
         store.read_tensor(record)
 
 
+def started(script: str) -> tuple[children.Child, TextIO]:
+    """Start a program; return it, and the lines that it writes."""
+    reader, writer = os.pipe()
+    child = children.start("-c", script, stdout=writer)
+    os.close(writer)
+    return child, os.fdopen(reader)
+
+
 def test_a_killed_run_has_its_last_commit(tmp_path: Path) -> None:
     script = f"""
-import sys
 from pathlib import Path
-sys.path.insert(0, {str(TESTS)!r})
+import children
 from powerloss.contents import damages_in, make_content, release_all
 from tensorstow.io.engine import open_engine
 from tensorstow.store.store import Store
@@ -247,14 +253,13 @@ while True:
     dice = random.Random(0)  # noqa: S311
     told = 0
     for killed in range(4):
-        run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert run.stdout is not None
-        told = int(run.stdout.readline())
-        time.sleep(dice.uniform(0.0, 0.4))
-        run.kill()
-        told = int(([str(told), *run.stdout.read().splitlines(keepends=True)])[-1])
+        run, lines = started(script)
+        with lines:
+            told = int(lines.readline())
+            time.sleep(dice.uniform(0.0, 0.4))
+            run.kill()
+            told = int([str(told), *lines.read().splitlines()][-1])
         run.wait()
-        run.stdout.close()
         found = is_whole(tmp_path)
         assert found[-1] in {told, told + 1}
         # A run killed between a snapshot and the drop of the one before leaves it for good.
@@ -277,9 +282,8 @@ if child == 0:
 os.write(1, b"%d\\n" % child)
 time.sleep(60)
 """
-    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert run.stdout is not None
-    said = {run.stdout.readline().strip() for _ in range(2)}
+    run, lines = started(script)
+    said = {lines.readline().strip() for _ in range(2)}
     (child,) = (int(word) for word in said - {"ready"})
     try:
         with pytest.raises(LockedError, match=f"held by pid {run.pid} "):
@@ -290,7 +294,7 @@ time.sleep(60)
         Store.open([tmp_path], open_engine()).close()
     finally:
         os.kill(child, signal.SIGKILL)
-        run.stdout.close()
+        lines.close()
 
 
 def test_what_is_wrong_with_a_request_is_no_poison(store: Store) -> None:

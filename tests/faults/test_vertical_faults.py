@@ -2,8 +2,6 @@
 
 import errno
 import gc
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import children
 from attacks.faults import Faults
 from models import FeedForward
 from tensorstow import AdamW, Plan, stow
@@ -194,7 +193,6 @@ def _steps(model: nn.Module, optimizer: StowedAdam) -> None:
 
 KILLED = """
 import os, signal, sys
-sys.path[:0] = sys.argv[2].split(":")
 from pathlib import Path
 import test_vertical_faults as faults
 
@@ -215,10 +213,7 @@ for _ in range(2):
 
 
 def test_a_kill_in_the_middle_leaves_nothing_behind(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[1]
     for where in ("before", "beside"):
         (tmp_path / where).mkdir()
-    subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), f"{tests}:{tests / 'faults'}"], check=True
-    )
+    children.run("-c", KILLED, tmp_path)
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]

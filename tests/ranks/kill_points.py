@@ -1,7 +1,7 @@
-"""A run of two ranks, one of which is killed: a process that has torch loaded forks both.
+"""A run of two ranks, one of which is killed: a program that takes a job for each rank.
 
-It takes attempts as lines: a job for each rank. It forks a child for each, kills one where a delay
-says so, ends the others when one has died, and answers with how each ended.
+It forks a child for each, kills one after a delay, ends the others when one has died, and prints
+how each ended.
 """
 
 import json
@@ -168,12 +168,5 @@ def jobs_of(
     ]
 
 
-def main() -> None:
-    """Take attempts as lines."""
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process loads torch's compiler
-    for line in sys.stdin:
-        print(json.dumps(attend(json.loads(line))), flush=True)  # noqa: T201
-
-
 if __name__ == "__main__":
-    main()
+    print(json.dumps(attend(json.loads(sys.argv[1]))))  # noqa: T201

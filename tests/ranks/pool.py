@@ -1,16 +1,21 @@
 """Processes that are the ranks of a run, kept for all tests that want as many."""
 
-import multiprocessing
+import os
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import current_process
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import children
+
 Task = Callable[..., Any]
-_LOADED = ("ranks.stowed", "torch.distributed.fsdp", "torch.optim", "torch._dynamo")
 
 
 class RankError(Exception):
@@ -21,19 +26,18 @@ class Ranks:
     """``world`` processes with a group among them, of ``device``'s collectives and of gloo's."""
 
     def __init__(self, world: int, device: str = "cpu") -> None:
-        """Start them: forked from a process that has loaded torch once, and has no threads."""
+        """Start them."""
         self.world = world
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_LOADED])
         self._folder = tempfile.TemporaryDirectory(prefix="tensorstow-ranks-")
         meeting = str(Path(self._folder.name) / "meeting")
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world, meeting, device))
-            process.start()
-            theirs.close()
+            ours, theirs = Pipe()
+            words = (str(rank), str(world), meeting, device)
+            with theirs:
+                process = children.start("-m", "ranks.pool", *words, stdin=theirs.fileno())
+            ours.send_bytes(current_process().authkey)  # tensors are handed over by it
             self._ends.append(ours)
             self._processes.append(process)
 
@@ -52,10 +56,10 @@ class Ranks:
         for end in self._ends:
             end.close()
         for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
+            process.wait()
         self._folder.cleanup()
 
 
@@ -63,6 +67,7 @@ def _serve(end: Connection, rank: int, world: int, meeting: str, device: str) ->
     import torch  # noqa: PLC0415  # in the child alone
     import torch.distributed as dist  # noqa: PLC0415
 
+    current_process().authkey = end.recv_bytes()
     torch.set_num_threads(1)
     check = _join_device(device, rank)
     store = dist.FileStore(meeting, world)
@@ -96,3 +101,7 @@ def _join_device(device: str, rank: int) -> Callable[[], None]:
     if device != "cpu":
         torch.accelerator.set_device_index(rank)
     return lambda: None
+
+
+if __name__ == "__main__":
+    _serve(Connection(os.dup(0)), int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,23 +1,20 @@
 """A run that is killed at any moment and started again is the run that nobody killed."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from crash.aims import MOMENTS
-from crash.attempts import ForkServer, KillPoint, fork_server, random_kill_points, run_killed
+from crash.attempts import KillPoint, random_kill_points, run_killed
 from crash.cases import CASES
 from crash.world import Case
 from tensorstow.base.update_on import Overlap
 
 
-@pytest.fixture(scope="module")
-def children() -> Iterator[ForkServer]:
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    with fork_server() as process:
-        yield process
 
 
 def name_of(case: Case) -> str:
@@ -26,13 +23,13 @@ def name_of(case: Case) -> str:
 
 
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(CASES)), ids=list(map(name_of, CASES)))
-def test_killed_at_random(seed: int, case: Case, tmp_path: Path, children: ForkServer) -> None:
-    history = run_killed(children, case, random_kill_points(seed, 4), tmp_path)
+def test_killed_at_random(seed: int, case: Case, tmp_path: Path) -> None:
+    history = run_killed(case, random_kill_points(seed, 4), tmp_path)
     assert history.wrong == []
 
 
 @pytest.mark.parametrize(("number", "moment"), list(enumerate(MOMENTS)), ids=list(MOMENTS))
-def test_killed_at(number: int, moment: str, tmp_path: Path, children: ForkServer) -> None:
+def test_killed_at(number: int, moment: str, tmp_path: Path) -> None:
     """At the first and at a later time, and again in the attempt after that."""
     kills = 0
     for count in (1, 3):
@@ -44,7 +41,7 @@ def test_killed_at(number: int, moment: str, tmp_path: Path, children: ForkServe
         kill_points = [aimed, aimed] if is_beginning else [begun, aimed, aimed]
         directory = tmp_path / str(count)
         directory.mkdir()
-        history = run_killed(children, case, kill_points, directory)
+        history = run_killed(case, kill_points, directory)
         assert history.wrong == []
         kills += history.kills - (not is_beginning)
     assert kills > 0

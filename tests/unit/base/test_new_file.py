@@ -2,14 +2,13 @@
 
 import errno as codes
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import children
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.new_file import NewFile, NewFiles, new_stream, open_new
 
@@ -179,7 +178,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
+    done = children.run("-c", _KILLED, tmp_path, check=False)
     assert done.returncode == -9
     assert names_in(tmp_path) == []
 

@@ -1,9 +1,8 @@
 """What was chosen is seen without logging, once, and an application that logs decides by itself."""
 
-import subprocess
-import sys
-
 import pytest
+
+import children
 
 SHOW = """
 import logging
@@ -21,9 +20,7 @@ tensorstow.stow(torch.nn.Linear(4, 4), {})[1]
 
 
 def written(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = children.run("-c", script)
     assert not done.stdout
     return done.stderr
 

@@ -1,13 +1,11 @@
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+import children
 import tensorstow.colossalai as colossalai
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.utils import get_current_device, set_seed
@@ -59,10 +57,7 @@ dist.destroy_process_group()
 
 def test_a_launched_process_joins_the_group() -> None:
     values = ("0", "0", "1", "127.0.0.1", "0")
-    given = {**os.environ, **dict(zip(NAMES, values, strict=True))}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHED], env=given, capture_output=True, text=True, check=True
-    )
+    done = children.run("-c", LAUNCHED, environment=dict(zip(NAMES, values, strict=True)))
     assert done.stdout == "1 ranks\n"
 
 

@@ -1,11 +1,10 @@
 """What is logged of steps, and when."""
 
 import logging
-import subprocess
-import sys
 
 import pytest
 
+import children
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 
 
@@ -71,9 +70,7 @@ timer.log_step(3, {"skipped": 0})
 
 
 def test_a_script_that_sets_up_no_logging_sees_them() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_SCRIPT], capture_output=True, text=True, check=True
-    )
+    done = children.run("-c", IN_A_SCRIPT)
     assert [line.partition("] [INFO] ")[2] for line in done.stdout.splitlines()] == [
         "[Rank 0] step=1, skipped=0",
         "[Rank 0] step=2, skipped=0",

@@ -3,16 +3,15 @@
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import children
 import tensorstow.deepspeed
 from tensorstow.base.errors import AbsentError, OptionError
-from tree import ROOT
 
 
 @pytest.fixture
@@ -94,12 +93,4 @@ assert run(resume_from_checkpoint=str(folder / "out" / "checkpoint-2")) == wante
 
 def test_a_trainer_trains_saves_and_resumes_with_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
     """Without a launcher: transformers asks for a process group, which it has of itself."""
-    done = subprocess.run(
-        [sys.executable, "-c", IN_A_TRAINER, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT / "tests",
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    children.run("-c", IN_A_TRAINER, tmp_path)

@@ -3,8 +3,6 @@
 import json
 import resource
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import children
 import tensorstow
 from ranks.pool import Ranks
 from ranks.stowed import Model, loss_of, model_of
@@ -279,7 +278,7 @@ save_safetensors(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)
 
 
 def test_a_process_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
+    done = children.run("-c", _KILLED, tmp_path, check=False)
     assert done.returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 

@@ -3,8 +3,6 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 import transformers
 from torch import nn
 
+import children
 import tensorstow
 import trainers
 from largest_tensor import LargestTensor
@@ -311,14 +310,12 @@ def be_killed(place: Path) -> None:
 
 def test_a_run_that_was_killed_while_it_saved_goes_on_in_a_new_process(tmp_path: Path) -> None:
     """Its snapshot was made, and its ticket was not: the checkpoint before is whole."""
-    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-    code = (
-        f"import sys; sys.path[:0] = {folders}; from pathlib import Path;"
-        " import test_transformers; test_transformers.be_killed(Path(sys.argv[1]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    code = f"""
+from pathlib import Path
+import test_transformers
+test_transformers.be_killed(Path({str(tmp_path)!r}))
+"""
+    done = children.run("-c", code, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
     made = trainer(tmp_path, {"states": "disk", "dir": True}, callbacks=[DropSnapshots()], **saves)

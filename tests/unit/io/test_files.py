@@ -6,14 +6,13 @@ import logging
 import mmap
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import children
 from tensorstow import _native
 from tensorstow.base.errors import DirectoryError, DTypeError, OptionError, TransferError
 from tensorstow.io import files as files_module
@@ -178,7 +177,7 @@ file = scratch_file(open_engine(), Path({str(tmp_path)!r}), 1 << 20)
 future = file.write(torch.rand(1 << 18), 0)
 os._exit(9)
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=100)
+    done = children.run("-c", script, check=False)
     assert done.returncode == 9
     assert list(tmp_path.iterdir()) == []
 

@@ -1,13 +1,12 @@
 """Whose store it is: other processes, other runs, other places, children."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import children
 from powerloss.contents import commit
 from tensorstow.base.errors import (
     DirectoryError,
@@ -40,10 +39,7 @@ try:
 except OSError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=100
-    )
-    assert f"held by pid {os.getpid()} on " in done.stdout
+    assert f"held by pid {os.getpid()} on " in children.run("-c", script).stdout
 
 
 def test_directories_of_two_runs_are_told_apart(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ import errno as codes
 import gc
 import logging
 import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import children
 import tensorstow.tensornvme
 from compare import all_equal
 from tensorstow.base.errors import DirectoryError, ForkError, OptionError, TransferError
@@ -474,7 +473,7 @@ tensor = torch.rand(1 << 20)
 offloader.async_write(tensor)
 os._exit(9)
 """
-    done = subprocess.run([sys.executable, "-c", script], check=False, timeout=100)
+    done = children.run("-c", script, check=False)
     assert done.returncode == 9
     assert list(tmp_path.iterdir()) == []
 
