@@ -76,7 +76,7 @@ docs: $(DONE)/docs ## Build the documentation as a site in build/site, with warn
 stub: $(DONE)/native ## Write the native core's stub anew
 	$(BIN)/python -m nanobind.stubgen -q -m tensorstow._native -o src/tensorstow/_native.pyi
 
-format: $(DONE)/dev ## Rewrite Python, C++ and the tables of modules in the house's format
+format: $(DONE)/dev ## Rewrite Python, C++ and the table of packages in the house's format
 	$(BIN)/python tools/architecture.py
 	$(BIN)/ruff format $(PYTHON_DIRS)
 	$(BIN)/ruff check --fix $(PYTHON_DIRS)

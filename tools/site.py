@@ -1,9 +1,9 @@
 """Gather the pages and pictures of the site in one folder, for Sphinx: `make docs`.
 
 Beside docs/ these are files of the root, and pages of what code has: commands, keys of DeepSpeed's
-configuration, keywords of ColossalAI's classes, decisions. Links between files are written as they
-are in the repository, where people read them too; here they are moved to where the site has the
-pages.
+configuration, keywords of ColossalAI's classes, modules, decisions. Links between files are written
+as they are in the repository, where people read them too; here they are moved to where the site has
+the pages.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from inspect import Parameter
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from architecture import modules
 
 from tensorstow.cli.main import make_parser
 from tensorstow.colossalai.booster import plugin
@@ -69,6 +71,7 @@ def gather(folder: Path) -> None:
         ("reference/commands.md", commands()),
         ("reference/deepspeed-keys.md", keys()),
         ("reference/colossalai-keywords.md", keywords()),
+        ("modules.md", modules()),
     ):
         _write(folder / target, "\n".join(lines) + "\n")
 
