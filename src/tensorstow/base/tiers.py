@@ -18,6 +18,11 @@ class Tier(StrEnum):
     """Files, read with direct I/O."""
 
     @classmethod
+    def named(cls, value: object) -> "Tier | None":
+        """Return the tier that ``value`` is a name of; None: it is no name of a tier."""
+        return cls(value) if isinstance(value, str) and value in {*cls, *_ALIASES} else None
+
+    @classmethod
     def _missing_(cls, value: object) -> "Tier | None":
         name = _ALIASES.get(value) if isinstance(value, str) else None
         return None if name is None else cls(name)

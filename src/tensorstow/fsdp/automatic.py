@@ -45,7 +45,6 @@ from tensorstow.report.run_record import PredictedStep
 
 logger = logging.getLogger("tensorstow")
 
-_STATE_TIERS = ("host", "ram", "disk")
 _TOKENS = 2048
 """Tokens of a micro-batch whose size is not known: enough to keep an accelerator busy."""
 _COMPUTE_PART = 0.5
@@ -82,7 +81,7 @@ def plan_request(
     """Return the input of ``plan="auto"``, with the optimizer's keywords."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     keywords = given_keywords(optimizer)
-    states = Tier(keywords["states"]) if keywords.get("states") in _STATE_TIERS else None
+    states = Tier.named(keywords.get("states"))
     name = keywords.get("state_format")
     state_format = StateFormat(name) if name in set(StateFormat) else None  # else AdamW refuses it
     is_cpu, update_on = device.type == "cpu", keywords.get("update_on")

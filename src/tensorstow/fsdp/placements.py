@@ -133,7 +133,9 @@ class StowRequest:
         The optimizer then has its states in memory, and does not commit.
         """
         plan, keywords = self.plan, given_keywords(self.optimizer)
-        in_memory = plan.states != Tier.DISK and keywords.get("states") in {None, "host", "ram"}
+        in_memory = plan.states != Tier.DISK and (
+            keywords.get("states") is None or Tier.named(keywords["states"]) is Tier.HOST
+        )
         needs_directory = Tier.DISK in {plan.parameters, *plan.units.values()} or (
             ActivationPlacement.DISK in plan.activation_placements
         )

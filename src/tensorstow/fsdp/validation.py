@@ -434,7 +434,7 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
         if name in _FREE and name not in placed:
             continue
         refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
-        said = "host" if (name, value) == ("states", "ram") else value
+        said = (Tier.named(value) or value) if name == "states" else value
         if name in _DEFAULTS and placed.get(name, _DEFAULTS[name]) != said:
             written, meaning = _as_written(optimizer, name, value)
             message = (

@@ -175,7 +175,7 @@ def test_callables_that_drop_the_plan_are_refused(make: object, told: str) -> No
         tensorstow.stow(_model(), make, plan=Plan(states="disk"))
 
 
-@pytest.mark.parametrize("word", ["host", "ram", Tier.HOST])
+@pytest.mark.parametrize("word", ["host", "ram", "cpu", Tier.HOST])
 @pytest.mark.parametrize("plan", [Plan(states="ram"), Plan(states="host"), "auto"])
 def test_both_words_for_the_host_agree(plan: Plan | Literal["auto"], word: str) -> None:
     _, optimizer = tensorstow.stow(_model(), partial(tensorstow.AdamW, states=word), plan=plan)
