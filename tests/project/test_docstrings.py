@@ -17,7 +17,7 @@ from tree import ROOT
 
 MODULES = (
     "tensorstow",
-    "tensorstow.base.errors",
+    "tensorstow.errors",
     "tensorstow.colossalai",
     "tensorstow.colossalai.accelerator",
     "tensorstow.colossalai.booster",

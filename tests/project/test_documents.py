@@ -16,6 +16,7 @@ from torch import nn
 
 import tensorstow
 from pages import PAGES
+from tensorstow import errors
 from tensorstow.cli.main import make_parser
 from tree import ROOT
 
@@ -109,6 +110,8 @@ def test_a_decision_that_was_amended_says_so() -> None:
 def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs/reference/python.md").read_text("utf-8")
     shown = set(re.findall(r"\.\. auto\w+:: (?:[\w.]+\.)?(\w+)", page))
+    assert ".. automodule:: tensorstow.errors\n   :members:" in page
+    shown |= set(errors.__all__)
     assert set(tensorstow.__all__) - {"__version__"} <= shown
     assert {"chunked_cross_entropy", "chunk_loss", "TiledLinear"} <= shown
 

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from tensorstow import errors as exported
 from tensorstow.base import errors
 from tensorstow.base.errors import DirectoryError, OptionError, StowError, TransferError
 
@@ -110,3 +111,13 @@ def test_transfer_error_survives_a_process_boundary() -> None:
     assert type(copy) is TransferError
     assert str(copy) == str(error)
     assert (copy.path, copy.offset, copy.errno) == (error.path, error.offset, error.errno)
+
+
+def test_all_errors_are_exported() -> None:
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, StowError)
+    }
+    assert set(exported.__all__) == classes
+    assert all(getattr(exported, name) is getattr(errors, name) for name in classes)
