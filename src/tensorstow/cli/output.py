@@ -83,7 +83,7 @@ def print_table(
         if numbers_from is not None and index >= numbers_from:
             column.justify = "right"
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(cell) for cell in row))  # rich takes [brackets] of a str for markup
     if fits(console, table):
         console.print(table)
         return

@@ -41,7 +41,7 @@ def fastest(work: Callable[[], object], seconds: float) -> float:
     while repeats < _LEAST_REPEATS or time.perf_counter() < end:
         start = time.perf_counter()
         work()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.perf_counter() - start)  # other load only adds to it
         repeats += 1
     return best
 

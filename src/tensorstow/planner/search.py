@@ -484,7 +484,7 @@ def _try(plan: Plan, request: PlanRequest) -> Alternative:
     conditions, machine, batch = request.conditions, request.machine, request.batch
     fitted = fit(plan, request.sizes, request.budget, conditions)
     if not isinstance(fitted, Plan):
-        return Alternative(plan, fitted, None, conditions, batch)
+        return Alternative(plan, fitted, None, conditions, batch)  # what is missing, by tier
     step = None
     has_rates = machine is not None and (machine.disk is not None or not uses_disk(fitted))
     if machine is not None and batch is not None and has_rates:

@@ -102,7 +102,8 @@ class UpdatePipeline:
         self.stored = StoredChunks(handle)
         self.written_weights = WrittenWeights(handle)
         self.counters = TrafficCounters(handle)
-        threads = team_of(policy)[timing.is_overlapped]
+        waiting, computing = team_of(policy)
+        threads = computing if timing.is_overlapped else waiting
         self.counters.update_lane = f"update ({format_count(threads, 'thread')})"
         self._ring: ChunkRing | None = None
         self.steps_begun = 0

@@ -228,7 +228,7 @@ def _find_damage(
             return f"{path} is empty or gone"
         check_heads(connection, path, data_files, check_all(connection, path))
     except StoreFormatError:
-        raise
+        raise  # another version's: no damage, and nothing to write over
     except (StowError, *MALFORMED) as error:
         return str(error)
     return None
