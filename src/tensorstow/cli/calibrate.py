@@ -27,7 +27,7 @@ _BUSY = 0.5
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    load = os.getloadavg()[0] / process_cores()
+    load = os.getloadavg()[0] / process_cores()  # before measuring, which is a load itself
     console = make_console(to_stderr=True)
     with _progress() as status:
         directories = options.directories or [choose_directory().path]

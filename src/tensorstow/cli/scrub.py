@@ -41,9 +41,7 @@ class Reading:
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if something is damaged."""
     directories = stores_in(options.directory)
-    console = make_console(
-        to_stderr=options.json
-    )  # progress and text; JSON goes to standard output
+    console = make_console(to_stderr=options.json)  # JSON has standard output for itself
     readings = []
     for directory in directories:
         with open_contents(directory) as store:

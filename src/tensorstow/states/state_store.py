@@ -225,6 +225,7 @@ class StateStore:
         durable = self.storage.durable
         share = list(share_in_ram(new, self.placement.disk_fraction)) if durable else []
         shared = set(share)
+        # What has its place already; of the others as many stay in RAM as the budget buys.
         placed = [*(c for c in self.chunks if durable or not c.resident), *share]
         movable = [c for c in new if not c.resident and c not in shared]
         budget = self.placement.ram_budget

@@ -131,6 +131,7 @@ def check_disjoint(generations: Iterable[Generation]) -> None:
             message = f"two records of generation {generation.number} are at one place"
             raise DamageError(message)
         seen.update(extents)
+    # In the order of offsets: if any two overlap, two neighbours do.
     for one, other in pairwise(sorted(seen, key=attrgetter("file", "offset", "nbytes"))):
         if one.file == other.file and other.offset < one.end:
             message = f"{one} and {other} have bytes in common"
