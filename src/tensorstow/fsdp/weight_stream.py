@@ -400,9 +400,9 @@ class WeightStream:
             raise AssertionError(message)
         return DeviceMemory(nbytes, self.link)
 
-    def _settle(self, unit: StreamedUnit, _: HostMemory) -> None:
-        """Return when nothing reads or writes a unit's buffer in host memory."""
-        _wait_for(unit)
+    @staticmethod
+    def _settle(unit: StreamedUnit, _: HostMemory) -> None:
+        """Forget a unit's bytes in host memory; those that a copy still reads do not leave."""
         unit.leave()
 
     @staticmethod
