@@ -19,6 +19,7 @@ from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.fields import number_of, read_value
 from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named
+from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured
 
 __all__ = [
     "LR_RANGE_TEST",
@@ -126,16 +127,24 @@ class LRSchedule(LRScheduler):
                 group["betas"] = pair
 
 
+_OF_ALL: Table = {
+    "optimizer": honoured("The optimizer whose groups are set."),
+    "last_batch_iteration": honoured("The number of the last step taken; -1: none."),
+}
+_OF_WARMUPS: Table = {
+    **_OF_ALL,
+    "warmup_num_steps": honoured("The length of the warm-up in steps, at least 1."),
+    "warmup_type": honoured('"log" or "linear".'),
+}
+
+
+@checks_keywords(_OF_WARMUPS)
 class WarmupLR(LRSchedule):
     """Raise the rate from ``warmup_min_lr`` to ``warmup_max_lr``, then hold it.
 
     Args:
-        optimizer: The optimizer whose groups are set.
         warmup_min_lr: The rate at the start; one number, or one per group.
         warmup_max_lr: The rate at the end. Default: None, each group's own.
-        warmup_num_steps: The length of the warm-up in steps, at least 1.
-        warmup_type: "log" or "linear".
-        last_batch_iteration: The number of the last step taken; -1: none.
 
     Raises:
         OptionError: A value that no schedule can have.
@@ -150,7 +159,6 @@ class WarmupLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates."""
         rise, warm = _rise(warmup_num_steps, warmup_type)
         top = _lrs_of(optimizer) if warmup_max_lr is None else warmup_max_lr
         self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
@@ -160,17 +168,14 @@ class WarmupLR(LRSchedule):
         super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
 
 
+@checks_keywords(_OF_WARMUPS)
 class WarmupDecayLR(LRSchedule):
     """Raise the rate as WarmupLR does, then lower it linearly to ``warmup_min_lr``.
 
     Args:
-        optimizer: The optimizer whose groups are set.
         total_num_steps: The step at which the rate is back at ``warmup_min_lr``.
         warmup_min_lr: The rate at the start and at the end; one number, or one per group.
         warmup_max_lr: The rate after the warm-up; one number, or one per group.
-        warmup_num_steps: The length of the warm-up in steps, at least 1.
-        warmup_type: "log" or "linear".
-        last_batch_iteration: The number of the last step taken; -1: none.
 
     Raises:
         OptionError: A value that no schedule can have.
@@ -186,7 +191,6 @@ class WarmupDecayLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates."""
         rise, warm = _rise(warmup_num_steps, warmup_type)
         total = _steps(total_num_steps, "total_num_steps")
 
@@ -201,17 +205,14 @@ class WarmupDecayLR(LRSchedule):
         super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
 
 
+@checks_keywords(_OF_WARMUPS)
 class WarmupCosineLR(LRSchedule):
-    """Raise each group's rate to its own value, then lower it along a cosine.
+    """Raise each group's rate to its own value, its highest, then lower it along a cosine.
 
     Args:
-        optimizer: The optimizer whose groups are set; their rates are the highest ones.
         total_num_steps: The step at which the cosine ends.
         warmup_min_ratio: The share of the group's rate at the start, 0 to 1.
-        warmup_num_steps: The length of the warm-up in steps, at least 1.
         cos_min_ratio: The share of the group's rate at the end, 0 to 1.
-        warmup_type: "log" or "linear".
-        last_batch_iteration: The number of the last step taken; -1: none.
 
     Raises:
         OptionError: A value that no schedule can have.
@@ -227,7 +228,6 @@ class WarmupCosineLR(LRSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates."""
         rise, warm = _rise(warmup_num_steps, warmup_type)
         total = _steps(total_num_steps, "total_num_steps")
         highest = _lrs_of(optimizer)
@@ -254,6 +254,7 @@ class WarmupCosineLR(LRSchedule):
         return max(0.0, self._share(self.last_epoch))
 
 
+@checks_keywords(_OF_ALL)
 class LRRangeTest(LRSchedule):
     """Raise the rate without end, to find where training diverges.
 
@@ -261,13 +262,11 @@ class LRRangeTest(LRSchedule):
     "Cyclical Learning Rates for Training Neural Networks", 2017, section 3.3.
 
     Args:
-        optimizer: The optimizer whose groups are set.
         lr_range_test_min_lr: The rate at the start; one number, or one per group.
         lr_range_test_step_size: The steps over which the rate grows by ``step_rate`` times the
             first one.
         lr_range_test_step_rate: How much it grows in that time.
         lr_range_test_staircase: Whether it grows once every ``step_size`` steps instead of at each.
-        last_batch_iteration: The number of the last step taken; -1: none.
 
     Raises:
         OptionError: A value that no schedule can have.
@@ -282,7 +281,6 @@ class LRRangeTest(LRSchedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates."""
         size = _steps(lr_range_test_step_size, "lr_range_test_step_size")
         lowest = _per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
 
@@ -297,6 +295,7 @@ class LRRangeTest(LRSchedule):
         )
 
 
+@checks_keywords(_OF_ALL)
 class OneCycle(LRSchedule):
     """Raise the rate from min to max and lower it again, once, then decay it.
 
@@ -305,7 +304,6 @@ class OneCycle(LRSchedule):
     hyper-parameters: Part 1", 2018.
 
     Args:
-        optimizer: The optimizer whose groups are set.
         cycle_min_lr: The rate at both ends of the cycle; one number, or one per group.
         cycle_max_lr: The rate in the middle of the cycle; one number, or one per group.
         decay_lr_rate: The rate is divided by ``1 + decay_lr_rate`` per ``decay_step_size`` steps
@@ -320,7 +318,6 @@ class OneCycle(LRSchedule):
         cycle_max_mom: The highest momentum; one number, or one per group.
         decay_mom_rate: Momentum is multiplied by ``1 + decay_mom_rate`` per ``decay_step_size``
             steps after the cycle, linearly.
-        last_batch_iteration: The number of the last step taken; -1: none.
 
     Raises:
         OptionError: A value that no schedule can have.
@@ -343,7 +340,6 @@ class OneCycle(LRSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        """Set the first rates and momenta."""
         cycle = _Cycle.of(
             (cycle_first_step_size, cycle_second_step_size),
             (cycle_first_stair_count, cycle_second_stair_count),
@@ -383,13 +379,7 @@ class OneCycle(LRSchedule):
 
 
 SCHEDULES: Final[Mapping[str, type[LRSchedule]]] = MappingProxyType(
-    {
-        "LRRangeTest": LRRangeTest,
-        "OneCycle": OneCycle,
-        "WarmupLR": WarmupLR,
-        "WarmupDecayLR": WarmupDecayLR,
-        "WarmupCosineLR": WarmupCosineLR,
-    }
+    {c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 )
 
 
