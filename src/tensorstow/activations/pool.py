@@ -439,7 +439,7 @@ class ActivationPool:
         elif storage.extent is None:
             belongs = self._unwritten
         else:
-            belongs = None if storage.is_used else self._written
+            belongs = None if storage.is_used else self._written  # backward has it: it stays
         for storages in (self._unwritten, self._written, self._absent):
             if storages is belongs:
                 storages.add(storage)

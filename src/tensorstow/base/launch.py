@@ -43,7 +43,7 @@ class Launch:
     """The number of ranks on this machine; None if it is not known."""
     local_rank: int | None = None
     """The rank on this machine; None if it is not known."""
-    found: str = ""
+    source: str = ""
     """What describes the ranks: variables with their values; empty: nothing does."""
     host: str | None = None
     """The address of rank 0."""
@@ -61,7 +61,7 @@ class Launch:
         """
         if self.world > 1:
             message = (
-                f"{request}, and by {self.found} there are {self.world} ranks, which have not met:"
+                f"{request}, and by {self.source} there are {self.world} ranks, which have not met:"
                 " each would train alone. Call torch.distributed.init_process_group() first."
                 f"{_ALONE}"
             )
@@ -82,7 +82,7 @@ class Launch:
         missing = [name for name, value in needed.items() if value in {None, ""}]
         if missing or self.rank is None or self.host is None or self.port is None:
             message = (
-                f"By {self.found} there are {self.world} ranks, and {' and '.join(missing)}, by"
+                f"By {self.source} there are {self.world} ranks, and {' and '.join(missing)}, by"
                 f" which they meet, {'are' if len(missing) > 1 else 'is'} not set. Start the ranks"
                 " with torchrun, or set what is missing for each, or call"
                 f" torch.distributed.init_process_group() first.{_ALONE}"
@@ -108,7 +108,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch:
     rows = [row for row in _LAUNCHERS if _describes(environ, *row[:2])]
     if "WORLD_SIZE" in environ:
         world = _number(environ, "WORLD_SIZE", least=1)
-        described = replace(launch, world=world, found=f"WORLD_SIZE={world}{_THERE}")
+        described = replace(launch, world=world, source=f"WORLD_SIZE={world}{_THERE}")
         if world == 1:
             return described
         if "RANK" not in environ:  # which another launcher of as many ranks may give
@@ -122,7 +122,7 @@ def launched(environ: Mapping[str, str] = os.environ) -> Launch:
     if launch.local_world is None and launch.local_rank is None:
         launch = _on_machine(launch, environ, *names[2:])
     source = f"{names[0]}={rank} and {names[1]}={world}{_THERE}"
-    return replace(launch, world=world, rank=rank, found=source)
+    return replace(launch, world=world, rank=rank, source=source)
 
 
 def _describes(environ: Mapping[str, str], rank: str, world: str) -> bool:

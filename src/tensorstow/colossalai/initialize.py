@@ -74,7 +74,7 @@ def launch_from_torch(
         OptionError: Variables describe several ranks, and one of them is missing.
     """
     environment = launched()
-    if not environment.found:
+    if not environment.source:
         if "RANK" in os.environ:
             message = (
                 "launch_from_torch() was called, and RANK is set in the environment and WORLD_SIZE"
@@ -139,7 +139,7 @@ def _launched_by(variable: str) -> Launch:
     environment = launched(
         {name: value for name, value in os.environ.items() if name.startswith(prefix)}
     )
-    if not environment.found:
+    if not environment.source:
         message = (
             f"{variable} is not set, or not for one of several ranks: this process was not started"
             " by that launcher. Start it with the launcher, or call launch_from_torch()."

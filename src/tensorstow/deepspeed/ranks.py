@@ -84,12 +84,12 @@ def init_distributed(
 
 def _with_arguments(launch: Launch, rank: int, world_size: int, init_method: str | None) -> Launch:
     """Return the launch that arguments describe, completed by the environment."""
-    number = rank if rank >= 0 or not launch.found else launch.rank
-    world = world_size if world_size >= 0 or not launch.found else launch.world
+    number = rank if rank >= 0 or not launch.source else launch.rank
+    world = world_size if world_size >= 0 or not launch.source else launch.world
     if number is None or number < 0 or world < 0:
         message = (
             f"init_distributed(init_method={init_method!r}) was called for rank {number} of"
             f" {world}: pass rank= and world_size=, or set RANK and WORLD_SIZE."
         )
         raise OptionError(message)
-    return replace(launch, world=world, rank=number, found=f"rank={number} and world_size={world}")
+    return replace(launch, world=world, rank=number, source=f"rank={number} and world_size={world}")

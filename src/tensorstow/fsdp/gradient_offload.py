@@ -455,7 +455,7 @@ class PinnedBufferPool(PinnedBuffer):
         """Buffers by their size in bytes."""
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return unused pinned memory of the shape and dtype of ``like``."""
+        """Return unused pinned memory of the shape and dtype of ``like``: old, if any is free."""
         buffers = self._buffers.setdefault(like.nbytes, [])
         buffer = next((buffer for buffer in buffers if buffer.is_free), None)
         if buffer is None:

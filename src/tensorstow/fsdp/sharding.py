@@ -231,12 +231,12 @@ def join_ranks(launch: Launch, backend: str, timeout: timedelta | None = None) -
     if launch.world == 1:
         dist.init_process_group(backend, None, timeout, 1, 0, HashStore())
         return
-    logger.info("%s: joining the ranks that meet at %s:%d", launch.found, host, port)
+    logger.info("%s: joining the ranks that meet at %s:%d", launch.source, host, port)
     try:
         dist.init_process_group(backend, None, timeout, launch.world, rank)
     except (RuntimeError, OSError) as error:
         message = (
-            f"{launch.found}: {launch.world} ranks were to meet at {host}:{port}, and did not:"
+            f"{launch.source}: {launch.world} ranks were to meet at {host}:{port}, and did not:"
             f" {error} Start all of them, where they reach that address. If this process trains"
             " a model of its own, set WORLD_SIZE=1."
         )

@@ -242,7 +242,7 @@ class MicroBatches:
 
     def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks in place on ``module``, the model, and on its optimizer."""
-        _MICRO_BATCHES[module] = weakref.ref(self)
+        _MICRO_BATCHES[module] = weakref.ref(self)  # the optimizer's hook keeps it alive
         reference = weakref.ref(module)
 
         def pre_forward(called: nn.Module, _: object) -> None:

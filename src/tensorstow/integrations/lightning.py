@@ -49,7 +49,7 @@ class StowStrategy(ModelParallelStrategy):
         if launch.rank is not None and launch.world not in {1, world}:
             message = (
                 f"The Trainer was given num_nodes={self.num_nodes} and devices="
-                f"{self.num_processes}, but by {launch.found} there are {launch.world} ranks. Give"
+                f"{self.num_processes}, but by {launch.source} there are {launch.world} ranks. Give"
                 " it as many, or start one process."
             )
             raise OptionError(message)

@@ -251,6 +251,7 @@ def _launched_otherwise(args: Any) -> _Reasons:  # noqa: ANN401
         args.world_size != world_size(),
         (
             f"the Trainer knows of {format_count(args.world_size, 'rank')}, and stow of"
-            f" {world_size()} ({launched().found or 'its process group'}): start them with torchrun"
+            f" {world_size()} ({launched().source or 'its process group'}): start them with"
+            " torchrun"
         ),
     )

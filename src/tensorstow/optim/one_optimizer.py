@@ -83,7 +83,7 @@ def note_placed(optimizer: Optimizer) -> None:
         optimizer: The optimizer.
     """
     steps = _OURS[optimizer]
-    steps.has_begun = steps.is_placed = True
+    steps.has_begun = steps.is_placed = True  # it counts before its first step
     if not _WATCHES:
         _WATCHES.append(register_optimizer_step_pre_hook(_refuse_step))
 

@@ -186,7 +186,7 @@ class DiskFeed(GradientFeed):
         for run in part.runs:
             gradient = self._gradients.get(run.parameter)
             if gradient is None:
-                pieces.append((run.parameter, None))
+                pieces.append((run.parameter, None))  # a commit reads the weight without an update
                 continue
             changed.add(run.parameter)
             pieces.append((run.parameter, gradient[run.start : run.start + run.count]))

@@ -51,7 +51,7 @@ def test_each_launcher_says_its_rank(
     environ: dict[str, str], wanted: tuple[int | None, ...]
 ) -> None:
     assert places(environ) == wanted
-    assert launched(environ).found
+    assert launched(environ).source
 
 
 @pytest.mark.parametrize(

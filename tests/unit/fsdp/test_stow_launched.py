@@ -98,7 +98,7 @@ def test_ranks_that_do_not_come_are_an_error_with_the_variables() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     port = str(free_port())
-    here = Launch(2, 1, found="RANK=1 and WORLD_SIZE=2", host="127.0.0.1", port=port)
+    here = Launch(2, 1, source="RANK=1 and WORLD_SIZE=2", host="127.0.0.1", port=port)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", port)
