@@ -140,7 +140,6 @@ def one_of_two(rank: int) -> Iterator[None]:
         forget_state()
         yield
         forget_state()
-    gc.unfreeze()
 
 
 def whole(made: Any) -> list[bytes]:  # noqa: ANN401

@@ -226,7 +226,7 @@ def digest(thing: object) -> str:
         raw = thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{thing.dtype} {tuple(thing.shape)} {hashlib.sha256(raw).hexdigest()}"
     if isinstance(thing, dict):
-        return repr({key: digest(value) for key, value in sorted(thing.items(), key=repr)})
+        return repr({key: digest(thing[key]) for key in sorted(thing, key=repr)})
     if isinstance(thing, list | tuple):
         return repr([digest(value) for value in thing])
     return repr(thing)

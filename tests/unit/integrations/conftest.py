@@ -1,6 +1,5 @@
 """What all tests of trainers share."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -22,9 +21,5 @@ def _environment(kept_environment: None) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _libraries_apart() -> Iterator[None]:
-    """Hide what is imported from the collector, which trainers call: 0.3 s each time else."""
-    gc.collect()
-    gc.freeze()
+def _state_forgotten() -> Iterator[None]:
     yield
-    gc.unfreeze()

@@ -32,7 +32,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def titan(_libraries_apart: None) -> Iterator[ModuleType]:
+def titan() -> Iterator[ModuleType]:
     """Load torchtitan in the one process that tests it, and hide it from the collector too."""
     pytest.importorskip("torchtitan", reason="set-up could not install it")
     with warnings.catch_warnings():

@@ -30,7 +30,7 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _loaded(_libraries_apart: None) -> None:
+def _loaded() -> None:
     """Load TRL in the one process that tests it, and hide it from the collector too."""
     import trl.trainer.dpo_trainer  # noqa: PLC0415  # seconds
     import trl.trainer.grpo_trainer  # noqa: PLC0415

@@ -30,7 +30,7 @@ from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
 from tensorstow.step import fused_kernel
-from tree import TESTS
+from tree import ROOT, TESTS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """conftest.py asks for the interpreter where there is no CUDA."""
@@ -90,12 +90,15 @@ CAPABILITIES = ("80", "100")
 
 
 @pytest.fixture(scope="module")
-def operations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
-    """Return the operations of every family; another process compiles, which interprets nothing."""
+def operations() -> dict[str, Counter[str]]:
+    """Return the operations of every family; another process compiles, which interprets nothing.
+
+    Or it reads what it compiled before: Triton names it by the kernel's source and the compiler.
+    """
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "TRITON_CACHE_DIR": str(ROOT / "build" / "triton"),
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
     }
     command = [sys.executable, str(TESTS / "ptx.py"), *CAPABILITIES]

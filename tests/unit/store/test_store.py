@@ -2,6 +2,7 @@
 
 import itertools
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,10 +268,15 @@ def test_commits_on_one_thread_and_requests_on_another(store: Store) -> None:
             failures.append(error)
 
     thread = threading.Thread(target=ask)
-    thread.start()
-    for step in range(1, 30):
-        commit(store, step)
-    stop.set()
-    thread.join()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)  # a thread that computes leaves the interpreter to others sooner
+    try:
+        thread.start()
+        for step in range(1, 30):
+            commit(store, step)
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(before)
     assert not failures
     assert [s.number for s in store.generations()] == [29]
