@@ -9,7 +9,7 @@ transformers model is written next to them.
 import copy
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -86,20 +86,18 @@ def save_safetensors(
     contents = dict(module_tensors(model))
     share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
-    rank = 0 if group is None else dist.get_rank(group)
     folder = Path(path)
-    task = f"write the model to {folder}"
-    on_every_rank(partial(_make, folder, is_writer=rank < writers), task)
+    rank, task = _rank(), f"write the model to {folder}"
+    on_every_rank(lambda: make_folder(folder) if rank < writers else None, task)
     listed = DigestList(folder / (INDEX if len(shards) > 1 else ONE))
     with NewFiles() as new_files:
         for at in range(0, len(shards), writers):
             on_every_rank(partial(_write, shards[at : at + writers], rank, listed, new_files), task)
         on_every_rank(new_files.keep, task)
-        finished = shards if rank == 0 else ()  # rank 0 alone removes older files and finishes
-        on_every_rank(partial(_remove_older, folder, finished), task)
+        _on_rank_0(partial(_remove_older, folder, len(shards)), task)
         on_every_rank(new_files.publish, task)
     gather_digests(listed)
-    on_every_rank(partial(_finish, model, listed, finished), task)
+    _on_rank_0(partial(_finish, model, listed, shards), task)
 
 
 def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -115,23 +113,26 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
         StowError: Rank 0 failed to write, and raises its own error.
     """
     _run_state_dict_pre_hooks(model)
-    group = host_group()
-    rank = 0 if group is None else dist.get_rank(group)
     file = Path(path)
     task = f"write the model to {file}"
-    on_every_rank(partial(_make, file.parent, is_writer=rank == 0), task)
+    _on_rank_0(partial(make_folder, file.parent), task)
     whole = _shard_of(file.name, dict(module_tensors(model)))
     listed = DigestList(file)
     with NewFiles() as new_files:
-        on_every_rank(partial(_write, [whole], rank, listed, new_files), task)
-        on_every_rank(listed.remove if rank == 0 else lambda: None, task)
+        on_every_rank(partial(_write, [whole], _rank(), listed, new_files), task)
+        _on_rank_0(listed.remove, task)
         on_every_rank(new_files.publish, task)
-    on_every_rank(listed.write if rank == 0 else lambda: None, task)
+    _on_rank_0(listed.write, task)
 
 
-def _make(folder: Path, *, is_writer: bool) -> None:
-    if is_writer:
-        make_folder(folder)
+def _rank() -> int:
+    """Return this rank among those that write together."""
+    group = host_group()
+    return 0 if group is None else dist.get_rank(group)
+
+
+def _on_rank_0(act: Callable[[], object], task: str) -> None:
+    on_every_rank(act if _rank() == 0 else lambda: None, task)
 
 
 def _run_state_dict_pre_hooks(model: nn.Module) -> None:
@@ -201,27 +202,20 @@ def _in_turns(shards: Sequence[_Shard]) -> Iterator[tuple[_Shard, str]]:
         yield from ((s, n) for s, n in zip(shards, names, strict=True) if n is not None)
 
 
-def _remove_older(folder: Path, shards: Sequence[_Shard]) -> None:
-    """Remove older files, the index first; a new file replaces one of its name atomically.
+def _remove_older(folder: Path, count: int) -> None:
+    """Remove files older than ``count`` new ones, the index first.
 
-    ``shards``: the new files; empty: another rank removes the older ones.
+    A new file replaces one of its name atomically.
     """
-    if not shards:
-        return
     index, one = DigestList(folder / INDEX), DigestList(folder / ONE)
-    ones = [one.main] if len(shards) > 1 else []
+    ones = [one.main] if count > 1 else []
     for old in (index.main, index.path, one.path, *ones, *sorted(folder.glob(_SHARDS))):
         old.unlink(missing_ok=True)
     sync_directory(folder)
 
 
 def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> None:
-    """Write the index if there are several files, their list, and the model's configuration.
-
-    ``shards``: the files; empty: another rank writes them.
-    """
-    if not shards:
-        return
+    """Write the index if there are several files, their list, and the model's configuration."""
     if len(shards) > 1:
         weight_map = {name: shard.name for shard in shards for name in shard.tensors}
         total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
