@@ -782,7 +782,7 @@ MUTATIONS = (
     ),
     Mutation(
         _SAVED,
-        "self._link(storage.device).join(storage.ready)",
+        "self._links[storage.device].join(storage.ready)",
         "pass",
         f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
     ),

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,10 +23,14 @@ from tree import ROOT
 
 SOURCE = Path(tensorstow.__file__).parent
 MOST_OF_FSDP = 12
+MOST_OF_STOW = 98
 
 
-def modules_run(act: Callable[[], object], below: str) -> set[str]:
-    """Return the modules below a folder of the source whose functions run in ``act``."""
+def modules_run(act: Callable[[], object], below: str = "") -> set[str]:
+    """Return the modules below a folder of the source whose functions run in ``act``.
+
+    Functions of other threads do not count.
+    """
     files: set[str] = set()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -39,7 +44,8 @@ def modules_run(act: Callable[[], object], below: str) -> set[str]:
     finally:
         sys.setprofile(before)
     folder = SOURCE / below
-    return {Path(file).stem for file in files if Path(file).is_relative_to(folder)}
+    own = [Path(file) for file in files if Path(file).is_relative_to(folder)]
+    return {str(file.relative_to(folder).with_suffix("")) for file in own}
 
 
 @pytest.mark.parametrize("loads", [False, True])
@@ -60,6 +66,54 @@ def test_stow_runs_through_few_modules(loads: bool, tmp_path: Path) -> None:  # 
     made[0].close()
     assert {"stow", "sharding", "shard_storage"} <= ran
     assert len(ran) <= MOST_OF_FSDP, sorted(ran)
+
+
+LONGEST = Plan(
+    parameters="disk", states="disk", overlap="backward", micro_batches=2, activations="disk"
+)
+
+
+def test_the_longest_stow_runs_through_no_more_modules(tmp_path: Path) -> None:
+    """It builds all that training uses: the store, the optimizer, its feeds and their files."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    make = partial(tensorstow.AdamW, lr=1e-3, durability="none")
+    made: list[tensorstow.AdamW] = []
+    ran = modules_run(lambda: made.append(stow(model, make, plan=LONGEST, dir=tmp_path / "run")[1]))
+    made[0].close()
+    assert {"fsdp/stow", "fsdp/vertical_order", "activations/pool", "states/state_store"} <= ran
+    assert len(ran) <= MOST_OF_STOW, sorted(ran)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "durability", "most"),
+    [
+        ("none", "none", 31),
+        ("none", "commit", 38),
+        ("forward", "none", 33),
+        ("backward", "none", 24),
+    ],
+)
+def test_a_step_with_states_on_disk_runs_through_few_modules(
+    overlap: str, durability: str, most: int, tmp_path: Path
+) -> None:
+    """After the first: that one creates the states."""
+    model = nn.Linear(4, 4)
+    optimizer = tensorstow.AdamW(
+        model.named_parameters(),
+        lr=1e-3,
+        states="disk",
+        overlap=overlap,
+        module=model,
+        durability=durability,
+        dir=tmp_path / "run",
+    )
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        ran = modules_run(optimizer.step)
+        optimizer.zero_grad()
+    optimizer.close()
+    assert {"optim/placed", "step/managed_param"} <= ran
+    assert len(ran) <= most, sorted(ran)
 
 
 # --- the way of a gradient ---

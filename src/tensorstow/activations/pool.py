@@ -65,6 +65,14 @@ class ActivationBytes:
     """Bytes copied from host memory to the device."""
 
 
+class _Links(dict[torch.device, DeviceLink]):
+    """A link to each device, opened when it is first asked for."""
+
+    def __missing__(self, device: torch.device) -> DeviceLink:
+        """Open the link."""
+        return self.setdefault(device, open_link(device))
+
+
 class ActivationPool:
     """Saved storages, and a bound on the host memory that they take."""
 
@@ -100,7 +108,7 @@ class ActivationPool:
         self._released: deque[SavedStorage] = deque()
         self._blocks = HostBlocks(budget)
         self._used = self._blocks.used
-        self._links: dict[torch.device, DeviceLink] = {}
+        self._links = _Links()
         self._clean_bytes = 0
         self._most = self._bytes_read = self._bytes_written = 0
 
@@ -162,7 +170,7 @@ class ActivationPool:
         if tensor.is_cpu:
             storage.host = whole
         else:
-            link = self._link(tensor.device)
+            link = self._links[tensor.device]
             storage.block = self._blocks.take(storage.nbytes, tensor.device, link)
             storage.host = storage.block.tensor(0, storage.nbytes, torch.uint8)
             storage.copied = link.d2h([(storage.host, whole)], [link.record_event()])
@@ -219,8 +227,11 @@ class ActivationPool:
                 if self._used.fits(nbytes):
                     break  # the copy is not complete, and nothing needs its memory yet
                 return oldest.copied.synchronize
-            if not oldest.is_intact:
-                self._keep_source(oldest)
+            if not oldest.is_intact:  # its sources stay as they are: ``load`` raises
+                self._used.give(oldest.nbytes)
+                oldest.host = oldest.block = None
+                oldest.leave()
+                self._list(oldest)
                 continue
             self._write(oldest, scratch)
         return None
@@ -286,9 +297,9 @@ class ActivationPool:
             storage.settle(partial(_check, storage))
             if storage.device.type == "cpu":
                 return storage.data
-            copy = self._copy_up(storage)
+            copy = _copy_up(storage, self._links[storage.device])
         if storage.ready is not None:
-            self._link(storage.device).join(storage.ready)
+            self._links[storage.device].join(storage.ready)
         return copy
 
     def _bring_ahead(self, storage: SavedStorage) -> None:
@@ -304,13 +315,13 @@ class ActivationPool:
             is_on_device = other.sources or other.device_copy is not None
             if other.host is not None and not is_on_device and not other.is_busy:
                 other.settle(partial(_check, other))
-                self._copy_up(other)
+                _copy_up(other, self._links[other.device])
 
     def _read_back(self, storage: SavedStorage) -> None:
         if self._scratch is None or storage.extent is None:
             message = f"Saved activation {storage.number} is neither in memory nor on disk."
             raise StowError(message)
-        link = self._link(storage.device)
+        link = self._links[storage.device]
         block = self._blocks.take(storage.nbytes, storage.device, link)
         host = block.tensor(0, storage.nbytes, torch.uint8)
         storage.begin(ByteState.READING, self._scratch.read(storage.extent, host))
@@ -318,14 +329,6 @@ class ActivationPool:
         self._enter_memory(storage)
         self._clean_bytes += storage.nbytes
         self._bytes_read += storage.nbytes
-
-    def _copy_up(self, storage: SavedStorage) -> torch.Tensor:
-        link = self._link(storage.device)
-        target = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device)
-        # The event: earlier kernels that used the target's memory must be complete.
-        storage.ready = link.h2d([(target, storage.data)], [link.record_event()])
-        storage.device_copy = target
-        return target
 
     # --- memory and files ---
 
@@ -379,13 +382,6 @@ class ActivationPool:
                 self._ending.append(storage)
         for _ in range(len(self._ending)):
             self._drop(self._ending.popleft())
-
-    def _keep_source(self, storage: SavedStorage) -> None:
-        """Do not move a storage that was written to or resized: ``load`` raises."""
-        self._used.give(storage.nbytes)
-        storage.host = storage.block = None
-        storage.leave()
-        self._list(storage)
 
     def _drop(self, storage: SavedStorage) -> None:
         """Free a storage's memory and disk space, later if a transfer is in progress."""
@@ -446,10 +442,14 @@ class ActivationPool:
             else:
                 storages.discard(storage)
 
-    def _link(self, device: torch.device) -> DeviceLink:
-        if device not in self._links:
-            self._links[device] = open_link(device)
-        return self._links[device]
+
+def _copy_up(storage: SavedStorage, link: DeviceLink) -> torch.Tensor:
+    """Begin copying a storage from host memory to its device."""
+    target = torch.empty(storage.nbytes, dtype=torch.uint8, device=storage.device)
+    # The event: earlier kernels that used the target's memory must be complete.
+    storage.ready = link.h2d([(target, storage.data)], [link.record_event()])
+    storage.device_copy = target
+    return target
 
 
 def _wait_for(storage: SavedStorage) -> None:

@@ -28,9 +28,14 @@ from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import Phase, PublicCall, require
-from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.managed_param import (
+    ManagedParam,
+    StepPlan,
+    fill_with_nan,
+    publish_weight,
+    write_to_copies,
+)
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step, scalars_of
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of

@@ -15,9 +15,8 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.step.chunk_order import by_first
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
-from tensorstow.step.managed_param import StepPlan
+from tensorstow.step.managed_param import StepPlan, fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.replaced import UpdateUnderWay
 from tensorstow.step.schedule import Schedule
 from tensorstow.step.step_plan import States, record_step

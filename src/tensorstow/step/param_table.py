@@ -4,6 +4,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -19,7 +20,6 @@ from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
 from tensorstow.states.stored_chunks import StoredChunk
 from tensorstow.states.traffic import Traffic
-from tensorstow.step.gradient_hooks import GradientHooks, OnGradient
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.update_router import UpdateRouter
@@ -28,6 +28,46 @@ from tensorstow.tensors.dtensor import layout_of, order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 logger = logging.getLogger("tensorstow")
+
+OnGradient = Callable[[torch.Tensor], None]
+
+
+class GradientHooks:
+    """Hooks on parameters, removed with this object."""
+
+    def __init__(self, on_gradient: OnGradient) -> None:
+        """Begin with none; ``on_gradient`` is called with the parameter."""
+        self._on_gradient = on_gradient
+        self._handles: list[Any] = []
+        self._frozen: list[torch.Tensor] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Register a hook on ``parameter``; if it is frozen, ``update`` does so once it is not."""
+        self._frozen.append(parameter)
+        self.update()
+
+    def update(self) -> None:
+        """Register hooks on parameters that have been unfrozen."""
+        still: list[torch.Tensor] = []
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(register(self._on_gradient))
+            else:
+                still.append(parameter)
+        self._frozen = still
+
+    def clear(self) -> None:
+        """Remove all hooks. Idempotent."""
+        _remove(self._handles)
+        self._frozen.clear()
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
 
 
 class ParamTable:

@@ -22,10 +22,9 @@ from tensorstow.base.errors import OptionError
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.legal_calls import Phase
-from tensorstow.step.managed_param import ManagedParam, StepPlan
+from tensorstow.step.managed_param import ManagedParam, StepPlan, publish_weight
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.publish import publish_weight
 from tensorstow.step.step_plan import States, record_step
 
 

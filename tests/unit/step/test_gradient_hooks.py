@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tensorstow.step.gradient_hooks import GradientHooks
+from tensorstow.step.param_table import GradientHooks
 
 
 def test_a_frozen_parameter_is_watched_once_it_is_not() -> None:

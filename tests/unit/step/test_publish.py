@@ -2,9 +2,15 @@ import torch
 
 from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan
+from tensorstow.step.managed_param import (
+    ManagedParam,
+    ParamUpdate,
+    StepPlan,
+    fill_with_nan,
+    publish_weight,
+    write_to_copies,
+)
 from tensorstow.step.managed_param import StepPlan as Step
-from tensorstow.step.publish import fill_with_nan, publish_weight, write_to_copies
 
 
 def param_of(values: torch.Tensor, number: int = 0) -> ManagedParam:
