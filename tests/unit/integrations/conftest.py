@@ -18,8 +18,3 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _environment(kept_environment: None) -> None:
     """Trainers write a rank's variables, by which the next ones would join others."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _state_forgotten() -> Iterator[None]:
-    yield
