@@ -630,9 +630,9 @@ MUTATIONS = (
         f"{_STEPS}[none-hybrid-bf16]",
     ),
     Mutation(
-        "fsdp/stow.py",
-        "                alive.wait([parameter])\n",
-        "                pass\n",
+        "fsdp/placements.py",
+        "            alive.wait([parameter])\n",
+        "            pass\n",
         f"{_WAITS}::test_whoever_reads_a_weight_in_host_memory_waits_for_its_update",
     ),
     Mutation(

@@ -148,7 +148,7 @@ def test_no_more_is_pinned_than_the_limit_says(
     driver = Driver()
     monkeypatch.setattr(pinned, "_runtime", lambda _: driver)
     before = pinned.pinned_bytes()
-    monkeypatch.setenv(pinned.LIMIT, str(before + 3000))
+    monkeypatch.setenv(pinned.LIMIT, f"{before + 3000}B")
     with caplog.at_level(logging.WARNING, logger="tensorstow"):
         first, second = PinnedBlock(3000, CUDA, nothing), PinnedBlock(1, CUDA, nothing)
         assert (first.pinned, second.pinned) == (True, False)
