@@ -152,6 +152,13 @@ with open("pyproject.toml", "rb") as file:
 PYTHON
 }
 
+# The releases that the tests are known to pass with, or what this Python and this index have.
+tested() {
+  pip install --quiet --constraint tools/constraints.txt "$@" ||
+    { say "cannot install the releases in tools/constraints.txt: taking the newest" &&
+      pip install --quiet "$@"; }
+}
+
 # --- the three steps ----------------------------------------------------------------------------
 
 case "${1:-}" in
@@ -171,8 +178,8 @@ case "${1:-}" in
     # tensorstow itself is installed: pip only adds what the extra names.
     say "installing what tensorstow[$2] needs"
     # Most of their modules are never imported: those that are get compiled then.
-    pip install --quiet --no-compile "tensorstow[$2]"
-    [ "$2" != test ] || pip install --quiet "tensorstow[kernel]" ||
+    tested --no-compile "tensorstow[$2]"
+    [ "$2" != test ] || tested "tensorstow[kernel]" ||
       say "no Triton can be installed here: tests of the fused kernel will be skipped"
     # shellcheck disable=SC2086  # several packages on purpose
     [ "$2" != test ] || pip install --quiet --no-compile --no-deps $TRAINERS ||
