@@ -1,5 +1,6 @@
 """Models that are only read on an accelerator: weights there, in pinned host memory, in files."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,29 @@ def test_host_memory_is_read_into_behind_its_copy(device: torch.device, tmp_path
         with stream.link._h2d_stream:
             spin(device, LATE)
         assert torch.equal(model(x).cpu(), expected)
+
+
+@pytest.mark.parametrize("late", ["read", "copy"])
+def test_who_waits_sleeps(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str
+) -> None:
+    """It would ask again and again otherwise, on a core that computes."""
+    x, expected = saved(tmp_path, device)
+    model, stream = stowed(tmp_path, plan=PLANS["disk-alone"])
+    assert stream is not None
+    assert isinstance(stream.link, StreamLink)
+    tries: list[str] = []
+    for name in ("_try_to_attach", "_try_to_read_ahead"):
+        call = getattr(stream, name)
+        monkeypatch.setattr(stream, name, partial(lambda f, *of: tries.append("") or f(*of), call))
+    if late == "read":
+        file = stream.calls[0].unit.runs[0].file
+        file.engine.inject_fault("read", times=-1, delay_us=int(1e6 * LATE / 2))
+    else:
+        with stream.link._h2d_stream:
+            spin(device, LATE)
+    assert torch.equal(model(x).cpu(), expected)
+    assert len(tries) <= 6 * len(stream.calls)
 
 
 def test_a_new_buffer_is_filled_behind_the_last_use_of_its_memory(device: torch.device) -> None:

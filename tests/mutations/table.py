@@ -174,6 +174,18 @@ MUTATIONS = (
     ),
     Mutation(
         _STREAM,
+        "unit.wait()",
+        "pass",
+        f"{_READ}::test_who_waits_sleeps[read]",
+    ),
+    Mutation(
+        _STREAM,
+        "unit.last_copy.synchronize()",
+        "pass",
+        f"{_READ}::test_who_waits_sleeps[copy]",
+    ),
+    Mutation(
+        _STREAM,
         "return PinnedBlock(nbytes, self.link.device, self.link.synchronize)",
         "return Arena(nbytes, in_children=False)",
         f"{_READ}::test_weights_go_up_from_pinned_memory[disk]",

@@ -236,15 +236,19 @@ def rss_bytes() -> int:
 def test_the_steady_state_allocates_nothing(tmp_path: Path) -> None:
     optimizer, parameter = trained(tmp_path, 50 * CHUNK, budget=8 * SLOT, steps=30)
     high_water = optimizer.traffic().ring_high_water_bytes
-    gc.collect()
-    before = (allocated_bytes(), rss_bytes())
-    train(optimizer, parameter, 200)
-    gc.collect()
-    native, rss = allocated_bytes() - before[0], rss_bytes() - before[1]
+    native, rss = [], []
+    # A leak is in each of them. Threads of libraries take pages once, whenever they first run.
+    for _ in range(3):
+        gc.collect()
+        before = (allocated_bytes(), rss_bytes())
+        train(optimizer, parameter, 200)
+        gc.collect()
+        native.append(allocated_bytes() - before[0])
+        rss.append(rss_bytes() - before[1])
     assert optimizer.traffic().ring_high_water_bytes == high_water == 8 * SLOT
     # 10,000 chunks went through: this is two bytes for each. A slot leaked per step is 11 MiB.
-    assert native < 20_000
-    assert rss < MIB
+    assert min(native) < 20_000, native
+    assert min(rss) < MIB, rss
 
 
 def test_the_steady_state_keeps_no_python_objects(tmp_path: Path) -> None:
