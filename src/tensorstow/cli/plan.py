@@ -1,13 +1,14 @@
 """`tensorstow plan`: memory, time and traffic of a run, before anything is allocated."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import DirectoryError, OptionError, advice_for
 from tensorstow.base.plan import Plan
@@ -38,8 +39,8 @@ from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
     SearchResult,
-    fits_with_activations_kept,
     search,
+    with_placed_activations,
 )
 from tensorstow.planner.seconds import (
     MachineRates,
@@ -150,10 +151,18 @@ def _request(
         micro_batchings=_micro_batchings(model, traced, options, KEPT),
         on_device=True,
     )
-    if traced is None or fits_with_activations_kept(request):
+    if traced is None or not blocks_with_activations(units_of(model.module)):
         return request
-    placed = _placed_elsewhere(model, options, device_is_host=device_is_host)
-    return replace(request, micro_batchings=(*request.micro_batchings, *placed))
+
+    def trace_with(placement: ActivationPlacement) -> Sequence[MicroBatching]:
+        placed = TracedPlacement(placement, device_is_host=device_is_host)
+        traced = _traced(model, options, placed)
+        if traced is None:
+            return ()
+        whole = MicroBatching(1, _batch(model, traced, options), traced.held())
+        return whole, *_micro_batchings(model, traced, options, placed)
+
+    return with_placed_activations(request, traces_of(device_is_host=device_is_host), trace_with)
 
 
 def _activations(
@@ -286,22 +295,6 @@ def _batch(
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
     tokens = _count_of(model)[1] if model.inputs is not None else options.batch * options.seq
     return traced.micro_batch(tokens)
-
-
-def _placed_elsewhere(
-    model: NamedModel, options: argparse.Namespace, *, device_is_host: bool
-) -> Iterator[MicroBatching]:
-    """Yield traced micro-batchings with other activation placements, least traffic first."""
-    names = blocks_with_activations(units_of(model.module))
-    for placement, alike in traces_of(device_is_host=device_is_host).items() if names else ():
-        placed = TracedPlacement(placement, device_is_host=device_is_host)
-        traced = _traced(model, options, placed)
-        micro_batchings = [*_micro_batchings(model, traced, options, placed)]
-        if traced is not None:
-            whole = MicroBatching(1, _batch(model, traced, options), traced.held())
-            micro_batchings.insert(0, whole)
-        for same in alike:
-            yield from (replace(batching, placement=same) for batching in micro_batchings)
 
 
 def _micro_batchings(

@@ -36,8 +36,8 @@ from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
     SearchResult,
-    fits_with_activations_kept,
     search,
+    with_placed_activations,
 )
 from tensorstow.planner.seconds import MachineRates, MicroBatch
 from tensorstow.planner.sizes import Sizes
@@ -159,15 +159,17 @@ def _with_activations(
     tokens = facts.tokens or _TOKENS
     conditions = replace(request.conditions, activations=facts.traced.held())
     request = replace(request, conditions=conditions, batch=facts.traced.micro_batch(tokens))
-    if fits_with_activations_kept(request) or not example.has_blocks:
+    if not example.has_blocks:
         return request
-    tried: list[MicroBatching] = []
-    for placement, alike in traces_of(device_is_host=device.type == "cpu").items():
+
+    def trace_with(placement: ActivationPlacement) -> Sequence[MicroBatching]:
         traced = _largest_of_ranks(example.trace(placement, device))
-        if traced is not None:
-            batch, held = traced.micro_batch(tokens), traced.held()
-            tried += [MicroBatching(1, batch, held, same) for same in alike]
-    return replace(request, micro_batchings=tuple(tried))
+        if traced is None:
+            return ()
+        return [MicroBatching(1, traced.micro_batch(tokens), traced.held())]
+
+    placements = traces_of(device_is_host=device.type == "cpu")
+    return with_placed_activations(request, placements, trace_with)
 
 
 def _largest_of_ranks(traced: Activations | None) -> Activations | None:

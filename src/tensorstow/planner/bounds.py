@@ -15,9 +15,5 @@ _LEAST_BUFFERS = 2  # one that FSDP2 gathers from, and one that it gathers ahead
 
 
 def upload_buffers(ahead: int) -> int:
-    """Return how many units have a buffer on the device for copies from the host.
-
-    Args:
-        ahead: How many units are copied ahead of use (``Plan.prefetch``).
-    """
+    """Return how many units have a buffer on the device; ``ahead`` are copied ahead of use."""
     return max(ahead + 1, _LEAST_BUFFERS)

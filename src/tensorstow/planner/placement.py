@@ -97,12 +97,6 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     """Return ``plan`` if it fits a budget, else the missing bytes by tier.
 
     Units on disk get the rest of HOST for their buffers: whole units, at most the default size.
-
-    Args:
-        plan: The plan.
-        sizes: The model, as one rank's share.
-        budget: Bytes that each rank may use of each tier.
-        conditions: What else decides.
     """
     units = units_on(Tier.DISK, plan, sizes)
     on_disk, around = [unit.share_bytes for unit in units], bytes_around(units)
@@ -124,13 +118,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
-    """Return what a plan holds on each tier of one rank, in bytes.
-
-    Args:
-        plan: The plan.
-        sizes: The model, as one rank's share.
-        conditions: What else decides.
-    """
+    """Return what a plan holds on each tier of one rank, in bytes."""
     held = dict.fromkeys(Tier, 0)
     for item in items_of(plan, sizes, conditions):
         held[item.tier] += item.nbytes
@@ -138,13 +126,7 @@ def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, 
 
 
 def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
-    """Return what a plan holds on each tier of one rank, by purpose; items of 0 bytes are left out.
-
-    Args:
-        plan: The plan.
-        sizes: The model, as one rank's share.
-        conditions: What else decides.
-    """
+    """Return what a plan holds on each tier of one rank, by purpose, without items of 0 bytes."""
     gradients = list(_gradients(plan, sizes, conditions))
     on_compute_tier = sum(i.nbytes for i in gradients if i.tier == conditions.compute_tier)
     items = [
@@ -212,13 +194,9 @@ def activation_budget(plan: Plan) -> int:
 
 
 def moved_activations(plan: Plan, held: HeldActivations) -> MovedActivations:
-    """Return what blocks move, by the rule of ``activations.pool``.
+    """Return what blocks move in one micro-batch, by the rule of ``activations.pool``.
 
     Activations that are not yet on disk may fill half of the budget; all in memory may fill it.
-
-    Args:
-        plan: The plan; only its ``activations`` matter.
-        held: The activations of one micro-batch.
     """
     if plan.activations is ActivationPlacement.HOST:
         return MovedActivations(over_link=held.saved)
@@ -321,12 +299,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
 
 
 def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
-    """Return the host memory, in bytes, for units on disk while they are used.
-
-    Args:
-        plan: The plan.
-        on_disk: The units on disk.
-    """
+    """Return the host memory, in bytes, for units on disk while they are used."""
     pool, shares = plan.buffer_pool_bytes, [unit.share_bytes for unit in on_disk]
     most = most_in_memory(shares, plan.prefetch, bytes_around(on_disk))
     most = most if pool is None else int(pool)

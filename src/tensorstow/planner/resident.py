@@ -22,9 +22,7 @@ class UnitBytes:
 def passing_bytes(units: Sequence[UnitBytes], prefetch: int) -> int:
     """Return the host memory for buffers of units that are read in each pass.
 
-    Args:
-        units: The units that are read, in order of use; the first follows the last.
-        prefetch: How many units are read ahead of the one that is used.
+    ``units``: in order of use, the first after the last; ``prefetch``: how many are read ahead.
     """
     count, ahead = len(units), min(prefetch, len(units) - 1)
     if not units:
@@ -36,7 +34,7 @@ def passing_bytes(units: Sequence[UnitBytes], prefetch: int) -> int:
 def choose_resident(
     units: Mapping[str, UnitBytes], limit: int, prefetch: int
 ) -> tuple[set[str], int]:
-    """Choose the units that stay in memory, and how many others are read ahead.
+    """Return the names of the units that stay in memory, and how many others are read ahead.
 
     Each byte that stays saves reading a byte in each pass, whichever unit it is in. The largest
     units that fit come first, because the buffers must hold the largest unit that does not stay.
@@ -47,9 +45,6 @@ def choose_resident(
         units: All units, by name, in the order of their use.
         limit: The memory for units that stay and for buffers, in bytes.
         prefetch: How many units to read ahead, if there is room.
-
-    Returns:
-        The names of the units that stay, and the units to read ahead.
 
     Raises:
         BudgetError: The limit has no room for the buffers.

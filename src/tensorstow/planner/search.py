@@ -19,8 +19,9 @@ disk alone, and the host takes some of the rest: weights on the device have a co
 which updates write, so fewer units on the device would not make room for others on the host.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
@@ -89,11 +90,7 @@ class SearchResult:
         return [plan for plan in self.tried if id(plan) in best_ids]
 
     def reason(self, other: Alternative) -> str:
-        """Return why another plan was not chosen.
-
-        Args:
-            other: One of ``tried``.
-        """
+        """Return why another plan, one of ``tried``, was not chosen."""
         if other.short:
             short = other.short.items()
             return ", ".join(f"{format_bytes(n)} of {tier.upper()} short" for tier, n in short)
@@ -167,22 +164,23 @@ def search(request: PlanRequest) -> SearchResult:
     ``overlap="backward"`` excludes clipping and loss scaling: it is chosen only if nothing else
     fits. Among equally fast plans, the one that holds most in the highest tiers is first.
 
-    Args:
-        request: The model, the budget and the rates of the machine.
-
     Raises:
         BudgetError: No plan fits. The error reports the missing bytes and the smallest change that
             fits.
         OptionError: The profile lacks a rate.
     """
-    done: _Done = []
-    tried = list(_try_all(request, done))
-    if not any(not (option.short or option.plan.timing.begins_early) for option in tried):
-        tried += _try_what_is_left(request, done)
-    fitting = [option for option in tried if not option.short]
+    tried: list[Alternative] = []
+    fitting: list[Alternative] = []
+    free: list[Alternative] = []
+    for requested in _rounds(request):
+        tried += _try_all(requested)
+        fitting = [option for option in tried if not option.short]
+        free = [option for option in fitting if not option.plan.timing.begins_early]
+        if free:
+            break
     if not fitting:
         raise BudgetError(_what_is_short(tried, request.budget))
-    free = [option for option in fitting if not option.plan.timing.begins_early] or fitting
+    free = free or fitting
     chosen = free[0]
     for option in free[1:]:
         if option.step is None or chosen.step is None:
@@ -213,9 +211,6 @@ def candidates(request: PlanRequest) -> list[Plan]:
     6. the same with overlap="backward", with at most a window of 64 MiB and one unit of gradients
        that wait for their update;
     7. ``request.widely``: parameters on DISK, states on HOST.
-
-    Args:
-        request: The model, the budget and the rates of the machine.
     """
     away = not request.conditions.device_is_host
     above = (Tier.DEVICE, Tier.HOST) if away else (Tier.HOST,)
@@ -238,26 +233,40 @@ def candidates(request: PlanRequest) -> list[Plan]:
     return plans
 
 
-def fits_with_activations_kept(request: PlanRequest) -> bool:
-    """Return whether the first placement fits with some of the requested micro-batchings.
+def with_placed_activations(
+    request: PlanRequest,
+    placements: Mapping[ActivationPlacement, Iterable[ActivationPlacement]],
+    trace: Callable[[ActivationPlacement], Sequence[MicroBatching]],
+) -> PlanRequest:
+    """Return the request with other placements of activations, if it does not fit without.
 
     Args:
-        request: The model, the budget, and its activations.
+        request: The request, whose micro-batchings keep activations.
+        placements: The placements to trace, and those that each trace stands for.
+        trace: Function that returns the micro-batchings of a placement, fewest first.
     """
     first = candidates(request)[0]
-    batchings = (batching.activations for batching in request.micro_batchings)
-    for activations in (request.conditions.activations, *batchings):
+    kept = [batching.activations for batching in request.micro_batchings]
+    for activations in (request.conditions.activations, *kept):
         conditions = replace(request.conditions, activations=activations)
         if isinstance(fit(first, request.sizes, request.budget, conditions), Plan):
-            return True
-    return False
+            return request
+    placed: list[MicroBatching] = []
+    for traced, alike in placements.items():
+        batchings = trace(traced)
+        placed += [replace(batching, placement=p) for p in alike for batching in batchings]
+    return replace(request, micro_batchings=(*request.micro_batchings, *placed))
 
 
-_Done = list[tuple[tuple[Plan, Conditions, bool], list[Alternative]]]
-"""Cache of tried plans and their results; a list, since a plan's ``units`` has no hash."""
+def _rounds(request: PlanRequest) -> Iterator[PlanRequest]:
+    """Yield the requests to search, one after the other until a plan allows all features."""
+    yield request
+    yield (wide := replace(request, widely=True))
+    if request.overlap is None:
+        yield replace(wide, overlap="backward")
 
 
-def _try_all(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
+def _try_all(request: PlanRequest) -> Iterator[Alternative]:
     """Yield every placement in every allowed variant; [Note: What is tried]."""
     fitting: list[Alternative] = []
     """Plans without ``units`` that fit: variants that only add work to them are not tried."""
@@ -272,7 +281,7 @@ def _try_all(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
         for plan in candidates(variant):
             if (plan.parameters, plan.states) in fitting_tiers:
                 continue
-            for option in _try_once(plan, variant, done):
+            for option in _try_with_units(plan, variant):
                 if not option.short and not option.plan.units:
                     fitting.append(option)
                 yield option
@@ -306,24 +315,6 @@ def _variants(request: PlanRequest) -> Iterator[PlanRequest]:
                 batch = batching.batch
             conditions = replace(conditions, state_format=state_format)
             yield replace(request, conditions=conditions, base=base, batch=batch)
-
-
-def _try_what_is_left(request: PlanRequest, done: _Done) -> Iterator[Alternative]:
-    """Yield plans that are worth trying only if nothing else fits; [Note: What is tried]."""
-    overlaps: tuple[Overlap | None, ...] = (None, "backward")
-    for overlap in overlaps if request.overlap is None else (request.overlap,):
-        yield from _try_all(replace(request, overlap=overlap, widely=True), done)
-
-
-def _try_once(plan: Plan, request: PlanRequest, done: _Done) -> list[Alternative]:
-    """Return a placement, and the best with units on lower tiers; cached in ``done``."""
-    key = (plan, request.conditions, _takes_disk(plan, request))
-    for cached_key, cached in done:
-        if cached_key == key:
-            return cached
-    options = list(_try_with_units(plan, request))
-    done.append((key, options))
-    return options
 
 
 def _try_with_units(plan: Plan, request: PlanRequest) -> Iterator[Alternative]:
@@ -376,43 +367,31 @@ def _best_units(plan: Plan, lower: Tier, request: PlanRequest) -> Alternative | 
     if len({unit.share_bytes for unit in units}) > 1:
         orders.append(sorted(units, key=lambda unit: unit.share_bytes))
     ranked = [_best_of_order(plan, lower, order, request) for order in orders if len(order) > 1]
-    return min(ranked, key=_rank_of)[-1] if ranked else None
+    return min(ranked, key=itemgetter(0))[1] if ranked else None
 
 
-_Ranked = tuple[bool, int, float, int, Alternative]
+_Rank = tuple[bool, int, float, int]
 """Whether bytes are missing, how many, seconds, and minus the bytes above; the least is best."""
-
-
-def _rank_of(ranked: _Ranked) -> tuple[bool, int, float, int]:
-    return ranked[:-1]
 
 
 def _best_of_order(
     plan: Plan, lower: Tier, units: Sequence[UnitSizes], request: PlanRequest
-) -> _Ranked:
+) -> tuple[_Rank, Alternative]:
     """Return the best plan with the first of ``units`` on the tier of ``plan.parameters``."""
-    tried: dict[int, _Ranked] = {}
-
-    def try_count(count: int) -> None:
-        if count in tried:
-            return
-        option = _try(_with_units(plan, lower, units, count), request)
-        above = sum(unit.share_bytes for unit in units[:count])
-        tried[count] = (*_cost(option), -above, option)
-
+    tried: dict[int, tuple[_Rank, Alternative]] = {}
     most = len(units) - 1
-    for part in range(_GRID + 1):
-        try_count(1 + part * (most - 1) // _GRID)
-    while True:
-        best = min(tried, key=lambda count: _rank_of(tried[count]))
+    counts = {1 + part * (most - 1) // _GRID for part in range(_GRID + 1)}
+    while counts:
+        for count in counts:
+            option = _try(_with_units(plan, lower, units, count), request)
+            above = sum(unit.share_bytes for unit in units[:count])
+            tried[count] = ((*_cost(option), -above), option)
+        best = min(tried, key=lambda count: tried[count][0])
         below = max((n for n in tried if n < best), default=best)
         above = min((n for n in tried if n > best), default=best)
         # Halve the gaps on both sides, until the best is next to two that were tried.
-        middles = {(below + best) // 2, (above + best) // 2} - tried.keys()
-        if not middles:
-            return tried[best]
-        for count in middles:
-            try_count(count)
+        counts = {(below + best) // 2, (above + best) // 2} - tried.keys()
+    return tried[best]
 
 
 def _with_units(plan: Plan, lower: Tier, units: Sequence[UnitSizes], count: int) -> Plan:
@@ -493,11 +472,7 @@ def _try(plan: Plan, request: PlanRequest) -> Alternative:
 
 
 def uses_disk(plan: Plan) -> bool:
-    """Return whether a plan has parameters, states or activations on disk.
-
-    Args:
-        plan: The plan.
-    """
+    """Return whether a plan has parameters, states or activations on disk."""
     on_disk = Tier.DISK in {plan.parameters, plan.states, *plan.units.values()}
     return on_disk or ActivationPlacement.DISK in plan.activation_placements
 

@@ -8,8 +8,9 @@ backward if the CPU computes: their times add up. If updates run on the accelera
 its computing and its updates add up, and states go over the link both ways.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -58,12 +59,7 @@ class MicroBatch:
 
     @classmethod
     def estimate(cls, parameters: int, tokens: int) -> "MicroBatch":
-        """Return six operations for each parameter and token, for a model that was not traced.
-
-        Args:
-            parameters: The number of elements of the whole model.
-            tokens: The number of tokens of the micro-batch.
-        """
+        """Return six operations for each parameter and token, for a model that was not traced."""
         return cls(tokens, _FLOPS_PER_TOKEN * parameters * tokens, is_estimate=True)
 
 
@@ -150,11 +146,7 @@ class StepTime:
     @property
     def busy(self) -> dict[str, float]:
         """Return how long each resource works in a step."""
-        totals: dict[str, float] = {}
-        for phase in self.phases:
-            for name, seconds in phase.loads.items():
-                totals[name] = totals.get(name, 0.0) + seconds
-        return totals
+        return _sum(phase.loads for phase in self.phases)
 
     @property
     def binding(self) -> str:
@@ -166,13 +158,7 @@ class StepTime:
 
 
 def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
-    """Return the bytes that one rank moves, and its updates, in one step of a plan.
-
-    Args:
-        plan: The plan.
-        sizes: The model, as one rank's share.
-        conditions: What else decides.
-    """
+    """Return the bytes that one rank moves, and its updates, in one step of a plan."""
     units = units_on(Tier.DISK, plan, sizes)
     on_disk = [unit.share_bytes for unit in units]
     below = sum(on_disk) + sum(unit.share_bytes for unit in units_on(Tier.HOST, plan, sizes))
@@ -222,22 +208,13 @@ def _activations(plan: Plan, conditions: Conditions) -> MovedActivations:
 def compute_seconds(batch: MicroBatch, dtype: torch.dtype, machine: MachineRates) -> float:
     """Return how long forward and backward of one micro-batch take.
 
-    Args:
-        batch: Their work.
-        dtype: The dtype that they compute in.
-        machine: The rates.
-
     Raises:
         OptionError: The profile lacks the rate.
     """
     rates = machine.profile.compute.get(machine.device)
     flops = None if rates is None else rates.flops.get(dtype_key(dtype))
     if rates is None or flops is None:
-        message = (
-            f"The profile has no rate of computing in {dtype_key(dtype)} on {machine.device}: run"
-            " `tensorstow calibrate` on a machine that has one, and name its profile."
-        )
-        raise OptionError(message)
+        _refuse_unmeasured(f"rate of computing in {dtype_key(dtype)} on {machine.device}")
     elementwise = batch.tensor_bytes / rates.tensor_bytes + batch.calls * rates.call_seconds
     return batch.flops / flops + elementwise + batch.random_elements / rates.random_elements
 
@@ -246,13 +223,6 @@ def time_of(
     plan: Plan, sizes: Sizes, conditions: Conditions, batch: MicroBatch, machine: MachineRates
 ) -> StepTime:
     """Return how long a step of a plan takes.
-
-    Args:
-        plan: The plan.
-        sizes: The model, as one rank's share.
-        conditions: What else decides.
-        batch: The work of one micro-batch on one rank.
-        machine: The rates.
 
     Raises:
         OptionError: The profile lacks a rate that the plan needs.
@@ -284,18 +254,17 @@ def time_of(
         loads["cores"] = loads.get("cores", 0.0) + seconds / 2
     saved, brought = _activation_loads(work.activations, machine)
     forward, backward = _sum([forward, saved]), _sum([backward, brought])
-    first_update, rest = _parts(step, _first_share(sizes))
-    parts: list[tuple[str, Sequence[Mapping[str, float]]]]
+    share = _first_share(sizes)
+    first_update, rest = _scaled(step, share), _scaled(step, 1 - share)
     if plan.timing.begins_early:
-        parts = [("forward", [forward]), ("backward and update", [backward, rest])]
-        parts += [("update of the first parameter", [first_update])]
+        phases = {"forward": forward, "backward and update": _sum([backward, rest])}
+        phases["update of the first parameter"] = _sum([first_update])
     elif plan.timing.waits_by_module:
-        parts = [("update of the first parameter", [first_update])]
-        parts += [("update and forward", [rest, forward]), ("backward", [backward])]
+        phases = {"update of the first parameter": _sum([first_update])}
+        phases |= {"update and forward": _sum([rest, forward]), "backward": backward}
     else:
-        parts = [("forward", [forward]), ("backward", [backward]), ("update", [step])]
-    phases = tuple(StepPhase(name, _sum(loads_of)) for name, loads_of in parts)
-    return StepTime(phases, compute, update.kernels)
+        phases = {"forward": forward, "backward": backward, "update": step}
+    return StepTime(tuple(map(StepPhase, phases, phases.values())), compute, update.kernels)
 
 
 def _activation_loads(
@@ -324,43 +293,10 @@ def _first_share(sizes: Sizes) -> float:
     return first.trained[0][1] / sum(unit.trained_elements for unit in trained)
 
 
-def _parts(
-    loads: Mapping[str, float], first: float
-) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Return a share of loads, and the rest of them."""
-    return (
-        {name: first * seconds for name, seconds in loads.items()},
-        {name: (1 - first) * seconds for name, seconds in loads.items()},
-    )
-
-
-def device_share(plan: Plan, sizes: Sizes, conditions: Conditions, machine: MachineRates) -> float:
-    """Return the share of the states that the accelerator updates.
-
-    This predicts what a run measures in its first steps: with "hybrid" both sides end together,
-    with "auto" the faster side updates all.
-
-    Args:
-        plan: The plan, with its ``update_on``.
-        sizes: The model, as one rank's share.
-        conditions: What else decides.
-        machine: The rates.
-
-    Raises:
-        OptionError: The profile lacks a rate.
-    """
-    return _device_share(plan.update_on, work_of(plan, sizes, conditions), machine)
-
-
 def break_even_tokens(step: StepTime, tokens: int) -> int | None:
     """Return the least tokens per step with which computing takes longer than any transfer.
 
-    Args:
-        step: The time of one step.
-        tokens: The tokens of that step on one rank.
-
-    Returns:
-        The tokens; None if nothing is moved.
+    ``tokens``: those of ``step`` on one rank. None: nothing is moved.
     """
     moved = max((s for name, s in step.busy.items() if name in _TRANSFERS), default=0.0)
     if not moved or not step.compute:
@@ -401,11 +337,7 @@ def _over_link(way: str, nbytes: int, machine: MachineRates) -> float:
         return 0.0
     link = machine.profile.link
     if link is None:
-        message = (
-            "The profile has no link to an accelerator: run `tensorstow calibrate` on a machine"
-            " that has one, and name its profile."
-        )
-        raise OptionError(message)
+        _refuse_unmeasured("link to an accelerator")
     return nbytes / (link.up if way == "up" else link.down)
 
 
@@ -420,22 +352,22 @@ class _Update:
 
 def _update_loads(plan: Plan, work: StepWork, machine: MachineRates) -> _Update:
     """Return how long each resource works in the update, without the disk."""
-    on_device = _device_share(plan.update_on, work, machine)
+    on_device = device_share(plan.update_on, work, machine)
     on_host = 1 - on_device
     host = _host_loads(work, machine) if on_host else {}
     device = _device_loads(work, machine) if on_device else {}
     if not reaches_device(plan.update_on):
         host.pop("link down", None)  # gradients came down during backward
-    loads = _sum(
-        [
-            {name: on_host * seconds for name, seconds in host.items()},
-            {name: on_device * seconds for name, seconds in device.items()},
-        ]
-    )
+    loads = _sum([_scaled(host, on_host), _scaled(device, on_device)])
     return _Update(max(loads.get("cores", 0.0), loads.get("accelerator", 0.0)), loads)
 
 
-def _device_share(update_on: UpdateOn | None, work: StepWork, machine: MachineRates) -> float:
+def device_share(update_on: UpdateOn | None, work: StepWork, machine: MachineRates) -> float:
+    """Return the share of the states that the accelerator updates.
+
+    This predicts what a run measures in its first steps: with "hybrid" both sides end together,
+    with "auto" the faster side updates all. Raises OptionError if the profile lacks a rate.
+    """
     if isinstance(update_on, float):
         return update_on
     if not reaches_host(update_on):
@@ -464,11 +396,7 @@ def _device_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
     rates = machine.profile.device_update
     lacking = [key for key in work.updates if key not in rates]
     if lacking:
-        message = (
-            f"The profile has no rate of updates of {', '.join(lacking)} on an accelerator: run"
-            " `tensorstow calibrate` on a machine that has one, and name its profile."
-        )
-        raise OptionError(message)
+        _refuse_unmeasured(f"rate of updates of {', '.join(lacking)} on an accelerator")
     return {
         "accelerator": sum(n / rates[key] for key, n in work.updates.items()),
         "link up": _over_link("up", work.states, machine),
@@ -476,7 +404,19 @@ def _device_loads(work: StepWork, machine: MachineRates) -> dict[str, float]:
     }
 
 
-def _sum(loads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _refuse_unmeasured(rate: str) -> NoReturn:
+    message = (
+        f"The profile has no {rate}: run `tensorstow calibrate` on a machine that has one, and"
+        " name its profile."
+    )
+    raise OptionError(message)
+
+
+def _scaled(loads: Mapping[str, float], share: float) -> dict[str, float]:
+    return {name: share * seconds for name, seconds in loads.items()}
+
+
+def _sum(loads: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the total seconds by resource, without resources that have no work."""
     totals: dict[str, float] = {}
     for load in loads:

@@ -74,12 +74,7 @@ class Sizes:
 
     @classmethod
     def of(cls, units: Iterable[HasParameters], ranks: int) -> "Sizes":
-        """Return the sizes of a model.
-
-        Args:
-            units: All units, with trained and frozen parameters.
-            ranks: The number of ranks that shard it.
-        """
+        """Return the sizes of a model."""
         return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks)
 
     @property
@@ -104,12 +99,7 @@ class Sizes:
 
 
 def padded_bytes(parameter: torch.Tensor, ranks: int) -> int:
-    """Return the bytes of one rank's padded shard of ``parameter``.
-
-    Args:
-        parameter: The whole parameter; it may be on the meta device.
-        ranks: The number of ranks that share its first dimension.
-    """
+    """Return the bytes of one rank's padded shard of a parameter, of which ranks share the rows."""
     shape = parameter.shape or (1,)
     elements = rows_per_rank(shape[0], ranks) * math.prod(shape[1:])
     return round_up(elements * parameter.element_size(), SHARD_ALIGN)
@@ -119,9 +109,6 @@ def bytes_around(units: Sequence[UnitSizes]) -> int:
     """Return this rank's bytes of the largest unit that contains other units, as tiles.
 
     It is in memory while they are used. The root, which contains all, counts as one of the units.
-
-    Args:
-        units: Units of a model.
     """
     parents = {parent for unit in units for parent in _parents(unit.name)}
     return max((unit.share_bytes for unit in units if unit.name in parents), default=0)
@@ -135,20 +122,12 @@ def _parents(name: str) -> tuple[str, ...]:
 def least_in_memory(units: Iterable[int], around: int = 0) -> int:
     """Return the host memory, in bytes, that units on disk need at least while they are used.
 
-    Args:
-        units: The bytes of each unit on disk, of one rank, padded.
-        around: The result of ``bytes_around``.
+    ``units``: the padded bytes of each, of one rank; ``around``: the result of ``bytes_around``.
     """
     largest = sorted(units)[-MIN_UNITS_IN_MEMORY:]
     return sum(largest) + MIN_UNITS_IN_MEMORY * ALIGN + round_up(around, ALIGN)
 
 
 def most_in_memory(units: Sequence[int], prefetch: int, around: int = 0) -> int:
-    """Return the default host memory for buffers of units on disk.
-
-    Args:
-        units: The bytes of each unit on disk, of one rank, padded.
-        prefetch: How many units are read ahead of use.
-        around: The result of ``bytes_around``.
-    """
+    """Return the default host memory for buffers of units on disk, of which some are read ahead."""
     return least_in_memory(units, around) + prefetch * max(units, default=0)

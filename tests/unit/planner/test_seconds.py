@@ -194,7 +194,8 @@ def test_updates_on_the_device_take_its_kernel_and_the_link_both_ways() -> None:
 
 def test_both_sides_update_so_that_they_end_together() -> None:
     plan = Plan(Tier.DEVICE, update_on="hybrid")
-    there = device_share(plan, SIZES, AWAY, CUDA)
+    work = work_of(plan, SIZES, AWAY)
+    there = device_share("hybrid", work, CUDA)
     alone = [
         time_of(plan.but(update_on=where), SIZES, AWAY, BATCH, CUDA).phases[2].seconds
         for where in ("host", "device")
@@ -205,9 +206,9 @@ def test_both_sides_update_so_that_they_end_together() -> None:
     down = 0.25 * STATES / 10 / G + 0.75 * UNITS / 10
     assert half.loads["cores"] == pytest.approx(0.75 * UPDATE)
     assert half.loads["link down"] == pytest.approx(down)
-    assert device_share(plan.but(update_on="auto"), SIZES, AWAY, CUDA) == 1.0
+    assert device_share("auto", work, CUDA) == 1.0
     slow = replace(CUDA, profile=PROFILE.but(device_update={"float32/fp32": G / 1000}))
-    assert device_share(plan.but(update_on="auto"), SIZES, AWAY, slow) == 0.0
+    assert device_share("auto", work, slow) == 0.0
 
 
 def test_an_estimate_is_six_operations_for_each_parameter_and_token() -> None:
