@@ -11,16 +11,12 @@ from tensorstow.base.errors import AbsentError
 
 
 def refuse(module: str, name: str, absent: Mapping[str, str]) -> NoReturn:
-    """Refuse a name, as ``__getattr__`` of a module.
+    """Raise AbsentError for a name that a module lacks on purpose, as its ``__getattr__``.
 
     Args:
         module: The module's name.
-        name: The name.
+        name: The name; AttributeError is raised if it is not in ``absent``.
         absent: Why names are not here, by name.
-
-    Raises:
-        AbsentError: It is one of them.
-        AttributeError: It is another one.
     """
     if name in absent:
         message = f"{name} is not in {module}: {absent[name]}."

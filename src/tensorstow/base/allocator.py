@@ -20,13 +20,10 @@ _OWN_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold")
 
 
 def give_back_large_blocks() -> bool:
-    """Return freed blocks of a MiB and more to the system, where the user has not said otherwise.
+    """Return freed blocks of a MiB and more to the system, and return whether it does so.
 
     Holds for the whole process, until it ends. A threshold of the user's own (the variable
     MALLOC_MMAP_THRESHOLD_, or glibc.malloc.mmap_threshold in GLIBC_TUNABLES) is kept.
-
-    Returns:
-        Whether they go back.
     """
     variable, tunable = _OWN_SETTINGS
     if variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", ""):

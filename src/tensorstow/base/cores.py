@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from tensorstow.base.text_file import read_or_empty
+
 _ROOT = Path("/")
 
 
@@ -51,7 +53,7 @@ def quota_cores(root: Path = _ROOT) -> float | None:
 def _cgroup_folders(root: Path) -> Iterator[Path]:
     """Yield every cgroup above this process, v1 and v2: each one may set a quota."""
     mount = root / "sys/fs/cgroup"
-    for line in _read_or_empty(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", maxsplit=2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -67,20 +69,13 @@ def _cgroup_folders(root: Path) -> Iterator[Path]:
 
 def _quota_of(folder: Path) -> float | None:
     """Read one cgroup's quota, in cores."""
-    words = _read_or_empty(folder / "cpu.max").split()
+    words = read_or_empty(folder / "cpu.max").split()
     if not words:
         words = [
-            _read_or_empty(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")
+            read_or_empty(folder / f"cpu.cfs_{word}_us").strip() for word in ("quota", "period")
         ]
     match words:
         case [quota, period] if quota.isdecimal() and period.isdecimal() and int(period) > 0:
             return int(quota) / int(period)
         case _:  # "max", "-1", or no such file
             return None
-
-
-def _read_or_empty(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""

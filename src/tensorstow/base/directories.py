@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tensorstow.base.errors import (
     DirectoryError,
@@ -44,12 +45,15 @@ class DirectoryFacts:
     """Bytes written here stay in RAM."""
     is_of_kernel: bool
     """What is here are the kernel's own values, and no files that are kept."""
-    is_writable: bool
-    """A file could be created here just now."""
     free_bytes: int
     """What an unprivileged user may still write."""
     refusal: int = 0
     """The errno if no file could be created, else 0."""
+
+    @property
+    def is_writable(self) -> bool:
+        """A file could be created here just now."""
+        return not self.refusal
 
 
 def inspect_directory(
@@ -73,28 +77,19 @@ def inspect_directory(
         message = f"Directory {resolved} was requested but {problem}. Create it or name another."
         raise DirectoryError(message)
     mount = mount_of(resolved, mountinfo)
-    refusal = _try_to_create_file(resolved)
     return DirectoryFacts(
         path=resolved,
         filesystem=mount.filesystem,
         device=mount.device,
         is_memory_backed=mount.is_memory,
         is_of_kernel=mount.is_of_kernel,
-        is_writable=not refusal,
         free_bytes=space.f_bavail * space.f_frsize,
-        refusal=refusal,
+        refusal=_try_to_create_file(resolved),
     )
 
 
 def expand_path(path: str | os.PathLike[str]) -> Path:
-    """Return a path with the home folder for ~.
-
-    Args:
-        path: What a user has written.
-
-    Raises:
-        DirectoryError: It cannot be a path.
-    """
+    """Return a path with the home folder for ~; raise DirectoryError if it cannot be a path."""
     try:
         expanded = Path(path).expanduser()
         os.fsencode(expanded)
@@ -107,10 +102,6 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
 
 def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
     """Return one path or several as a tuple; empty for None.
-
-    Args:
-        value: The value of an argument.
-        keyword: The argument's name.
 
     Raises:
         OptionError: It is an empty list, or an empty text, or neither a path nor a list.
@@ -133,10 +124,7 @@ def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
 
 
 def resolve_path(path: str | os.PathLike[str]) -> Path:
-    """Return an absolute path without ~ and symbolic links.
-
-    Args:
-        path: What a user has written; it may be missing.
+    """Return an absolute path, which may be missing, without ~ and symbolic links.
 
     Raises:
         DirectoryError: It is nothing that a path can be, or its links are a loop.
@@ -161,9 +149,13 @@ def check_directory(
     facts = inspect_directory(path, mountinfo=mountinfo)
     objection = _objection(facts, needed_bytes)
     if objection is not None:
-        message = f"Directory {facts.path} was requested but {objection}. Name another directory."
-        raise DirectoryError(message)
+        _refuse(facts.path, objection)
     return facts
+
+
+def _refuse(path: Path, objection: str) -> NoReturn:
+    message = f"Directory {path} was requested but {objection}. Name another directory."
+    raise DirectoryError(message)
 
 
 def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryFacts]:
@@ -209,9 +201,6 @@ def _made(path: Path, created: list[Path]) -> DirectoryFacts:
 
 def make_folder(path: Path) -> None:
     """Make a directory for files that a user asked for, and the directories that it is in.
-
-    Args:
-        path: The directory, which may exist.
 
     Raises:
         DirectoryError: It cannot be made, or no file can be in it.
@@ -283,11 +272,7 @@ def _refuse_kernel_files(path: Path) -> None:
     """Raise DirectoryError for a path in /proc and its like: making a cgroup would succeed."""
     mount = mount_of(resolve_path(path))
     if mount.is_of_kernel:
-        message = (
-            f"Directory {path} was requested but {_no_place(mount.filesystem)}. Name another"
-            " directory."
-        )
-        raise DirectoryError(message)
+        _refuse(path, _no_place(mount.filesystem))
 
 
 def _no_place(filesystem: str) -> str:

@@ -66,26 +66,12 @@ _LONGEST = 80
 
 
 def advice_for(errno: int) -> str:
-    """Return what to do about an error of the system.
-
-    Args:
-        errno: Its number; 0 stands for the end of a file.
-
-    Returns:
-        A sentence.
-    """
+    """Return a sentence about what to do about an error of the system; 0 is the end of a file."""
     return _ADVICE.get(errno, _NO_ADVICE)
 
 
 def abbreviated(value: object) -> str:
-    """Return the ``repr`` of a value for a message: short, whatever was given.
-
-    Args:
-        value: The value.
-
-    Returns:
-        At most some 80 characters.
-    """
+    """Return the ``repr`` of a value for a message: at most some 80 characters of it."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a number of more digits than Python prints
@@ -183,12 +169,6 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
     Args:
         asked: What was requested, of ``path``, as the begin of a sentence.
         path: A file or a directory.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        DirectoryError: An OSError came up that is none of ours.
     """
     try:
         yield

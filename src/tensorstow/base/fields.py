@@ -45,9 +45,6 @@ _WORDS: Mapping[Any, str] = {
 def check_fields(instance: object) -> None:
     """Check and convert every field of a frozen dataclass, as its ``__post_init__``.
 
-    Args:
-        instance: The new instance.
-
     Raises:
         OptionError: A value that its annotation does not take.
     """
@@ -57,11 +54,7 @@ def check_fields(instance: object) -> None:
 
 
 def json_object(text: str, meant: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds.
-
-    Args:
-        text: The text.
-        meant: What the text should be, as the start of an error.
+    """Return the object that a JSON text holds; ``meant`` says in errors what it should be.
 
     Raises:
         OptionError: The text is no JSON, or no object, or has a name twice.
@@ -88,11 +81,11 @@ def json_object(text: str, meant: str) -> dict[str, Any]:
 
 
 def from_fields(cls: Callable[..., T], values: Mapping[str, Any], meant: str, path: str = "") -> T:
-    """Return a dataclass of the values of its fields.
+    """Return a dataclass made from the values of its fields, of which mappings are dataclasses.
 
     Args:
         cls: The dataclass.
-        values: The values by name, nested dataclasses as mappings.
+        values: The values by name.
         meant: As of ``json_object``.
         path: The names in front of the fields' in errors.
 
@@ -115,13 +108,8 @@ def from_fields(cls: Callable[..., T], values: Mapping[str, Any], meant: str, pa
 def read_value(annotation: Any, value: Any, name: str) -> Any:  # noqa: ANN401  # any field's
     """Return a value as an annotation has it.
 
-    Args:
-        annotation: The annotation.
-        value: The value.
-        name: The name of the value in an error.
-
     Raises:
-        OptionError: The annotation does not take the value.
+        OptionError: The annotation does not take the value, which the error calls ``name``.
     """
     if annotation is Any:
         return value
@@ -143,18 +131,13 @@ def read_value(annotation: Any, value: Any, name: str) -> Any:  # noqa: ANN401  
 def hints_of(cls: type) -> Mapping[str, Any]:
     """Return the annotations of what a class is made from, by name.
 
-    Args:
-        cls: The class; ones of torch name types that they do not import.
+    Classes of torch name types that they do not import.
     """
     return get_type_hints(cls.__init__, localns=vars(abc))  # type: ignore[misc]
 
 
 def number_of(value: object) -> float | None:
-    """Return a number if it is one that fp32 holds; None for NaN, inf, a bool and anything else.
-
-    Args:
-        value: What may be a number.
-    """
+    """Return a number if it is one that fp32 holds; None for NaN, inf, a bool and anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
@@ -165,12 +148,7 @@ def number_of(value: object) -> float | None:
 
 
 def whole_number(least: int, most: int = _MOST - 1) -> Callable[[object, str], int]:
-    """Return the reader of whole numbers in a range, for ``Annotated``.
-
-    Args:
-        least: The least one.
-        most: The largest one.
-    """
+    """Return the reader of whole numbers from ``least`` to ``most``, for ``Annotated``."""
     words = f"at least {least} and below 2**63" if most == _MOST - 1 else f"{least} to {most}"
 
     def read(value: object, name: str) -> int:
@@ -185,31 +163,22 @@ def whole_number(least: int, most: int = _MOST - 1) -> Callable[[object, str], i
     return read
 
 
-def _positive(value: object, name: str) -> float:
-    number = float(read_value(float, value, name))
-    if number <= 0.0:
-        _refuse(value, name, "a number above 0")
-    return number
+def _number_that(holds: Callable[[float], bool], words: str) -> Callable[[object, str], float]:
+    """Return the reader of numbers for which ``holds`` is true, for ``Annotated``."""
 
+    def read(value: object, name: str) -> float:
+        number = float(read_value(float, value, name))
+        if not holds(number):
+            _refuse(value, name, words)
+        return number
 
-def _not_negative(value: object, name: str) -> float:
-    number = float(read_value(float, value, name))
-    if number < 0.0:
-        _refuse(value, name, "a number, at least 0")
-    return number
-
-
-def _share(value: object, name: str) -> float:
-    number = float(read_value(float, value, name))
-    if not 0.0 <= number <= 1.0:
-        _refuse(value, name, "a share, 0 to 1")
-    return number
+    return read
 
 
 PositiveInt = Annotated[int, whole_number(1)]
-PositiveFloat = Annotated[float, _positive]
-NotNegativeFloat = Annotated[float, _not_negative]
-Share = Annotated[float, _share]
+PositiveFloat = Annotated[float, _number_that(lambda n: n > 0.0, "a number above 0")]
+NotNegativeFloat = Annotated[float, _number_that(lambda n: n >= 0.0, "a number, at least 0")]
+Share = Annotated[float, _number_that(lambda n: 0.0 <= n <= 1.0, "a share, 0 to 1")]
 
 
 class _NotTakenError(Exception):

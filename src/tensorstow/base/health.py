@@ -40,20 +40,12 @@ class Health:
         return self.owner == os.getpid()
 
     def poison(self, error: BaseException) -> None:
-        """Let every later check raise an error.
-
-        Args:
-            error: The failure. The first one is kept.
-        """
+        """Let every later check raise an error, whose cause is the first failure."""
         if self.failure is None:
             self.failure = error
 
     def check_process(self) -> None:
-        """Raise an error in a process that inherited the object.
-
-        Raises:
-            ForkError: This is not the process that made the object.
-        """
+        """Raise ForkError in a process that inherited the object."""
         if self.owner != os.getpid():
             raise ForkError(self._forked)
 

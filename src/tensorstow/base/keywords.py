@@ -12,16 +12,9 @@ _Target = TypeVar("_Target", bound=Callable[..., Any])
 
 
 def names_keywords(target: _Target) -> _Target:
-    """Have a function or a class raise KeywordError for a keyword that it does not have.
+    """Have a function, or a class's constructor, raise KeywordError for an unknown keyword.
 
-    Args:
-        target: The function; or the class, whose constructor is meant.
-
-    Returns:
-        A function of the same signature; or the class itself.
-
-    Raises:
-        OptionError: It takes any keyword.
+    A class is returned itself; a function that takes any keyword raises OptionError.
     """
     cls: Any = target
     if isinstance(target, type):
@@ -32,11 +25,7 @@ def names_keywords(target: _Target) -> _Target:
 
 
 def keywords_of(function: Callable[..., Any]) -> list[str] | None:
-    """Return the keywords that a function has; None: it takes any.
-
-    Args:
-        function: A function or a class.
-    """
+    """Return the keywords that a function or class has; None: it takes any."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return None
@@ -45,13 +34,7 @@ def keywords_of(function: Callable[..., Any]) -> list[str] | None:
 
 
 def refuse_unknown_keywords(name: str, passed: Iterable[str], accepted: Iterable[str]) -> None:
-    """Raise KeywordError if a keyword is not accepted.
-
-    Args:
-        name: The name of the function or class.
-        passed: The keywords that it was called with.
-        accepted: The keywords that it has.
-    """
+    """Raise KeywordError if a keyword that ``name`` was called with is not accepted."""
     names = list(accepted)
     for keyword in passed:
         if keyword not in names:

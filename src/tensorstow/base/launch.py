@@ -51,13 +51,9 @@ class Launch:
     """The port of rank 0."""
 
     def refuse_unjoined(self, request: str) -> None:
-        """Check that this process is alone, for work that does not join other ranks.
+        """Raise OptionError for work that does not join other ranks, unless this process is alone.
 
-        Args:
-            request: The request, as the start of a sentence.
-
-        Raises:
-            OptionError: The environment describes several ranks.
+        ``request`` is what was asked, as the start of a sentence.
         """
         if self.world > 1:
             message = (
@@ -68,10 +64,9 @@ class Launch:
             raise OptionError(message)
 
     def meeting(self) -> tuple[int, str, int]:
-        """Return what this process needs to join the others.
+        """Return what this process needs to join the others: its rank, rank 0's address and port.
 
-        Returns:
-            Its rank, and the address and the port of rank 0. Any port will do for one rank alone.
+        Any port will do for one rank alone.
 
         Raises:
             OptionError: Something of it is not set, or is no port.
@@ -93,12 +88,6 @@ class Launch:
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launch:
     """Return which rank this process is, and of how many ([Note: Launchers]).
-
-    Args:
-        environ: The environment.
-
-    Returns:
-        The launch.
 
     Raises:
         OptionError: A variable is no number, or a rank is not below the number of ranks.

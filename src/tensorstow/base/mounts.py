@@ -40,11 +40,8 @@ class Mount(NamedTuple):
 def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
     """Return the mount that a path lies on: the longest that is a parent, the latest of equals.
 
-    The kernel's own list is read because statfs has only numbers, which Python does not expose.
-
-    Args:
-        path: An absolute path without symbolic links; it may be missing.
-        mountinfo: The list.
+    The path is absolute, without symbolic links, and may be missing. The kernel's own list is read
+    because statfs has only numbers, which Python does not expose.
     """
     try:
         lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()

@@ -132,10 +132,7 @@ class NewFiles:
         self._files: list[NewFile] = []
 
     def create(self, path: Path) -> NewFile:
-        """Return a new file of the set.
-
-        Args:
-            path: The name that it will have.
+        """Return a new file of the set, which will have the name ``path``.
 
         Raises:
             DirectoryError: No file can be created there.
@@ -169,9 +166,6 @@ def new_stream(path: Path) -> Iterator[BinaryIO]:
 
     On an error ``path`` is unchanged.
 
-    Args:
-        path: The file.
-
     Raises:
         DirectoryError: It cannot be written.
     """
@@ -184,18 +178,12 @@ def new_stream(path: Path) -> Iterator[BinaryIO]:
 def open_new(
     directory: Path, mode: int = 0o600, *, nameless: bool = True
 ) -> tuple[int, Path | None]:
-    """Create a file in a directory.
+    """Create a file in a directory; return its descriptor, and its name if it has one.
 
     Args:
         directory: The directory.
         mode: Its permissions, of which the umask takes some.
         nameless: Whether it has no name, if the filesystem can do that.
-
-    Returns:
-        Its descriptor, and its name if it has one.
-
-    Raises:
-        OSError: It cannot be created.
     """
     if nameless and Path("/proc/self/fd").is_dir():  # which gives it a name later
         try:
@@ -214,9 +202,6 @@ def open_new(
 
 def sync_directory(path: Path) -> None:
     """Return when the names in a directory are durable.
-
-    Args:
-        path: The directory.
 
     Raises:
         DirectoryError: They cannot be made durable.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensorstow.base.text_file import read_or_empty
+
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")
 
@@ -24,7 +26,7 @@ def read_nodes(root: Path | None = None) -> tuple[Node, ...]:
     nodes = []
     for folder in root.glob("node[0-9]*"):
         number = folder.name.removeprefix("node")
-        cores = _parse_list(_read_or_empty(folder / "cpulist"))
+        cores = _parse_list(read_or_empty(folder / "cpulist"))
         if number.isdecimal() and cores:  # without cores: memory alone
             nodes.append(Node(int(number), cores))
     return tuple(sorted(nodes, key=lambda node: node.number))
@@ -38,7 +40,7 @@ def within(nodes: tuple[Node, ...], cores: frozenset[int]) -> tuple[Node, ...]:
 
 def node_of_device(pci_address: str, root: Path | None = None) -> int | None:
     """Return the node that a PCI device is attached to, or None if it is unknown."""
-    text = _read_or_empty((root or _PCI) / pci_address / "numa_node").strip()
+    text = read_or_empty((root or _PCI) / pci_address / "numa_node").strip()
     return int(text) if text.isdecimal() else None  # "-1": not known
 
 
@@ -50,10 +52,3 @@ def _parse_list(text: str) -> tuple[int, ...]:
         if first.isdecimal() and (last or first).isdecimal():
             cores.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(cores))
-
-
-def _read_or_empty(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""

@@ -11,9 +11,6 @@ def show(line: str) -> None:
     An application with a handler, of the root logger or of "tensorstow", decides by itself: the
     caller has logged the same at INFO. Nothing is written either if the level of the logger
     "tensorstow" is above INFO. No handler and no level is changed.
-
-    Args:
-        line: The text.
     """
     last_resort = logging.lastResort  # None: the application wants nothing without handlers
     above = logger.level > logging.INFO or logger.manager.disable >= logging.INFO

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NoReturn, Self
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
@@ -162,48 +162,39 @@ class Plan:
                 ' run. Use states="host"; where all states fit the device, use torch.optim.'
             )
             raise OptionError(message)
+        tiers = " and ".join(sorted(tier.value for tier in self._tiers))
         if self.ram_budget is not None and self.states != Tier.DISK:
-            message = (
-                f"ram_budget={self.ram_budget} was given with states in host memory, all of which"
-                f" stay there. Leave it out{self._or_say(states='disk')}."
-            )
-            raise OptionError(message)
+            self._refuse("ram_budget", " with states in host memory, where all stay", states="disk")
         if self.micro_batches > 1 and (self._tiers == {Tier.DEVICE} or self.stage < 3):
-            tiers = " and ".join(sorted(tier.value for tier in self._tiers))
             needed: dict[str, Any] = {"stage": 3} if self.stage < 3 else {}
             needed |= {"parameters": "host"} if self._tiers == {Tier.DEVICE} else {}
-            message = (
-                f"micro_batches={self.micro_batches} was given with stage={self.stage} and"
-                f" parameters on {tiers}: it lets each weight on HOST or DISK be read once for all"
-                f" micro-batches, in stage 3. Leave it out{self._or_say(**needed)}."
+            reason = (
+                f" with stage={self.stage} and parameters on {tiers}: it lets each weight on HOST"
+                " or DISK be read once for all micro-batches, in stage 3"
             )
-            raise OptionError(message)
+            self._refuse("micro_batches", reason, **needed)
         if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
-            message = (
-                f"buffer_pool_bytes={self.buffer_pool_bytes} was given, and no unit's parameters"
-                f" are on disk. Leave it out{self._or_say(parameters='disk')}."
-            )
-            raise OptionError(message)
+            reason = ", and no unit's parameters are on disk"
+            self._refuse("buffer_pool_bytes", reason, parameters="disk")
         on_disk = ActivationPlacement.DISK in self.activation_placements
         if self.activation_ram_budget is not None and not on_disk:
-            message = (
-                f"activation_ram_budget={self.activation_ram_budget} was given, and no unit's"
-                f" activations are on disk. Leave it out{self._or_say(activations='disk')}."
-            )
-            raise OptionError(message)
+            reason = ", and no unit's activations are on disk"
+            self._refuse("activation_ram_budget", reason, activations="disk")
         if self.device_limit is not None and Tier.HOST not in self._tiers:
-            message = (
-                f"device_limit={self.device_limit} was given with no parameters in host memory: it"
-                f" is for copies of these. Leave it out{self._or_say(parameters='host')}."
-            )
-            raise OptionError(message)
+            reason = " with no parameters in host memory: it is for copies of these"
+            self._refuse("device_limit", reason, parameters="host")
         if self.device_limit is not None and self.stage < 3:
-            message = (
-                f"device_limit={self.device_limit} was given with stage={self.stage}, which gathers"
-                " parameters once for forward and backward: no copy would be used again. Leave it"
-                f" out{self._or_say(stage=3)}."
+            reason = (
+                f" with stage={self.stage}, which gathers parameters once for forward and backward:"
+                " no copy would be used again"
             )
-            raise OptionError(message)
+            self._refuse("device_limit", reason, stage=3)
+
+    def _refuse(self, option: str, reason: str, **needed: Any) -> NoReturn:  # noqa: ANN401
+        """Raise OptionError for an option that has no effect without the fields ``needed``."""
+        advice = f"Leave it out{self._or_say(**needed)}."
+        message = f"{option}={getattr(self, option)} was given{reason}. {advice}"
+        raise OptionError(message)
 
     def _or_say(self, **changes: Any) -> str:  # noqa: ANN401  # the fields' types
         """Return the advice to change fields, if the plan can be used then; else nothing."""

@@ -30,7 +30,7 @@ from tensorstow.base.fields import (
 )
 from tensorstow.base.new_file import new_stream
 from tensorstow.base.regular_file import memory_bytes
-from tensorstow.base.text_file import read_text
+from tensorstow.base.text_file import read_or_empty, read_text
 
 logger = logging.getLogger("tensorstow")
 
@@ -130,8 +130,7 @@ class Profile:
     def rates_of(self, directory: Path | None) -> DirectoryRates | None:
         """Return the rates of a directory, by its path or by the filesystem that it is on.
 
-        Args:
-            directory: A directory; None: the fastest one that was measured.
+        None: those of the fastest directory that was measured.
         """
         if directory is None:
             return max(self.directories.values(), key=lambda rates: rates.mixed, default=None)
@@ -147,11 +146,7 @@ class Profile:
         return None
 
     def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
-        """Return a copy with other values of some fields.
-
-        Args:
-            changes: The fields and their new values.
-        """
+        """Return a copy with other values of some fields."""
         return replace(self, **changes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,14 +158,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read the JSON of ``as_dict``.
-
-        Args:
-            text: A JSON object.
-
-        Raises:
-            OptionError: The text is no profile.
-        """
+        """Read the JSON of ``as_dict``; raise OptionError if it is no profile."""
         meant = "A profile is JSON, as `tensorstow calibrate --json` prints it"
         values = json_object(text, meant)
         if missing := sorted({f.name for f in fields(cls)} - values.keys()):
@@ -184,21 +172,12 @@ class Profile:
 
 
 def dtype_key(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in profiles.
-
-    Args:
-        dtype: The dtype.
-    """
+    """Return the name of a dtype in profiles."""
     return str(dtype).removeprefix("torch.")
 
 
 def update_key(dtype: torch.dtype, state_format: str) -> str:
-    """Return the name of the update of parameters of a dtype in profiles.
-
-    Args:
-        dtype: Of the parameters, and of their gradients.
-        state_format: How their states are kept.
-    """
+    """Return the name of the update of a dtype, with states in a format, in profiles."""
     return f"{dtype_key(dtype)}/{state_format}"
 
 
@@ -222,11 +201,7 @@ def identify_machine() -> dict[str, Any]:
 
 
 def cached_profile_path(machine: Mapping[str, Any] | None = None) -> Path:
-    """Return the path of a machine's cached profile.
-
-    Args:
-        machine: Its identity; None: this machine's.
-    """
+    """Return the path of the cached profile of a machine, by its identity; None: this machine's."""
     identity = json.dumps(dict(machine or identify_machine()), sort_keys=True)
     number = hashlib.sha256(identity.encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or expand_path("~/.cache")
@@ -260,10 +235,7 @@ def read_profile(path: Path | None = None) -> Profile | None:
 
 
 def write_profile(profile: Profile) -> Path:
-    """Keep a profile in the cache, whole or not at all; return its file.
-
-    Args:
-        profile: The profile of this machine.
+    """Keep the profile of this machine in the cache, whole or not at all; return its file.
 
     Raises:
         DirectoryError: The cache folder cannot be written to.
@@ -277,9 +249,6 @@ def write_profile(profile: Profile) -> Path:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
+    lines = read_or_empty(_CPUINFO).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

@@ -69,32 +69,15 @@ def open_regular(
 def regular_stream(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, most: int | None = None
 ) -> Iterator[BinaryIO]:
-    """Yield a regular file as a stream for reading.
-
-    Args:
-        path: The file.
-        flags: As of ``os.open``.
-        most: The largest plausible size in bytes. Default: None, any size.
-
-    Raises:
-        DirectoryError: It is no regular file, or larger than ``most``.
-        OSError: The system cannot open it.
-    """
+    """Yield a regular file as a stream for reading; arguments and errors are ``open_regular``'s."""
     with os.fdopen(open_regular(path, flags, most=most), "rb") as stream:
         yield stream
 
 
 def read_regular(path: str | os.PathLike[str], most: int, flags: int = os.O_RDONLY) -> bytes:
-    """Return the contents of a regular file that is read whole.
+    """Return the contents of a regular file that is read whole: at most ``most`` bytes.
 
-    Args:
-        path: The file.
-        most: The largest plausible size in bytes.
-        flags: As of ``os.open``.
-
-    Raises:
-        DirectoryError: It is no regular file, or larger than ``most``.
-        OSError: The system cannot read it.
+    Arguments and errors are ``open_regular``'s.
     """
     with regular_stream(path, flags, most=most) as stream:
         data = stream.read(most + 1)
@@ -105,15 +88,10 @@ def read_regular(path: str | os.PathLike[str], most: int, flags: int = os.O_RDON
 def check_regular(
     path: str | os.PathLike[str], *, most: int | None = None, follow_links: bool = True
 ) -> os.stat_result:
-    """Return the facts of a regular file; raise an error for anything else.
-
-    Args:
-        path: The file.
-        most: The largest plausible size in bytes. Default: None, any size.
-        follow_links: Whether it may be a symbolic link to a regular file. Default: True.
+    """Return the facts of a regular file, or of one that it is a link to; else raise an error.
 
     Raises:
-        DirectoryError: It is no regular file, or larger than ``most``.
+        DirectoryError: It is no regular file, or larger than ``most`` bytes.
         OSError: The system has no such file, or does not say.
     """
     facts = Path(path).stat(follow_symlinks=follow_links)

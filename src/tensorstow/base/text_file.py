@@ -11,17 +11,17 @@ MOST_BYTES = 64 << 20
 def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
     """Return the text of a regular file; a pipe or a device would be waited for, or has no end.
 
-    Args:
-        path: The file.
-        encoding: Its encoding.
-        errors: What is done with bytes that are no text, as in ``bytes.decode``.
-
-    Returns:
-        The text.
-
     Raises:
         DirectoryError: It is no regular file, or it is larger than ``MOST_BYTES``.
         OSError: There is no such file, or it cannot be read.
         ValueError: It is no text, or ``path`` can be no path.
     """
     return read_regular(path, MOST_BYTES).decode(encoding, errors)
+
+
+def read_or_empty(path: Path) -> str:
+    """Return the text of a file of the kernel's; empty if this system does not have it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

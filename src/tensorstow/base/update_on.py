@@ -62,15 +62,7 @@ def is_update_on(value: object) -> TypeGuard[UpdateOn]:
 
 
 def read_update_on(value: object, name: str) -> UpdateOn:
-    """Return a valid ``update_on``.
-
-    Args:
-        value: What was given.
-        name: What the error calls it.
-
-    Raises:
-        OptionError: It is none.
-    """
+    """Return a valid ``update_on``; raise OptionError for another value, called ``name``."""
     if not is_update_on(value):
         message = f"{name}={abbreviated(value)} was given: it is {_CHOICES}."
         raise OptionError(message)

@@ -26,6 +26,7 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.text_file import read_or_empty
 from tensorstow.cli.output import format_rate, make_console, print_facts, print_json
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
@@ -159,10 +160,7 @@ def _share(local: LocalRanks) -> dict[str, Any]:
 
 def huge_pages(setting: Path = _HUGE_PAGES) -> str | None:
     """Return the system's setting (always, madvise, never); None if it has none."""
-    try:
-        match = re.search(r"\[(\w+)\]", setting.read_text(encoding="ascii"))
-    except OSError:
-        return None
+    match = re.search(r"\[(\w+)\]", read_or_empty(setting))
     return match[1] if match else None
 
 

@@ -20,6 +20,7 @@ from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.text_file import read_or_empty
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
@@ -231,21 +232,16 @@ def machine_budget(
 
 def free_host_bytes() -> int:
     """Return the host memory that the system and the cgroup still allow this process."""
-    line = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
+    line = re.search(r"^MemAvailable:\s+(\d+) kB$", read_or_empty(_MEMINFO), re.MULTILINE)
     free = (
         int(line[1]) << 10 if line else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     )
-    limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
+    limit, used = (
+        read_or_empty(_CGROUP / name).strip() for name in ("memory.max", "memory.current")
+    )
     if limit.isdecimal() and used.isdecimal():
         free = min(free, max(int(limit) - int(used), 0))
     return free
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""
 
 
 def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
