@@ -11,13 +11,7 @@ from tensorstow.base.cores import process_cores
 from tensorstow.base.directories import choose_directory
 from tensorstow.base.profile import Profile, read_profile, write_profile
 from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.output import (
-    format_rate,
-    make_console,
-    print_facts,
-    print_json,
-    print_line,
-)
+from tensorstow.cli.output import format_rate, make_console, print_facts, print_json, print_line
 from tensorstow.measure.calibration import calibrate
 
 _LABEL_COLUMNS = 16
@@ -65,11 +59,7 @@ def _progress() -> Iterator[Status]:
 
 
 def print_profile(profile: Profile) -> None:
-    """Print the rates of a machine.
-
-    Args:
-        profile: The rates.
-    """
+    """Print the rates of a machine."""
     console = make_console()
     print_facts(console, list(_lines(profile)), _LABEL_COLUMNS)
     for path, rates in profile.directories.items():
@@ -93,17 +83,14 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
     yield "host memory", memory
     fresh = f"new from the system {format_rate(profile.memory_fresh)}"
     yield "", f"{fresh}, checksums {format_rate(profile.checksums)}"
-    label = "updates"
-    for key, rate in profile.update.items():
-        dtype, state_format = key.split("/")
-        yield label, f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {state_format}"
-        label = ""
-    label = "updates there"
-    for key, rate in profile.device_update.items():
-        dtype, state_format = key.split("/")
-        speed = f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {state_format}"
-        yield label, f"{speed}, on the accelerator"
-        label = ""
+    for label, rates_by_key, place in (
+        ("updates", profile.update, ""),
+        ("updates there", profile.device_update, ", on the accelerator"),
+    ):
+        for number, (key, rate) in enumerate(rates_by_key.items()):
+            dtype, state_format = key.split("/")
+            speed = f"{rate / 1e6:,.0f} million {dtype} parameters/s, states in {state_format}"
+            yield "" if number else label, speed + place
     for kind, rates in profile.compute.items():
         flops = (f"{rate / 1e12:.3g} TFLOP/s in {dtype}" for dtype, rate in rates.flops.items())
         yield f"compute, {kind}", ", ".join(flops)

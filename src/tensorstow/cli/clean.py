@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import by_rank, print_json
+from tensorstow.cli.output import print_by_rank
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.remove import Removal, hold_dead_run, remove
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> int:
             remove(removal)
     if options.json:
         facts = [_facts(removal, is_removed=options.yes) for removal in removals]
-        print_json(by_rank(facts, directories, first))
+        print_by_rank(facts, directories, first)
         return 0
     for removal in removals:
         for line in _lines(removal, "removed" if options.yes else "would remove"):

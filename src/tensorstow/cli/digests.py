@@ -10,11 +10,7 @@ from torch.optim import Optimizer
 
 
 def digests_of(model: nn.Module) -> dict[str, str]:
-    """Return the SHA-256 of each parameter's bytes.
-
-    Args:
-        model: A model; it may be one that ``stow`` placed.
-    """
+    """Return the SHA-256 of each parameter's bytes; ``stow`` may have placed the model."""
     digests = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
@@ -25,9 +21,7 @@ def digests_of(model: nn.Module) -> dict[str, str]:
 def digests_of_states(optimizer: Optimizer, model: nn.Module) -> dict[str, str]:
     """Return the SHA-256 of each state's bytes, by the state and its parameter.
 
-    Args:
-        optimizer: The optimizer over all of the model's parameters, in their order.
-        model: The model, on one rank.
+    The optimizer has all of the model's parameters, in their order, on one rank.
     """
     names = [name for name, _ in model.named_parameters()]
     return {
@@ -43,11 +37,7 @@ def _digest(values: torch.Tensor) -> str:
 
 
 def checksum(model: nn.Module) -> str:
-    """Return one SHA-256 over the names and digests of all parameters.
-
-    Args:
-        model: A model; it may be one that ``stow`` placed.
-    """
+    """Return one SHA-256 over the names and digests of all parameters."""
     return checksum_of(digests_of(model))
 
 

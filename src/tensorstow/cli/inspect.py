@@ -7,13 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import (
-    by_rank,
-    make_console,
-    print_facts,
-    print_json,
-    print_table,
-)
+from tensorstow.cli.output import make_console, print_by_rank, print_facts, print_table
 from tensorstow.store.inspect import DataFileInfo, StoreInfo, inspect_store
 from tensorstow.store.rank_dirs import stores_in
 
@@ -25,7 +19,7 @@ def run(options: argparse.Namespace) -> int:
     directories = stores_in(options.directory)
     stores = [inspect_store(directory) for directory in directories]
     if options.json:
-        print_json(by_rank([asdict(store) for store in stores], directories, options.directory))
+        print_by_rank([asdict(store) for store in stores], directories, options.directory)
         return 0
     console = make_console()
     for store in stores:

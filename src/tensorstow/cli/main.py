@@ -73,9 +73,6 @@ def run_and_exit(parser: argparse.ArgumentParser | None = None) -> NoReturn:
 
     Python would deallocate each of the million objects that torch and transformers have created,
     which takes most of a second. Once everything is written and closed, exiting at once is faster.
-
-    Args:
-        parser: As for ``main``.
     """
     status = main(parser=parser)
     if threading.active_count() > 1:  # Python waits for them

@@ -3,18 +3,17 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 _NARROW = 60
 """Below this many columns a label gets its own line."""
-
-T = TypeVar("T")
 
 
 class _Console(Console):
@@ -35,9 +34,21 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def by_rank(values: Sequence[T], directories: Sequence[Path], asked: Path) -> T | Sequence[T]:
-    """Return the value that ``--json`` prints: a list if ``asked`` has a store for each rank."""
-    return values[0] if list(directories) == [asked] else values
+def print_by_rank(values: Sequence[object], directories: Sequence[Path], asked: Path) -> None:
+    """Print what ``--json`` prints: a list if ``asked`` has a store for each rank."""
+    print_json(values[0] if list(directories) == [asked] else values)
+
+
+def make_progress(console: Console) -> Progress:
+    """Return a bar of tasks with the fields ``name`` and ``part``, which only a terminal shows."""
+    columns = (
+        TextColumn("{task.fields[name]}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("[dim]{task.fields[part]}"),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console, disable=not console.is_terminal)
 
 
 def print_facts(console: Console, facts: Iterable[tuple[str, str]], column: int) -> None:
@@ -94,11 +105,7 @@ def print_table(
 
 
 def format_rate(rate: float) -> str:
-    """Return bytes per second as text, in decimal units.
-
-    Args:
-        rate: Bytes per second.
-    """
+    """Return bytes per second as text, in decimal units."""
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
 
 

@@ -19,15 +19,7 @@ from tensorstow.cli.collector import collector_paused
 from tensorstow.cli.output import make_console, print_json, print_line
 from tensorstow.cli.plan_output import print_plan
 from tensorstow.cli.plan_page import compose
-from tensorstow.cli.plan_recipes import (
-    Recipe,
-    code_of,
-    deepspeed_lacks,
-    deepspeed_of,
-    fields_of,
-    gemini_lacks,
-    gemini_of,
-)
+from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, traces_of
@@ -46,7 +38,6 @@ from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
     break_even_tokens,
-    time_of,
     work_of,
 )
 from tensorstow.planner.sizes import Sizes
@@ -96,7 +87,7 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
     model = build_model(options.model, _DTYPES.get(options.dtype))
     traced = _traced(model, options)
     request = _request(model, traced, options, limits)
-    result, machine, why_unknown = _search(request, options)
+    result, why_unknown = _search(request, options)
     chosen, plan, sizes = result.chosen, result.chosen.plan, request.sizes
     chosen_request = replace(request, conditions=chosen.conditions, batch=chosen.batch)
     state_format = chosen.conditions.state_format
@@ -106,9 +97,12 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
         plan,
         state_format,
         dtype,
-        None if options.directory is None else str(options.directory),
+        options.directory,
         commits=options.commits,
         fills_cache=model.config is not None,
+        batch=batch,
+        ranks=options.world_size,
+        device_is_host=chosen.conditions.device_is_host,
     )
     return {
         "model": _describe(model, sizes),
@@ -121,12 +115,10 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
         "tried": [_alternative_facts(alternative, result) for alternative in result.distinct()],
         "left_out": len(result.tried) - len(result.distinct()),
         "step": None if traced is None else _step(chosen, sizes),
-        "break_even": _break_even(plan, chosen_request, machine),
+        "break_even": _break_even(chosen, sizes),
         "seconds_unknown": why_unknown,
         "disk": _wear(plan, chosen_request, limits["tbw"]),
-        **_recipes(
-            recipe, batch, options.world_size, device_is_host=chosen.conditions.device_is_host
-        ),
+        **recipes_of(recipe),
     }
 
 
@@ -198,20 +190,6 @@ def _holdings(plan: Plan, request: PlanRequest) -> dict[str, Any]:
             str(tier): {"bytes": nbytes, "budget": request.budget.bytes_of(tier)}
             for tier, nbytes in tiers.items()
         },
-    }
-
-
-def _recipes(recipe: Recipe, batch: int, world: int, *, device_is_host: bool) -> dict[str, Any]:
-    """Return the forms of a plan, and what each cannot express."""
-    configuration = deepspeed_of(recipe, batch, world)
-    return {
-        "code": code_of(recipe),
-        "deepspeed": configuration,
-        "deepspeed_lacks": deepspeed_lacks(
-            recipe, configuration, world, device_is_host=device_is_host
-        ),
-        "gemini": gemini_of(recipe),
-        "gemini_lacks": gemini_lacks(recipe),
     }
 
 
@@ -319,27 +297,25 @@ def _micro_batchings(
     return tuple(micro_batchings)
 
 
-def _search(
-    request: PlanRequest, options: argparse.Namespace
-) -> tuple[SearchResult, MachineRates | None, str | None]:
-    """Return the result of the search, the rates of the machine, and why there are none."""
+def _search(request: PlanRequest, options: argparse.Namespace) -> tuple[SearchResult, str | None]:
+    """Return the result of the search, and why it has no seconds."""
     profile = read_profile(options.profile)
     if profile is None and options.directory is not None and not options.directory.is_dir():
         message = f"--directory {options.directory} was given, which is no directory here."
         raise OptionError(message)
     if profile is None:
         reason = "no profile of this machine: `tensorstow calibrate` makes one"
-        return search(request), None, reason
+        return search(request), reason
     machine = _machine(profile, request, options.directory)
     try:
         result = search(replace(request, machine=machine))
     except OptionError as error:
         if options.profile is not None:
             raise
-        return search(request), None, str(error)
+        return search(request), str(error)
     if result.chosen.step is None:
-        return result, None, "no directory was measured: `tensorstow calibrate DIR` does"
-    return result, machine, None
+        return result, "no directory was measured: `tensorstow calibrate DIR` does"
+    return result, None
 
 
 def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> MachineRates:
@@ -374,21 +350,18 @@ def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
     }
 
 
-def _break_even(
-    plan: Plan, request: PlanRequest, machine: MachineRates | None
-) -> dict[str, Any] | None:
+def _break_even(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:
     """Return the tokens of all ranks above which computing takes longer than any transfer."""
-    batch = request.batch
-    if machine is None or batch is None:
+    step, batch = chosen.step, chosen.batch
+    if step is None or batch is None:
         return None
-    step = time_of(plan, request.sizes, request.conditions, batch, machine)
-    tokens = batch.tokens * plan.accumulation_steps
+    tokens = batch.tokens * chosen.plan.accumulation_steps
     least = break_even_tokens(step, tokens)
     if least is None:
         return None
     compute = step.compute * least / tokens
-    ranks = request.sizes.ranks
-    return {"tokens": ranks * least, "tokens_per_second": ranks * least / (compute + step.update)}
+    tokens = sizes.ranks * least
+    return {"tokens": tokens, "tokens_per_second": tokens / (compute + step.update)}
 
 
 def _wear(plan: Plan, request: PlanRequest, limit: int | None) -> dict[str, Any]:

@@ -18,11 +18,7 @@ _NO_GEMINI = (
 
 
 def print_plan(facts: dict[str, Any]) -> None:
-    """Print what ``plan.examine`` returned.
-
-    Args:
-        facts: Plain values.
-    """
+    """Print what ``plan.examine`` returned."""
     console = make_console()
     print_facts(console, describe(facts), _LABEL_COLUMNS)
     console.print()
@@ -53,11 +49,7 @@ def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
 
 
 def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return labels and texts of the model, its placement, its times and the disk's wear.
-
-    Args:
-        facts: What ``plan.examine`` returned.
-    """
+    """Return labels and texts of the model, its placement, its times and the disk's wear."""
     return [*_model(facts), *_time(facts), *_disk(facts)]
 
 
@@ -113,11 +105,7 @@ def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def other_placements(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the placements that were not chosen, and why; then the count of those left out.
-
-    Args:
-        facts: What ``plan.examine`` returned.
-    """
+    """Yield the placements that were not chosen, and why; then the count of those left out."""
     for alternative in facts["tried"]:
         if alternative["reason"] != "chosen":
             yield placement_of(alternative), alternative["reason"]
@@ -146,11 +134,7 @@ def _activations(traced: dict[str, Any] | None, trace_with: str) -> str:
 
 
 def placement_of(facts: dict[str, Any]) -> str:
-    """Return the tiers of parameters and states, and other options, as text.
-
-    Args:
-        facts: The fields of a plan, and its state format.
-    """
+    """Return the tiers of parameters and states, and other options, as text."""
     plan = facts["plan"]
     rest = "".join(
         f", {name} {format_bytes(value) if name in _SIZES else value}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.plan_output import describe, other_placements, show_seconds
-from tensorstow.report.page import document
+from tensorstow.report.page import definitions, document, faint
 
 _STYLE = """
 .bar{display:flex;height:2.2em;border-radius:4px;overflow:hidden;background:#8883;position:relative}
@@ -36,23 +36,18 @@ _LANE_COLORS = {
 
 
 def compose(facts: dict[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        facts: What ``plan.examine`` returned.
-    """
+    """Return the page of what ``plan.examine`` returned."""
     name = facts["model"]["name"]
-    items = (f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in describe(facts))
     body = [
         f"<style>{_STYLE}</style>",
         f"<h1>The plan of {escape(name)}</h1>",
-        f"<dl>{''.join(items)}</dl>",
+        definitions(describe(facts)),
         "<h2>Memory of one rank</h2>",
         *_tiers(facts),
         "<h2>One step</h2>",
         *_timeline(facts["step"], facts["seconds_unknown"]),
         "<h2>Other placements</h2>",
-        f"<dl>{''.join(_alternatives(facts))}</dl>",
+        definitions(other_placements(facts)),
         "<h2>To run it</h2>",
         f"<pre>{escape(chr(10).join(facts['code']))}</pre>",
     ]
@@ -92,8 +87,7 @@ def _part(item: dict[str, Any], whole: int, color: dict[str, str]) -> str:
 def _timeline(step: dict[str, Any] | None, why_unknown: str | None) -> Iterator[str]:
     """Yield a lane for each resource: the share of each phase that it works."""
     if step is None:
-        why = escape(why_unknown or "give --batch and --seq")
-        yield f'<p class="faint">Not predicted: {why}.</p>'
+        yield faint(f"Not predicted: {why_unknown or 'give --batch and --seq'}.")
         return
     total = show_seconds(step["seconds"])
     bound = f"<em>{escape(step['binding'])}</em>"
@@ -117,8 +111,3 @@ def _timeline(step: dict[str, Any] | None, why_unknown: str | None) -> Iterator[
             cells.append(f'<span class="cell" style="width:{width:.3f}%">{inner}</span>')
         label = f"{escape(lane)} {show_seconds(busy)}"
         yield f'<div class="lane"><span>{label}</span><div class="bar">{"".join(cells)}</div></div>'
-
-
-def _alternatives(facts: dict[str, Any]) -> Iterator[str]:
-    for placement, reason in other_placements(facts):
-        yield f"<dt>{escape(placement)}</dt><dd>{escape(reason)}</dd>"

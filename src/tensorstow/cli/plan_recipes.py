@@ -1,6 +1,8 @@
 """A plan as lines of Python, as a DeepSpeed configuration, and as Gemini's arguments."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +19,6 @@ from tensorstow.planner.search import uses_disk
 _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _LR = 1e-4
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-ANY_DIRECTORY = "/nvme"
-"""Placeholder for the directory if none was named."""
 _USUAL = Plan()
 _FIELDS = (
     "units",
@@ -41,44 +41,74 @@ class Recipe:
     state_format: StateFormat | None
     dtype: torch.dtype
     """Dtype of the parameters."""
-    directory: str | None
+    directory: Path | None
     """Directory for states and parameters on disk."""
     commits: bool
     """Whether the run commits to ``directory``."""
-    fills_cache: bool = False
+    fills_cache: bool
     """Whether the model is from transformers: its forward fills a cache by default."""
+    batch: int
+    """Sequences of a micro-batch."""
+    ranks: int
+    """Number of ranks that the model is sharded over."""
+    device_is_host: bool
+    """Whether the CPU computes."""
+
+    @property
+    def place(self) -> str:
+        """Return the directory, or one that stands for it if none was named."""
+        return str(self.directory or "/nvme")
+
+
+def recipes_of(recipe: Recipe) -> dict[str, Any]:
+    """Return a plan in each form, and the fields that each cannot express, as its run has them."""
+    configuration = _deepspeed_of(recipe)
+    format_of_others = {} if recipe.state_format is None else {"state_format": None}
+    described = plan_of(
+        read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
+    )
+    lacks = _differences(described, recipe.plan, ("parameters", "states", *_FIELDS))
+    pool, described_pool = recipe.plan.buffer_pool_bytes, described.buffer_pool_bytes
+    rest = None if pool is None or described_pool is None else int(pool) - int(described_pool)
+    if rest is not None and rest < recipe.dtype.itemsize:  # DeepSpeed counts elements
+        lacks.pop("buffer_pool_bytes", None)
+    commits = {"commits": False} if recipe.commits else {}
+    names = ("overlap", "update_on", "accumulation_steps", "activations")
+    return {
+        "code": _code_of(recipe),
+        "deepspeed": configuration,
+        "deepspeed_lacks": {**lacks, **format_of_others, **commits},
+        "gemini": _gemini_of(recipe),
+        "gemini_lacks": {**_differences(_USUAL, recipe.plan, names), **format_of_others},
+    }
+
+
+def _differences(plan: Plan, other: Plan, names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of ``plan`` among ``names`` that differ from those of ``other``."""
+    values = {name: getattr(plan, name) for name in names}
+    return {name: value for name, value in values.items() if value != getattr(other, name)}
 
 
 def fields_of(plan: Plan) -> dict[str, Any]:
-    """Return the tiers of a plan, and the fields that differ from their defaults.
-
-    Args:
-        plan: The plan.
-    """
+    """Return the tiers of a plan, and the fields that differ from their defaults."""
     fields: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
-    for name in _FIELDS:
-        if getattr(plan, name) != getattr(_USUAL, name):
-            fields[name] = getattr(plan, name)
+    fields |= _differences(plan, _USUAL, _FIELDS)
     if plan.units:
         fields["units"] = {name: str(tier) for name, tier in plan.units.items()}
     return fields
 
 
-def code_of(recipe: Recipe) -> list[str]:
-    """Return the lines of Python that place ``model``.
-
-    Args:
-        recipe: The plan.
-    """
-    plan, directory = recipe.plan, recipe.directory
+def _code_of(recipe: Recipe) -> list[str]:
+    """Return the lines of Python that place ``model``."""
+    plan = recipe.plan
     arguments = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
     keywords, directory_keyword = f"lr={_LR}", ""
     if recipe.state_format is not None:
         keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
     if recipe.commits:
-        directory_keyword = f", dir={directory or ANY_DIRECTORY!r}"
-    elif directory is not None and uses_disk(plan):
-        keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={directory!r}"
+        directory_keyword = f", dir={recipe.place!r}"
+    elif recipe.directory is not None and uses_disk(plan):
+        keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={recipe.place!r}"
     factory = f"functools.partial(tensorstow.AdamW, {keywords})"
     uncached = recipe.fills_cache and plan.activations is ActivationPlacement.RECOMPUTE
     return [
@@ -89,21 +119,15 @@ def code_of(recipe: Recipe) -> list[str]:
     ]
 
 
-def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
-    """Return a DeepSpeed configuration; ``deepspeed_lacks`` returns what it cannot express.
-
-    Args:
-        recipe: The plan.
-        batch: Sequences of a micro-batch.
-        ranks: Number of ranks that the model is sharded over.
-    """
-    plan, directory = recipe.plan, recipe.directory
+def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
+    """Return a DeepSpeed configuration that is as near to the plan as can be."""
+    plan, batch = recipe.plan, recipe.batch
     zero: dict[str, Any] = {"stage": plan.stage}
     for name, tier in (("offload_param", plan.parameters), ("offload_optimizer", plan.states)):
         if tier in _OFFLOAD:
             zero[name] = {"device": _OFFLOAD[tier]}
             if tier == Tier.DISK:
-                zero[name]["nvme_path"] = directory or ANY_DIRECTORY
+                zero[name]["nvme_path"] = recipe.place
     if plan.parameters == Tier.DISK:
         zero["offload_param"]["max_in_cpu"] = (
             int(plan.buffer_pool_bytes or 0) // recipe.dtype.itemsize
@@ -111,7 +135,7 @@ def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
     if not reaches_host(plan.update_on):
         zero["offload_optimizer"]["ratio"] = 0.0
     configuration: dict[str, Any] = {
-        "train_batch_size": batch * plan.accumulation_steps * ranks,
+        "train_batch_size": batch * plan.accumulation_steps * recipe.ranks,
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": 0.0,
@@ -124,47 +148,9 @@ def deepspeed_of(recipe: Recipe, batch: int, ranks: int) -> dict[str, Any]:
     return configuration
 
 
-def deepspeed_lacks(
-    recipe: Recipe, configuration: dict[str, Any], ranks: int, *, device_is_host: bool
-) -> dict[str, Any]:
-    """Return the fields of a plan that a configuration cannot express, with its own values.
-
-    Args:
-        recipe: The plan.
-        configuration: What ``deepspeed_of`` returned.
-        ranks: Number of ranks that the model is sharded over.
-        device_is_host: Whether the CPU computes.
-    """
-    described = plan_of(read_settings(configuration, ranks), device_is_host=device_is_host)
-    plan, itemsize = recipe.plan, recipe.dtype.itemsize
-    lacks = {
-        name: getattr(described, name)
-        for name in ("parameters", "states", *_FIELDS)
-        if getattr(described, name) != getattr(plan, name)
-    }
-    pool_bytes, described_pool_bytes = plan.buffer_pool_bytes, described.buffer_pool_bytes
-    if (
-        pool_bytes is not None
-        and described_pool_bytes is not None
-        and int(pool_bytes) - int(described_pool_bytes) < itemsize
-    ):
-        lacks.pop("buffer_pool_bytes", None)  # it counts elements
-    if recipe.state_format is not None:
-        lacks["state_format"] = None
-    if recipe.commits:
-        lacks["commits"] = False
-    return lacks
-
-
-def gemini_of(recipe: Recipe) -> list[str] | None:
-    """Return lines of Python that boost ``model``; None: they cannot express the plan.
-
-    ``gemini_lacks`` returns what they leave out.
-
-    Args:
-        recipe: The plan.
-    """
-    plan, directory = recipe.plan, recipe.directory
+def _gemini_of(recipe: Recipe) -> list[str] | None:
+    """Return lines of Python that boost ``model``; None: they cannot express the plan."""
+    plan = recipe.plan
     precision = _GEMINI_PRECISIONS.get(recipe.dtype)
     if plan.parameters == Tier.DISK or plan.units or precision is None or recipe.commits:
         return None
@@ -172,7 +158,7 @@ def gemini_of(recipe: Recipe) -> list[str] | None:
     arguments = f"offload_optim_frac=1.0, offload_param_frac={below}, precision={precision!r}"
     disk = ""
     if plan.states == Tier.DISK:
-        disk = f", nvme_offload_fraction=1.0, nvme_offload_dir={directory or ANY_DIRECTORY!r}"
+        disk = f", nvme_offload_fraction=1.0, nvme_offload_dir={recipe.place!r}"
         if plan.ram_budget is not None:
             disk += f", ram_budget={plan.ram_budget}"
     return [
@@ -181,21 +167,3 @@ def gemini_of(recipe: Recipe) -> list[str] | None:
         f"plugin = booster.plugin.GeminiPlugin({arguments})",
         "model, optimizer, *_ = booster.Booster(plugin).boost(model, optimizer)",
     ]
-
-
-def gemini_lacks(recipe: Recipe) -> dict[str, Any]:
-    """Return the fields of a plan that ``gemini_of`` cannot express, with its run's values.
-
-    Args:
-        recipe: The plan.
-    """
-    plan = recipe.plan
-    names = ("overlap", "update_on", "accumulation_steps", "activations")
-    lacks = {
-        name: getattr(_USUAL, name)
-        for name in names
-        if getattr(plan, name) != getattr(_USUAL, name)
-    }
-    if recipe.state_format is not None:
-        lacks["state_format"] = None
-    return lacks

@@ -114,15 +114,10 @@ def say(pipe: TextIO, line: str) -> None:
 def kill_in_an_update(
     process: Process, first_step: int, announce: Callable[[int, str], None]
 ) -> None:
-    """Kill a training process in the first update after a step.
+    """Kill a training process, which reports parts of steps with ``teller``, in its first update.
 
-    Args:
-        process: The process; it reports parts of steps with ``teller``.
-        first_step: First step to kill in, counted from 0; an earlier step must be committed.
-        announce: Called with each report.
-
-    Raises:
-        StowError: The process ended by itself.
+    ``first_step`` is the first step to kill in, counted from 0; an earlier one must be committed.
+    Raises StowError if the process ends by itself.
     """
     for report in process.messages():
         announce(report["step"], report["part"])

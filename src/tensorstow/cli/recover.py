@@ -4,7 +4,7 @@ import argparse
 from contextlib import ExitStack
 from typing import Any
 
-from tensorstow.cli.output import by_rank, make_console, print_json
+from tensorstow.cli.output import make_console, print_by_rank
 from tensorstow.cli.scrub import DAMAGED, reading_bar
 from tensorstow.store.manifest_copy import DAMAGED_NAME
 from tensorstow.store.rank_dirs import stores_in
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             recover(recovery)
     if options.json:
         facts = [_facts(recovery, is_recovered=is_done) for recovery in recoveries]
-        print_json(by_rank(facts, directories, first))
+        print_by_rank(facts, directories, first)
     else:
         for line in (
             line for recovery in recoveries for line in _lines(recovery, is_recovered=is_done)

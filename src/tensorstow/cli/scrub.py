@@ -10,12 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.output import (
-    by_rank,
-    make_console,
-    print_json,
-    print_line,
-)
+from tensorstow.cli.output import make_console, print_by_rank, print_line
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.records import Generation
 from tensorstow.store.retention import find
@@ -50,9 +45,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.json:
             print_line(console, str(reading))
     if options.json:
-        print_json(
-            by_rank([asdict(reading) for reading in readings], directories, options.directory)
-        )
+        print_by_rank([asdict(reading) for reading in readings], directories, options.directory)
     return DAMAGED if any(reading.damages for reading in readings) else 0
 
 

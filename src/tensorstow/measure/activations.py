@@ -35,12 +35,6 @@ def trace(
 ) -> Activations:
     """Return the activations and operations of one micro-batch of token ids.
 
-    Args:
-        model: A model of transformers.
-        batch: Sequences of a micro-batch.
-        sequence: Tokens of a sequence.
-        placed: The placement of its blocks' activations.
-
     Raises:
         OptionError: It cannot be traced, for example because it depends on values.
     """
@@ -59,9 +53,7 @@ def trace(
 def trace_function(model: NamedModel, placed: TracedPlacement = KEPT) -> Activations:
     """Return the same for a model whose function also returned the arguments of its forward.
 
-    Args:
-        model: A model with ``inputs``. Its function is called once more.
-        placed: The placement of its blocks' activations.
+    Its function is called once more.
 
     Raises:
         OptionError: It cannot be traced, for example because it depends on values.
@@ -107,14 +99,9 @@ def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
 def between(one: Activations, whole: Activations, batch: int, part: int) -> Activations:
     """Return the activations and operations of a micro-batch of ``part`` sequences, at most.
 
-    Operations and bytes grow linearly with the number of sequences. The peak is the maximum of
-    several linear functions, so the line between two of its values is an upper bound.
-
-    Args:
-        one: Traced with one sequence.
-        whole: Traced with ``batch`` sequences.
-        batch: More than one.
-        part: From 1 to ``batch``.
+    They are between those of ``one`` sequence and of a ``whole`` batch. Operations and bytes grow
+    linearly with the number of sequences. The peak is the maximum of several linear functions, so
+    the line between two of its values is an upper bound.
     """
 
     def at(name: str) -> int:

@@ -27,9 +27,7 @@ _LINK_BYTES = 256 << 20
 def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda _: None) -> Profile:
     """Return the rates of this machine: four seconds, and four for each directory.
 
-    Args:
-        directories: Directories on the disks to measure.
-        tell: Called with a description before each measurement.
+    ``tell`` is called with a description before each measurement.
 
     Raises:
         DirectoryError: A directory is missing, read-only, in RAM or too full.
@@ -72,12 +70,7 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
 
 
 def measure_link(device: torch.device, seconds: float = 0.6) -> LinkRates:
-    """Return bytes per second between pinned host memory and an accelerator.
-
-    Args:
-        device: The accelerator.
-        seconds: How long to measure, about.
-    """
+    """Return bytes per second between pinned host memory and an accelerator."""
     link = open_link(device)
     pinned = [PinnedBlock(_LINK_BYTES, device, link.synchronize) for _ in range(2)]
     blocks = [block.tensor(0, _LINK_BYTES, torch.uint8) for block in pinned]

@@ -20,10 +20,6 @@ def measure_device_updates(device: torch.device, seconds: float = 1.0) -> dict[s
 
     Only exact formats are measured. The states are on the accelerator: the link's rates count their
     transfers.
-
-    Args:
-        device: The accelerator.
-        seconds: How long to measure, about.
     """
     exact = [(dtype, state_format) for dtype, state_format in FAMILIES if state_format.exact]
     turn = seconds / len(exact)
@@ -37,13 +33,7 @@ def measure_device_updates(device: torch.device, seconds: float = 1.0) -> dict[s
 def device_update_trial(
     device: torch.device, dtype: torch.dtype, state_format: StateFormat
 ) -> Callable[[], None]:
-    """Return a function that updates ``PARAMETERS`` parameters on an accelerator, as a run does.
-
-    Args:
-        device: The accelerator.
-        dtype: The dtype of the parameters and their gradients.
-        state_format: The format of their states.
-    """
+    """Return a function that updates ``PARAMETERS`` parameters on an accelerator, as a run does."""
     family = Family(dtype, amsgrad=False, format=state_format)
     streams = [
         torch.zeros(-(-PARAMETERS // spec.per), dtype=spec.dtype, device=device)

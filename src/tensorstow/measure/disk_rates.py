@@ -41,10 +41,6 @@ def measure_directory(directory: Path, seconds: float = 4.0) -> DirectoryRates:
     It writes to a file without a name, of at most 2 GiB and a quarter of the free bytes: nothing is
     left when the process ends, even if it is killed.
 
-    Args:
-        directory: A directory on a disk.
-        seconds: How long to measure, about.
-
     Raises:
         DirectoryError: It is missing, read-only, in RAM or too full.
         TransferError: The disk failed.
@@ -82,13 +78,7 @@ class _Scratch:
         self._buffers = buffers.tensor(0, buffers.nbytes, torch.uint8).random_()  # drives compress
 
     def rate(self, pattern: Pattern, setting: tuple[int, int], seconds: float) -> float:
-        """Return bytes per second with a size of requests and a number of them in flight.
-
-        Args:
-            pattern: Which transfers to make.
-            setting: Bytes of a request, and requests in flight.
-            seconds: How long to measure.
-        """
+        """Return bytes per second with requests of a size, and a number of them in flight."""
         block_bytes, depth = setting
         engine = open_engine(depth=depth, block_bytes=block_bytes)
         direct = self._file.direct

@@ -30,12 +30,7 @@ _CHAIN = 100
 
 
 def fastest(work: Callable[[], object], seconds: float) -> float:
-    """Return the seconds of the fastest of several calls.
-
-    Args:
-        work: The function to call; its first call is not counted.
-        seconds: How long to repeat it, at least three times.
-    """
+    """Return the seconds of the fastest of three calls or more; the first is not counted."""
     work()
     best, repeats, end = float("inf"), 0, time.perf_counter() + seconds
     while repeats < _LEAST_REPEATS or time.perf_counter() < end:
@@ -47,11 +42,7 @@ def fastest(work: Callable[[], object], seconds: float) -> float:
 
 
 def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
-    """Return bytes per second that all cores read, write and copy; a copy reads and writes.
-
-    Args:
-        seconds: How long to measure, about.
-    """
+    """Return bytes per second that all cores read, write and copy; a copy reads and writes."""
     arena = Arena(_MEMORY_BYTES, in_children=True)
     whole = arena.tensor(0, _MEMORY_BYTES // 4, torch.float32).fill_(1.0)
     low, high = whole.chunk(2)
@@ -64,11 +55,7 @@ def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
 
 
 def measure_fresh_memory(seconds: float = 0.2) -> float:
-    """Return bytes per second that all cores write to memory that is new from the system.
-
-    Args:
-        seconds: How long to measure, about.
-    """
+    """Return bytes per second that all cores write to memory that is new from the system."""
 
     def write() -> None:
         torch.empty(_FRESH_BYTES // 4, dtype=torch.float32).fill_(1.0)
@@ -77,21 +64,13 @@ def measure_fresh_memory(seconds: float = 0.2) -> float:
 
 
 def measure_checksums(seconds: float = 0.1) -> float:
-    """Return bytes per second that all cores checksum, in pieces as large as transfers.
-
-    Args:
-        seconds: How long to measure, about.
-    """
+    """Return bytes per second that all cores checksum, in pieces as large as transfers."""
     one = fastest(checksum_trial(_CHECKSUM_BYTES), seconds)
     return affinity_cores() * _CHECKSUM_BYTES / one
 
 
 def measure_updates(seconds: float = 1.0) -> dict[str, float]:
-    """Return parameters per second that the update kernel updates, by "dtype/format".
-
-    Args:
-        seconds: How long to measure, about.
-    """
+    """Return parameters per second that the update kernel updates, by "dtype/format"."""
     turn = seconds / len(FAMILIES)
     return {
         update_key(dtype, format_): PARAMETERS / fastest(update_trial(dtype, format_), turn)
@@ -100,12 +79,7 @@ def measure_updates(seconds: float = 1.0) -> dict[str, float]:
 
 
 def measure_compute(device: torch.device, seconds: float = 1.5) -> ComputeRates:
-    """Return the rates of forward and backward on a device.
-
-    Args:
-        device: The CPU, or an accelerator.
-        seconds: How long to measure, about.
-    """
+    """Return the rates of forward and backward on a device."""
     away = device.type != "cpu"
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if away else _CPU_DTYPES
     rows, inner, columns = _PRODUCT_AWAY if away else _PRODUCT
@@ -153,12 +127,7 @@ def _random_rate(device: torch.device, seconds: float) -> float:
 
 
 def waited(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Return a function that calls ``work`` and waits for the device.
-
-    Args:
-        work: A function that launches work on the device.
-        device: The device.
-    """
+    """Return a function that calls ``work`` and waits for the device."""
 
     def run() -> None:
         work()

@@ -85,10 +85,6 @@ def _short_name(name: str) -> str:
 def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
     """Return a model of transformers: a causal language model if its kind has one.
 
-    Args:
-        config: A configuration of transformers.
-        device: The device to create its parameters on.
-
     Raises:
         OptionError: transformers cannot build it.
     """
@@ -108,22 +104,14 @@ def from_config(config: Any, device: str = "meta") -> nn.Module:  # noqa: ANN401
 
 
 def is_causal(config: Any) -> bool:  # noqa: ANN401  # transformers' own
-    """Return whether transformers has a causal language model of a configuration's kind.
-
-    Args:
-        config: A configuration of transformers.
-    """
+    """Return whether transformers has a causal language model of a configuration's kind."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415  # optional
 
     return type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, with its class.
-
-    Args:
-        error: The error.
-    """
+    """Return the first line of an error's message, with its class."""
     said = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
@@ -176,14 +164,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs | None]:
-    """Call a user's function that builds a model.
+    """Call a user's function; return its module, and the arguments of its forward if it has some.
 
     Args:
         name: ``module:function``; the module may be in the working directory.
         option: The option's name in errors.
-
-    Returns:
-        The module, and the arguments of its forward; None: the function returned none.
 
     Raises:
         OptionError: The function does not exist, it raised, or it returned no module.
@@ -228,13 +213,7 @@ def _arguments(inputs: object) -> Inputs:
 
 
 def moved_to(inputs: Inputs, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Return the arguments of a forward on a device, floating point ones in a dtype.
-
-    Args:
-        inputs: The arguments.
-        device: The device of the model's parameters.
-        dtype: The dtype of the model's parameters.
-    """
+    """Return the arguments of a forward on its model's device, floating point ones in its dtype."""
 
     def moved(value: object) -> object:
         if not isinstance(value, torch.Tensor):

@@ -30,13 +30,7 @@ class TracedProcess:
 def events_of(
     process: TracedProcess, spans: Iterable[TimeSpan], held: Iterable[tuple[str, Iterable[Sample]]]
 ) -> Iterator[Event]:
-    """Yield the events of one process.
-
-    Args:
-        process: Its name and lanes.
-        spans: The activities of its lanes.
-        held: Bytes over time, by name.
-    """
+    """Yield the events of one process: the activities of its lanes, and bytes held, by name."""
     spans = list(spans)
     pid = process.pid
     yield _label(pid, 0, "process_name", {"name": process.name})

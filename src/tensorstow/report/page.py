@@ -1,7 +1,7 @@
 """Self-contained pages: a style, a body, and an event log that moves and zooms."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -51,15 +51,35 @@ def document(title: str, body: str, log: dict[str, Any] | None = None) -> str:
     )
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of texts; a row whose label begins with a space is a part of the one above."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    lines = [f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>']
+    for label, *texts in rows:
+        inner = ' class="of"' if label.startswith(" ") else ""
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        lines.append(f"<tr><th{inner}>{escape(label.strip())}</th>{cells}</tr>")
+    return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def definitions(texts: Iterable[tuple[str, str]]) -> str:
+    """Return a list of labels and texts."""
+    items = (f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in texts)
+    return f"<dl>{''.join(items)}</dl>"
+
+
+def faint(text: str) -> str:
+    """Return a paragraph of help."""
+    return f'<p class="faint">{escape(text)}</p>'
+
+
 def log_of(
     rows: Sequence[LogRow], whole: Interval, views: Sequence[tuple[str, float, float]]
 ) -> dict[str, Any]:
     """Return the data that a page's script draws.
 
-    Args:
-        rows: The runs.
-        whole: The interval to show first, in seconds.
-        views: The buttons: name, start and stop of the interval that each shows.
+    ``whole`` is the interval to show first, in seconds. ``views`` are the buttons: name, start and
+    stop of the interval that each shows.
     """
     lanes = [
         {

@@ -10,13 +10,12 @@ from typing import Any
 
 from tensorstow.base.errors import StowError
 from tensorstow.base.new_file import new_stream
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.report.chrome_trace import TracedProcess, events_of
-from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
+from tensorstow.report.page import LOG_VIEW, LogRow, document, faint, log_of, table
 from tensorstow.report.run_record import (
+    STEP,
     WAIT,
-    LaneFigures,
-    PredictedStep,
     RunRecord,
     lane_figures,
     median_step,
@@ -36,11 +35,7 @@ _NAMES = {
 
 
 def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
-    """Write the report of a run; return the paths of its files by kind.
-
-    Args:
-        record: The run.
-        directory: The folder; it is created if it does not exist.
+    """Write the report of a run to a folder; return the paths of its files by kind.
 
     Raises:
         StowError: The files cannot be written.
@@ -105,9 +100,9 @@ def page_of(record: RunRecord) -> str:
     if record.compared:
         parts += ["<h2>The plan: predicted and measured</h2>", *_plan(record)]
     if record.spans:
-        parts += ["<h2>The event log</h2>", LOG_VIEW, _faint(_LOG_HELP)]
+        parts += ["<h2>The event log</h2>", LOG_VIEW, faint(_LOG_HELP)]
         if record.dropped:
-            parts.append(_faint(f"The log was full: {record.dropped:,} later entries are missing."))
+            parts.append(faint(f"The log was full: {record.dropped:,} later entries are missing."))
         log = _log(record)
     return document(record.title, "\n".join(parts), log)
 
@@ -121,14 +116,14 @@ _LOG_HELP = (
 
 def _summary(record: RunRecord) -> Iterable[str]:
     if not record.seconds:
-        yield _faint(
+        yield faint(
             "Nothing was recorded: figures are totals since the optimizer was created. Run a few"
             " steps inside `with optimizer.recording():` for times, memory and the event log."
         )
         return
     blocked = sum(seconds for _, seconds in stalls(record))
     step = median_step(record)
-    facts = [f"{_count(record.steps, 'step')} in {_seconds(record.seconds)}"]
+    facts = [f"{format_count(record.steps, 'step')} in {_seconds(record.seconds)}"]
     if step is not None:
         facts.append(f"{_seconds(step)} per step (median)")
     if record.steps:
@@ -186,14 +181,14 @@ def _stalls(record: RunRecord) -> Iterable[str]:
         yield "<p>It never waited.</p>"
         return
     steps = max(record.steps, 1)
-    yield from _table(
+    yield table(
         ("cause", "per step", "of the time"),
         [
             (cause, _seconds(seconds / steps), f"{seconds / record.seconds:.1%}")
             for cause, seconds in causes
         ],
     )
-    yield _faint(
+    yield faint(
         "Waiting counts for the first of these in progress: an update, a read, a write, a copy."
         " Reads count only if no update hides them: that is the time that a faster disk saves."
     )
@@ -204,23 +199,22 @@ def _lanes(record: RunRecord) -> Iterable[str]:
     if not figures:
         yield "<p>Nothing moved.</p>"
         return
-    yield from _table(
+    yield table(
         ("lane", "busy per step", "bytes per step", "while busy", "hidden by the model"),
-        [_lane_row(lane) for lane in figures],
+        [
+            (
+                lane.lane,
+                _seconds(lane.seconds),
+                format_bytes(lane.nbytes) if lane.nbytes else "",
+                f"{lane.rate / 1e9:.2f} GB/s" if lane.nbytes else "",
+                f"{lane.beside:.0%}",
+            )
+            for lane in figures
+        ],
     )
-    yield _faint(
+    yield faint(
         "Hidden by the model: the share of a lane's time during forward and backward, when the loop"
         " does not wait for it."
-    )
-
-
-def _lane_row(figures: LaneFigures) -> tuple[str, ...]:
-    return (
-        figures.lane,
-        _seconds(figures.seconds),
-        format_bytes(figures.nbytes) if figures.nbytes else "",
-        f"{figures.rate / 1e9:.2f} GB/s" if figures.nbytes else "",
-        f"{figures.beside:.0%}",
     )
 
 
@@ -232,7 +226,7 @@ def _bytes(record: RunRecord) -> Iterable[str]:
     steps = max(record.steps, 1)
     columns = 3 if record.steps else 2
     rows = [(name, format_bytes(n), format_bytes(n // steps)) for name, n in moved.items()]
-    yield from _table(("what", "bytes", "per step")[:columns], [row[:columns] for row in rows])
+    yield table(("what", "bytes", "per step")[:columns], [row[:columns] for row in rows])
     per_step = record.written / record.steps if record.steps else 0.0
     step = median_step(record)
     if per_step:
@@ -248,7 +242,11 @@ def _bytes(record: RunRecord) -> Iterable[str]:
 def _plan(record: RunRecord) -> Iterable[str]:
     rows = []
     if record.predicted is not None:
-        rows.append(_step_row(record.predicted, median_step(record)))
+        seconds, step = record.predicted.seconds, median_step(record)
+        measured = "not recorded" if step is None else f"{step:.3g} s"
+        difference = "" if step is None else f"{step / seconds - 1:+.1%}"
+        label = f"a step, bound by {record.predicted.binding}"
+        rows.append((label, f"{seconds:.3g} s", measured, difference))
     for item in record.compared:
         measured, difference = "not measured separately", ""
         if item.measured is not None:
@@ -257,17 +255,7 @@ def _plan(record: RunRecord) -> Iterable[str]:
         rows.append(
             (f"{item.tier} {item.what}", format_bytes(item.predicted), measured, difference)
         )
-    yield from _table(("what", "predicted", "measured", "difference"), rows)
-
-
-def _step_row(
-    predicted: PredictedStep, measured_seconds: float | None
-) -> tuple[str, str, str, str]:
-    label = f"a step, bound by {predicted.binding}"
-    if measured_seconds is None:
-        return label, f"{predicted.seconds:.3g} s", "not recorded", ""
-    difference = f"{measured_seconds / predicted.seconds - 1:+.1%}"
-    return label, f"{predicted.seconds:.3g} s", f"{measured_seconds:.3g} s", difference
+    yield table(("what", "predicted", "measured", "difference"), rows)
 
 
 def _log(record: RunRecord) -> dict[str, Any]:
@@ -276,39 +264,19 @@ def _log(record: RunRecord) -> dict[str, Any]:
     ]
     whole = (0.0, 1.01 * max(record.seconds, *(span.stop for span in record.spans)))
     views = [("whole recording", *whole)]
-    ends = [s.stop for s in record.of(COMPUTE) if s.name == "opt.step"]
-    if len(ends) > 1:
-        start, stop = ends[-2], ends[-1]
+    calls = [span for span in record.of(COMPUTE) if span.name == STEP]
+    if len(calls) > 1:
+        start, stop = calls[-2].stop, calls[-1].stop
         margin = 0.05 * (stop - start)
-        views.append((f"step {len(ends)}", start - margin, stop + margin))
-    calls = [s for s in record.of(COMPUTE) if s.name == "opt.step"]
+        views.append((f"step {len(calls)}", start - margin, stop + margin))
     if calls:
-        last = calls[-1]
-        views.append(
-            ("opt.step()", last.start - 0.1 * last.seconds, last.stop + 0.2 * last.seconds)
-        )
+        start, stop, seconds = calls[-1].start, calls[-1].stop, calls[-1].seconds
+        views.append(("opt.step()", start - 0.1 * seconds, stop + 0.2 * seconds))
     return log_of([LogRow("", lanes)], whole, views)
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    yield f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>'
-    for first, *rest in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
-        yield f"<tr><th>{escape(first)}</th>{cells}</tr>"
-    yield "</tbody></table></div>"
-
-
-def _faint(text: str) -> str:
-    return f'<p class="faint">{escape(text)}</p>'
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _peak(samples: Sequence[Sample]) -> int:

@@ -38,11 +38,7 @@ class CsvScalars:
         self._directory = _create(directory)
 
     def write(self, scalars: Iterable[Scalar]) -> None:
-        """Append a line for each scalar; a new file begins with a heading.
-
-        Args:
-            scalars: The scalars.
-        """
+        """Append a line for each scalar; a new file begins with a heading."""
         for name, value, step in scalars:
             path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -73,11 +69,7 @@ class TensorBoardScalars:
         self._writer = module.SummaryWriter(str(_create(directory)))
 
     def write(self, scalars: Iterable[Scalar]) -> None:
-        """Write scalars to the file.
-
-        Args:
-            scalars: The scalars.
-        """
+        """Write scalars to the file."""
         for name, value, step in scalars:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -106,11 +98,7 @@ class WandbScalars:
         self._run = wandb.init(project=project, group=group, entity=team)
 
     def write(self, scalars: Iterable[Scalar]) -> None:
-        """Log scalars.
-
-        Args:
-            scalars: The scalars.
-        """
+        """Log scalars."""
         for name, value, step in scalars:
             self._run.log({name: value}, step=step)
 
@@ -120,14 +108,7 @@ class WandbScalars:
 
 
 def require(package: str) -> None:
-    """Raise OptionError if a package is not installed.
-
-    Args:
-        package: Its name, for import and for pip.
-
-    Raises:
-        OptionError: It is not installed.
-    """
+    """Raise OptionError if a package, of the same name for import and for pip, is not installed."""
     if importlib.util.find_spec(package) is None:
         message = (
             f"Scalars were requested for {package}, and the package is not installed: `pip install"

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import by_rank, print_facts, print_json, print_table
+from tensorstow.cli.output import print_by_rank, print_facts, print_table
 
 LONG = "/a/path/that/is/longer/than/forty/columns/of/a/terminal/states-0.bin"
 HEADS = ("generation", "step", "snapshots")
@@ -54,9 +54,10 @@ def test_programs_get_a_fact_a_line_and_no_markup_is_read() -> None:
 
 def test_json_is_a_list_where_there_are_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     here = Path("/run")
-    print_json(by_rank([{"at": here}], [here], here))
+    print_by_rank([{"at": here}], [here], here)
     assert json.loads(capsys.readouterr().out) == {"at": "/run"}
-    assert by_rank([1], [here / "rank-0-of-1"], here) == [1]
+    print_by_rank([1], [here / "rank-0-of-1"], here)
+    assert json.loads(capsys.readouterr().out) == [1]
 
 
 def test_one_and_many() -> None:

@@ -4,17 +4,23 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import make_console, print_json, print_line, print_table
+from tensorstow.cli.output import (
+    make_console,
+    make_progress,
+    print_json,
+    print_line,
+    print_table,
+)
 from tensorstow.cli.process import kill_in_an_update, started
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
 from tensorstow.cli.verify.subject import Subject, subject_of
@@ -89,16 +95,8 @@ def _run_all(
     model: str | None, subject: Subject, folder: Path, device: torch.device, console: Console
 ) -> dict[VerifiedRun, Outcome]:
     runs = runs_of(subject.dtypes)
-    columns = (
-        TextColumn("{task.fields[name]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("[dim]{task.fields[part]}"),
-        TimeElapsedColumn(),
-    )
     outcomes = {}
-    # Only a terminal shows progress: a pipe gets the outcome and nothing else.
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with make_progress(console) as progress:
         task = progress.add_task("", total=len(runs), name="", part="")
         for number, run in enumerate(runs):
             progress.update(task, name=run.title, completed=number, part="")
@@ -153,11 +151,7 @@ def _as_json(
         "runs": [
             {
                 "title": run.title,
-                "dtype": run.dtype,
-                "states": run.states,
-                "state_format": run.state_format,
-                "overlap": run.overlap,
-                "is_killed": run.is_killed,
+                **asdict(run),
                 "losses": outcome.losses,
                 "sha256": outcome.checksum,
                 "seconds": outcome.seconds,

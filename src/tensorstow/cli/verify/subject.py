@@ -80,16 +80,7 @@ class SmallTransformer(nn.Module):
 
 
 def subject_of(name: str | None) -> Subject:
-    """Return the model to verify.
-
-    Args:
-        name: As ``tensorstow plan`` takes it: a known name, a configuration of transformers, or
-            ``module:function``. The function returns a module, or a module and the arguments of its
-            forward as a tuple or a dict. None: a small transformer.
-
-    Raises:
-        OptionError: The model cannot be built and run.
-    """
+    """Return the model to verify."""
     if name is None:
         return Subject(
             "a small transformer",

@@ -52,13 +52,7 @@ def train(
 ) -> Outcome:
     """Train ``steps`` steps, or resume a killed run from its commit.
 
-    Args:
-        run: Dtype, placement and overlap.
-        subject: The model.
-        directory: Directory for states on disk; a killed run needs one of its own.
-        device: Device that the model computes on.
-        progress: Called with the step and the part that begins.
-        steps: Total number of steps.
+    A killed run needs a directory of its own.
     """
     torch.set_num_threads(usable_cores())
     begun = time.monotonic()
