@@ -10,7 +10,7 @@ import torch
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import DirectoryError, OptionError, advice_for
+from tensorstow.base.errors import OptionError, named
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import parse_size
@@ -57,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     with collector_paused():
         facts = examine(options)
     if options.html is not None:
-        _write(options.html, compose(facts))
+        with named("The page", options.html):
+            options.html.write_text(compose(facts), encoding="utf-8", errors="backslashreplace")
     if options.json:
         print_json(facts)
         return 0
@@ -65,14 +66,6 @@ def run(options: argparse.Namespace) -> int:
     if options.html is not None:
         print_line(make_console(), f"\ndrawn in {options.html}")
     return 0
-
-
-def _write(path: Path, page: str) -> None:
-    try:
-        path.write_text(page, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        message = f"--html {path} was given: {error.strerror}. {advice_for(error.errno or 0)}"
-        raise DirectoryError(message) from error
 
 
 def examine(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tensorstow.base.errors import StowError
+from tensorstow.base.directories import make_folder
 from tensorstow.base.new_file import new_stream
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.report.chrome_trace import TracedProcess, events_of
@@ -38,24 +38,17 @@ def write_report(record: RunRecord, directory: Path) -> dict[str, Path]:
     """Write the report of a run to a folder; return the paths of its files by kind.
 
     Raises:
-        StowError: The files cannot be written.
+        DirectoryError: The files cannot be written.
     """
     files = {
         "page": (directory / "report.html", page_of(record)),
         "trace": (directory / "trace.json", _json(trace_of(record))),
         "figures": (directory / "report.json", _json(figures_of(record), indent=2)),
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for path, text in files.values():
-            with new_stream(path) as stream:
-                stream.write(text.encode())
-    except OSError as error:
-        message = (
-            f"report({str(directory)!r}) was called: its files cannot be written to it"
-            f" ({error.strerror or error}). Name another directory."
-        )
-        raise StowError(message) from error
+    make_folder(directory)
+    for path, text in files.values():
+        with new_stream(path) as stream:
+            stream.write(text.encode())
     return {name: path for name, (path, _) in files.items()}
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tensorstow.base.directories import expand_path
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.directories import expand_path, make_folder
+from tensorstow.base.errors import OptionError
 from tensorstow.base.regular_file import open_regular
 
 Scalar = tuple[str, float, int]
@@ -119,9 +119,5 @@ def require(package: str) -> None:
 
 def _create(directory: str | os.PathLike[str]) -> Path:
     path = expand_path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"The folder for scalars, {path}, cannot be created: {error.strerror}."
-        raise StowError(message) from error
+    make_folder(path)
     return path

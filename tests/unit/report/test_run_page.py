@@ -7,7 +7,7 @@ import pytest
 
 from page_reader import read
 from run_records import READ, STEPS, make_record
-from tensorstow.base.errors import StowError
+from tensorstow.base.errors import DirectoryError
 from tensorstow.report.run_page import figures_of, page_of, trace_of, write_report
 from tensorstow.report.run_record import Compared
 from tensorstow.report.spans import Sample, TimeSpan
@@ -86,5 +86,5 @@ def test_files_are_written_and_a_directory_that_cannot_be_is_named(tmp_path: Pat
     assert {path.name for path in files.values()} == {"report.html", "trace.json", "report.json"}
     assert json.loads(files["trace"].read_text())["displayTimeUnit"] == "ms"
     (tmp_path / "file").touch()
-    with pytest.raises(StowError, match="cannot be written to it"):
+    with pytest.raises(DirectoryError, match="file was requested: File exists"):
         write_report(RECORD, tmp_path / "file")

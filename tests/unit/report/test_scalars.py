@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.report import scalars
 from tensorstow.report.scalars import CsvScalars, TensorBoardScalars, WandbScalars
 
@@ -73,5 +73,5 @@ def test_a_package_that_is_missing_and_a_place_that_cannot_be_are_named(tmp_path
     with pytest.raises(OptionError, match="for no_such_package, and the package is not installed"):
         scalars.require("no_such_package")
     (tmp_path / "file").touch()
-    with pytest.raises(StowError, match="cannot be created"):
+    with pytest.raises(DirectoryError, match="file/job was requested: Not a directory"):
         CsvScalars(tmp_path / "file" / "job")

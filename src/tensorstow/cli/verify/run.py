@@ -24,7 +24,7 @@ from tensorstow.cli.output import (
 from tensorstow.cli.process import kill_in_an_update, started
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
 from tensorstow.cli.verify.subject import Subject, subject_of
-from tensorstow.cli.verify.training import Announce, Difference, Outcome, differences, train
+from tensorstow.cli.verify.training import Announce, Outcome, differences, train
 from tensorstow.fsdp.sharding import current_device
 
 _NEEDED = 1 << 30
@@ -57,13 +57,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def sentence(
-    outcomes: Mapping[VerifiedRun, Outcome], mismatches: list[Difference], directory: Path
+    outcomes: Mapping[VerifiedRun, Outcome], mismatches: Mapping[VerifiedRun, str], directory: Path
 ) -> str:
     """Return one sentence: all runs are equal, or the first difference."""
     if mismatches:
-        first = mismatches[0]
+        run, description = next(iter(mismatches.items()))
         more = f" ({len(mismatches)} of {len(outcomes)} runs differ)" if len(mismatches) > 1 else ""
-        return f"NOT EQUAL: {first.run.title}: {first.description}{more}."
+        return f"NOT EQUAL: {run.title}: {description}{more}."
     steps = format_count(STEPS, "step")
     return (
         f"All {len(outcomes)} runs are bitwise equal, each loss, and each parameter and state after"
@@ -125,12 +125,12 @@ def _kill(
         kill_in_an_update(process, COMMITTED, announce)
 
 
-def _check_repeats(mismatches: list[Difference], device: torch.device) -> None:
+def _check_repeats(mismatches: Mapping[VerifiedRun, str], device: torch.device) -> None:
     """Raise StowError if torch's own kernels are not deterministic."""
-    for mismatch in mismatches:
-        if mismatch.run.is_repeat:
+    for run, description in mismatches.items():
+        if run.is_repeat:
             message = (
-                f"Two runs with states in RAM differ: {mismatch.description}. The model itself is"
+                f"Two runs with states in RAM differ: {description}. The model itself is"
                 f" not deterministic on {device}, so nothing can be compared. Try --device cpu, or"
                 " a model without operations that torch calls nondeterministic."
             )
@@ -141,9 +141,8 @@ def _as_json(
     heading: str,
     summary: str,
     outcomes: Mapping[VerifiedRun, Outcome],
-    mismatches: list[Difference],
+    mismatches: Mapping[VerifiedRun, str],
 ) -> dict[str, Any]:
-    differing = {mismatch.run: mismatch.description for mismatch in mismatches}
     return {
         "what": heading,
         "is_equal": not mismatches,
@@ -155,7 +154,7 @@ def _as_json(
                 "losses": outcome.losses,
                 "sha256": outcome.checksum,
                 "seconds": outcome.seconds,
-                "differs": differing.get(run),
+                "differs": mismatches.get(run),
             }
             for run, outcome in outcomes.items()
         ],
@@ -166,15 +165,14 @@ def _print(
     console: Console,
     summary: str,
     outcomes: Mapping[VerifiedRun, Outcome],
-    mismatches: list[Difference],
+    mismatches: Mapping[VerifiedRun, str],
 ) -> None:
-    differing = {mismatch.run for mismatch in mismatches}
     rows = [
         (
             *run.cells,
             outcome.checksum[:8],
             f"{outcome.seconds:.1f} s",
-            "differs" if run in differing else "equal",
+            "differs" if run in mismatches else "equal",
         )
         for run, outcome in outcomes.items()
     ]
@@ -182,5 +180,5 @@ def _print(
         console, ("weights", "states", "format", "overlap", "SHA-256", "took", "bits"), rows
     )
     print_line(console, summary, "bold red" if mismatches else "bold green")
-    for mismatch in mismatches[1:]:
-        print_line(console, f"  {mismatch.run.title}: {mismatch.description}")
+    for run, description in list(mismatches.items())[1:]:
+        print_line(console, f"  {run.title}: {description}")

@@ -94,24 +94,14 @@ def train(
     return Outcome(tuple(losses), digests, states, time.monotonic() - begun)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first difference of a run from its reference."""
-
-    run: VerifiedRun
-    description: str
-
-
-def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> list[Difference]:
-    """Return the runs that differ from the first run of their dtype, with the first difference."""
-    mismatches = []
+def differences(outcomes: Mapping[VerifiedRun, Outcome]) -> dict[VerifiedRun, str]:
+    """Return the first difference of each run from the first run of its dtype, if it has one."""
     references: dict[str, Outcome] = {}
-    for run, outcome in outcomes.items():
-        reference = references.setdefault(run.dtype, outcome)
-        description = first_difference(outcome, reference)
-        if description is not None:
-            mismatches.append(Difference(run, description))
-    return mismatches
+    texts = {
+        run: first_difference(outcome, references.setdefault(run.dtype, outcome))
+        for run, outcome in outcomes.items()
+    }
+    return {run: text for run, text in texts.items() if text is not None}
 
 
 def first_difference(outcome: Outcome, reference: Outcome) -> str | None:

@@ -48,7 +48,7 @@ def test_each_run_is_compared_with_the_first_of_its_dtype() -> None:
     outcomes = {
         run: REFERENCE if run.dtype == "fp32" else other for run in runs_of(["fp32", "bf16"])
     }
-    assert differences(outcomes) == []
+    assert differences(outcomes) == {}
     wrong = VerifiedRun("bf16", "disk", "split", "backward")
     outcomes[wrong] = REFERENCE
-    assert [found.run for found in differences(outcomes)] == [wrong]
+    assert list(differences(outcomes)) == [wrong]
