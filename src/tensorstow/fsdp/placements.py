@@ -377,8 +377,8 @@ def _make_disk_pool(
     units, total = [], 0
     for unit in on_disk:
         read = frozen.get(unit.name, FrozenLayout({}))
-        others = {n: p for n, p in unit.parameters.items() if n not in read.at}
-        stored = UnitSizes.of(replace(unit, parameters=others), sharding.ranks).share_bytes
+        unread = {n: p for n, p in unit.parameters.items() if n not in read.at}
+        stored = UnitSizes.of(replace(unit, parameters=unread), sharding.ranks).share_bytes
         whole = stored + round_up(read.nbytes, ALIGN)
         units.append(replace(UnitSizes.of(unit, sharding.ranks), share_bytes=whole))
         total += round_up(stored, ALIGN) + (0 if read.runs else round_up(read.nbytes, ALIGN))

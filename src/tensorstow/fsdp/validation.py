@@ -450,13 +450,13 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
         message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
     missing = sorted(name for name in placed if not accepts(optimizer, name))
-    given = optimizer.func if isinstance(optimizer, partial) else optimizer
-    if missing and isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
-        stowed = f"partial(tensorstow.StowedOptimizer, {given.__name__}, ...)"
-        if given in {torch.optim.Adam, torch.optim.AdamW}:
-            stowed = f"tensorstow.{given.__name__}"
+    factory = optimizer.func if isinstance(optimizer, partial) else optimizer
+    if missing and isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
+        stowed = f"partial(tensorstow.StowedOptimizer, {factory.__name__}, ...)"
+        if factory in {torch.optim.Adam, torch.optim.AdamW}:
+            stowed = f"tensorstow.{factory.__name__}"
         message = (
-            f"{given.__name__} of torch was given, which keeps states in memory. Use {stowed}."
+            f"{factory.__name__} of torch was given, which keeps states in memory. Use {stowed}."
         )
         raise OptionError(message)
     if missing:

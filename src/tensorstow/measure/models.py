@@ -50,9 +50,9 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
         OptionError: The name is no model, or transformers is required and not installed.
     """
     path = Path(name)
-    known = name if name in KNOWN else _short_name(name)
-    if known in KNOWN and (known == name or not _exists(path)):
-        model = _from_config(name, dict(KNOWN[known]), dtype)
+    catalog_name = name if name in KNOWN else _short_name(name)
+    if catalog_name in KNOWN and (catalog_name == name or not _exists(path)):
+        model = _from_config(name, dict(KNOWN[catalog_name]), dtype)
     elif _exists(path):
         model = _from_config(name, _read(path), dtype)
     elif ":" in name:

@@ -88,8 +88,8 @@ class UnitBuffers(Generic[U, B]):
 
         None of ``keep`` leaves. All others do if they do not make room enough.
         """
-        kept, needed, leaving = set(keep), self._used.held + unit.nbytes, list[U]()
-        idle = [other for other in self._of if not other.users and other not in kept]
+        exempt, needed, leaving = set(keep), self._used.held + unit.nbytes, list[U]()
+        idle = [other for other in self._of if not other.users and other not in exempt]
         for other in in_order_of_leaving(idle, self._upcoming()):
             if needed <= self._used.capacity:
                 break

@@ -246,8 +246,8 @@ def with_placed_activations(
         trace: Function that returns the micro-batchings of a placement, fewest first.
     """
     first = candidates(request)[0]
-    kept = [batching.activations for batching in request.micro_batchings]
-    for activations in (request.conditions.activations, *kept):
+    smaller = (batching.activations for batching in request.micro_batchings)
+    for activations in (request.conditions.activations, *smaller):
         conditions = replace(request.conditions, activations=activations)
         if isinstance(fit(first, request.sizes, request.budget, conditions), Plan):
             return request

@@ -1,8 +1,8 @@
 """``Key``: the values that one key of the configuration takes, and its support.
 
 [Note: One section] A section of the configuration is a frozen dataclass. A field of it is a key
-that has an effect, with its default; ``others`` are the section's other keys. Paths are relative to
-the section. Reading, the checks, the log, the summary and the page of keys come from it.
+that has an effect, with its default; ``other_keys`` are the rest. Paths are relative to the
+section. Reading, the checks, the log, the summary and the page of keys come from it.
 """
 
 import math
@@ -215,7 +215,7 @@ def keys_of(cls: Any, path: str = "") -> Iterator[Key]:
             yield _key_of(one).within(path)
         elif inner := one.metadata.get("part") or one.metadata.get("keys"):
             yield from keys_of(inner[0], path + inner[1])
-    yield from (key.within(path) for key in getattr(cls, "others", ()))
+    yield from (key.within(path) for key in getattr(cls, "other_keys", ()))
 
 
 def section_of(cls: Any, values: Mapping[str, Any], path: str = "", **made: Any) -> Any:

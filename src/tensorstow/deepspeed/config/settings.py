@@ -65,7 +65,7 @@ class Named:
     type: str
     params: Mapping[str, Any] = field(default_factory=dict)
 
-    others: ClassVar[Keys] = (Key("type", TEXT), Key("params", OBJECT))
+    other_keys: ClassVar[Keys] = (Key("type", TEXT), Key("params", OBJECT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Fp16:
     consecutive_hysteresis: bool = setting(BOOL, off=False)
     min_loss_scale: float = setting(ANY_NUMBER, 1.0)
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         Key("enabled", BOOL, off=False),
         *refused(BOOL, "auto_cast", off=False, instead="cast inputs to half in the model"),
         *refused(
@@ -114,7 +114,7 @@ class Autocast:
     enabled: bool = setting(BOOL, off=False)
     dtype: str | None = setting(_DTYPES)
 
-    others: ClassVar[Keys] = idle(
+    other_keys: ClassVar[Keys] = idle(
         ANYTHING,
         "lower_precision_safe_modules",
         why="gradients are reduced in fp32, whatever the module",
@@ -129,7 +129,7 @@ class OffloadOptimizer:
     nvme_path: str | None = setting(TEXT)
     ratio: float = setting(number(0.0, 1.0), 1.0)
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         *idle(whole(), "buffer_count", why="the ring has room for what is in flight"),
         *idle(BOOL, "pin_memory", why=_WHERE_IT_HELPS),
         *idle(BOOL, "pipeline", "pipeline_read", "pipeline_write", why="I/O overlaps always"),
@@ -147,7 +147,7 @@ class OffloadParam:
     nvme_path: str | None = setting(TEXT)
     max_in_cpu: int = setting(whole(), 1_000_000_000)
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         *idle(whole(), "buffer_count", "buffer_size", why="a buffer holds the largest unit"),
         *idle(BOOL, "pin_memory", why=_WHERE_IT_HELPS),
     )
@@ -170,7 +170,7 @@ class Zero:
         also=("gather_16bit_weights_on_model_save",),
     )
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         *idle(
             BOOL,
             "contiguous_gradients",
@@ -260,7 +260,7 @@ class Aio:
 
     queue_depth: int | None = setting(whole(1))
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         *idle(whole(1), "block_size", why="transfers are cut into blocks of 1 MiB", off=1 << 20),
         Key(
             "intra_op_parallelism",
@@ -281,7 +281,7 @@ class ActivationCheckpointing:
 
     cpu_checkpointing: bool = setting(BOOL, off=False)
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         *idle(
             BOOL,
             "partition_activations",
@@ -350,7 +350,7 @@ class Settings:
     csv_monitor: MonitorFiles = part(MonitorFiles, "csv_monitor")
     wandb: WandbMonitor = part(WandbMonitor, "wandb")
 
-    others: ClassVar[Keys] = (
+    other_keys: ClassVar[Keys] = (
         Key("train_batch_size", whole(1)),
         Key("train_micro_batch_size_per_gpu", whole(1)),
         Key("gradient_accumulation_steps", whole(1)),
