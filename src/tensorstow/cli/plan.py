@@ -1,14 +1,13 @@
 """`tensorstow plan`: memory, time and traffic of a run, before anything is allocated."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError, named
 from tensorstow.base.plan import Plan
@@ -22,7 +21,7 @@ from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.placed_activations import blocks_with_activations
-from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, traces_of
+from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, placed_elsewhere
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import NamedModel, build_model, is_causal
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
@@ -139,15 +138,13 @@ def _request(
     if traced is None or not blocks_with_activations(units_of(model.module)):
         return request
 
-    def trace_with(placement: ActivationPlacement) -> Sequence[MicroBatching]:
-        placed = TracedPlacement(placement, device_is_host=device_is_host)
-        traced = _traced(model, options, placed)
-        if traced is None:
-            return ()
-        whole = MicroBatching(1, _batch(model, traced, options), traced.held())
-        return whole, *_micro_batchings(model, traced, options, placed)
+    def trace(placed: TracedPlacement) -> Iterator[MicroBatching]:
+        less_held = _traced(model, options, placed)
+        if less_held is not None:
+            yield MicroBatching(1, _batch(model, less_held, options), less_held.held())
+            yield from _micro_batchings(model, less_held, options, placed)
 
-    return with_placed_activations(request, traces_of(device_is_host=device_is_host), trace_with)
+    return with_placed_activations(request, placed_elsewhere(trace, device_is_host=device_is_host))
 
 
 def _activations(

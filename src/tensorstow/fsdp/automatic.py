@@ -3,12 +3,11 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstow.base import notices
@@ -24,10 +23,10 @@ from tensorstow.base.text_file import read_or_empty
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.sharding import backend_of, host_group, join_ranks, rank_here, world_size
+from tensorstow.fsdp.sharding import backend_of, from_every_rank, join_ranks, rank_here, world_size
 from tensorstow.fsdp.traced_activations import Activations
 from tensorstow.fsdp.traced_model import ExampleBatch
-from tensorstow.fsdp.traced_placement import traces_of
+from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, placed_elsewhere
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
 from tensorstow.io.device_link import is_remote
@@ -126,7 +125,7 @@ def choose_plan(
     Raises:
         BudgetError: No placement fits; the error names the tier that is too small.
     """
-    traced, memory = example.trace(ActivationPlacement.KEEP, device), budget
+    traced, memory = example.trace(KEPT), budget
     if memory is None:
         memory = machine_budget(units, device, directory, with_activations=traced is not None)
     limit = _device_limit(device) if budget is None else memory.bytes_of(Tier.DEVICE)
@@ -135,8 +134,7 @@ def choose_plan(
     tokens = facts.tokens
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     request = replace(request, budget=facts.budget, batch=batch)
-    if facts.traced is not None:
-        request = _with_activations(request, facts, example, device)
+    request = _with_activations(request, facts, example, device)
     result = _search(request, facts.profile, device, directory)
     _log(result, request, source="given" if budget is not None else "of this machine")
     plan, timed = result.chosen.plan, result.chosen.step
@@ -163,23 +161,13 @@ def _with_activations(
     if not example.has_blocks:
         return request
 
-    def trace_with(placement: ActivationPlacement) -> Sequence[MicroBatching]:
-        traced = _largest_of_ranks(example.trace(placement, device))
-        if traced is None:
-            return ()
-        return [MicroBatching(1, traced.micro_batch(tokens), traced.held())]
+    def trace(placed: TracedPlacement) -> Iterator[MicroBatching]:
+        traced = _largest(from_every_rank(example.trace(placed)))
+        if traced is not None:
+            yield MicroBatching(1, traced.micro_batch(tokens), traced.held())
 
-    placements = traces_of(device_is_host=device.type == "cpu")
-    return with_placed_activations(request, placements, trace_with)
-
-
-def _largest_of_ranks(traced: Activations | None) -> Activations | None:
-    if world_size() == 1:
-        return traced
-    group = host_group()
-    by_rank: list[Activations | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, traced, group=group)
-    return _largest(by_rank)
+    elsewhere = placed_elsewhere(trace, device_is_host=device.type == "cpu")
+    return with_placed_activations(request, elsewhere)
 
 
 def _largest(traced: Iterable[Activations | None]) -> Activations | None:
@@ -249,9 +237,7 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
     if world_size() == 1:
         return local
     join_ranks(launched(), backend_of(device))
-    group = host_group()
-    by_rank: list[_RankFacts] = [local for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(by_rank, local, group=group)
+    by_rank = from_every_rank(local)
     least = {}
     for tier in Tier:
         sizes = [n for facts in by_rank if (n := facts.budget.bytes_of(tier)) is not None]

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.fsdp.automatic import free_host_bytes
 from tensorstow.fsdp.shard_storage import DiskShard
+from tensorstow.fsdp.sharding import rank_here
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.local_ranks import local_ranks
@@ -202,7 +202,7 @@ class FirstSteps:
                 handle.remove()
             if self._room is not None:
                 self._room.follow()
-        if len(self._ends) == _STEPS and not (dist.is_initialized() and dist.get_rank()):
+        if len(self._ends) == _STEPS and rank_here() == 0:
             took = min(later - earlier for earlier, later in list(pairwise(self._ends))[1:])
             level, line = compared_line(self._compare(optimizer), self._step, took)
             logger.log(level, "%s; %s", line, resident_line(self._resident_before, peak_bytes()))

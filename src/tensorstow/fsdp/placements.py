@@ -227,7 +227,7 @@ def _mesh_of(request: StowRequest, mesh: DeviceMesh | None) -> DeviceMesh:
     row = mesh or make_mesh(request.device, stage=plan.stage, replicas=plan.replicas)
     validate_mesh(row, plan, request.device)
     arguments = {"plan": plan.to_json(), "compute_dtype": str(request.compute_dtype)}
-    validate_same_on_ranks(arguments | describe_units(request.units), host_group())
+    validate_same_on_ranks(arguments | describe_units(request.units))
     return row
 
 

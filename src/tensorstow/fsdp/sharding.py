@@ -41,7 +41,7 @@ from tensorstow.fsdp.stowed_parameter import (
 )
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.device_link import is_away
-from tensorstow.io.digest_list import Digest, DigestList, verify
+from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.memory.buffer_pool import BufferPool
@@ -52,6 +52,7 @@ from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 logger = logging.getLogger("tensorstow")
 
 _Result = TypeVar("_Result")
+_Value = TypeVar("_Value")
 
 # --- ranks ---
 
@@ -128,6 +129,16 @@ def host_group() -> dist.ProcessGroup | None:
     return group
 
 
+def from_every_rank(value: _Value) -> list[_Value]:
+    """Return every rank's value, by rank; collective."""
+    group = host_group()
+    if group is None:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
     """Call a function on every rank, and raise on all of them if it fails on one; collective.
 
@@ -146,19 +157,14 @@ def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
         result = act()
     except Exception as error:  # noqa: BLE001  # it is raised below
         failure = error
-    group = host_group()
-    if group is not None:
-        failures: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(failures, failure and repr(failure), group)
-        other = next((rank for rank, text in enumerate(failures) if text), None)
-        if failure is None and other is not None:
-            message = (
-                f"Rank {other} could not {task}: {failures[other]}. That rank has the traceback."
-            )
-            raise StowError(message)
+    failures = from_every_rank(failure and repr(failure))
     if failure is not None:
-        failure.add_note(f"Rank {0 if group is None else dist.get_rank(group)} could not {task}.")
+        failure.add_note(f"Rank {rank_here()} could not {task}.")
         raise failure
+    other = next((rank for rank, text in enumerate(failures) if text), None)
+    if other is not None:
+        message = f"Rank {other} could not {task}: {failures[other]}. That rank has the traceback."
+        raise StowError(message)
     return result
 
 
@@ -168,12 +174,8 @@ def gather_digests(listed: DigestList) -> None:
     Args:
         listed: The list of a checkpoint's files, of which each rank wrote some.
     """
-    group = host_group()
-    if group is not None:
-        noted: list[dict[str, Digest]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(noted, listed.digests, group)
-        for digests in noted:
-            listed.digests |= digests
+    for digests in from_every_rank(listed.digests):
+        listed.digests |= digests
 
 
 def verify_together(main: Path) -> None:

@@ -4,9 +4,11 @@ They run with fake tensors, and every storage is followed from the operation tha
 end, as torch's memory tracker does, in a third of its time.
 """
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -32,17 +34,26 @@ _GATHERS = frozenset({torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.
 _GET_DEVICE = torch.ops.prim.device.default
 """Asks a tensor for its device: it makes nothing."""
 _RANDOM = frozenset({torch.ops.aten.bernoulli_, torch.ops.aten.bernoulli})
+_OF_ONE_LAYER = frozenset({"late", "together", "largest_saved_bytes"})
+"""Counts that do not grow with the number of layers."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Activations:
-    """Activations and operations of forward and backward of one micro-batch."""
+    """Activations and operations of forward and backward of one micro-batch.
 
-    peak_bytes: int
-    """The peak of activations alone, without gradients."""
-    beside_gradients: int
-    """The peak of activations and gradients together, minus all gradients."""
-    operations: int
+    The peak is at one of two moments, whatever the model's depth.
+    """
+
+    early: int = 0
+    """Peak activation bytes until the first block has gradients: as when backward begins."""
+    early_together: int = 0
+    """The same with gradients, minus the bytes of all gradients."""
+    late: int = 0
+    """Peak activation bytes after the first block's backward."""
+    together: int = 0
+    """The same with gradients, minus the bytes of all gradients."""
+    operations: int = 0
     """Floating point operations of forward and backward."""
     tensor_bytes: int = 0
     """Bytes read and written by operations that are no products."""
@@ -57,18 +68,29 @@ class Activations:
     largest_saved_bytes: int = 0
     """The largest storage of these."""
 
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak of activations alone, without gradients."""
+        return max(self.early, self.late)
+
+    def extended(self, deeper: "Activations", layers: int) -> "Activations":
+        """Extrapolate to ``layers`` more layers by ``deeper``, which has one more."""
+        more = {}
+        for field in fields(Activations):
+            low, high = getattr(self, field.name), getattr(deeper, field.name)
+            is_of_one = field.name in _OF_ONE_LAYER
+            more[field.name] = max(low, high) if is_of_one else low + layers * (high - low)
+        return Activations(**more)
+
     def held(self) -> HeldActivations:
         """Return the peaks, for ``planner.placement``."""
+        together = max(self.early_together, self.together)
         return HeldActivations(
-            self.peak_bytes, self.beside_gradients, self.saved_bytes, self.largest_saved_bytes
+            self.peak_bytes, together, self.saved_bytes, self.largest_saved_bytes
         )
 
     def micro_batch(self, tokens: int) -> MicroBatch:
-        """Return the counts, for ``planner.seconds``.
-
-        Args:
-            tokens: The tokens of the micro-batch.
-        """
+        """Return the counts, for ``planner.seconds``."""
         return MicroBatch(
             tokens,
             self.operations,
@@ -79,63 +101,12 @@ class Activations:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TracedStep:
-    """Traced bytes and operations. A model's peak is at one of two moments, whatever its depth."""
-
-    early: int
-    """Peak activation bytes until the first block has gradients: as when backward begins."""
-    early_together: int
-    """The same with gradients, minus the bytes of all gradients."""
-    late: int
-    """Peak activation bytes after the first block's backward."""
-    together: int
-    """The same with gradients, minus the bytes of all gradients."""
-    operations: int
-    tensor_bytes: int
-    calls: int
-    random_elements: int
-    large_bytes: int
-    saved: int = 0
-    largest_saved: int = 0
-
-    def extended(self, deeper: "TracedStep", layers: int) -> "TracedStep":
-        """Extrapolate to ``layers`` more layers by ``deeper``, which has one more."""
-        return TracedStep(
-            self.early + layers * (deeper.early - self.early),
-            self.early_together + layers * (deeper.early_together - self.early_together),
-            max(self.late, deeper.late),
-            max(self.together, deeper.together),
-            self.operations + layers * (deeper.operations - self.operations),
-            self.tensor_bytes + layers * (deeper.tensor_bytes - self.tensor_bytes),
-            self.calls + layers * (deeper.calls - self.calls),
-            self.random_elements + layers * (deeper.random_elements - self.random_elements),
-            self.large_bytes + layers * (deeper.large_bytes - self.large_bytes),
-            self.saved + layers * (deeper.saved - self.saved),
-            max(self.largest_saved, deeper.largest_saved),
-        )
-
-    def activations(self) -> Activations:
-        """Return the peaks and counts that plans are predicted with."""
-        return Activations(
-            max(self.early, self.late),
-            max(self.early_together, self.together),
-            self.operations,
-            self.tensor_bytes,
-            self.calls,
-            self.random_elements,
-            self.large_bytes,
-            self.saved,
-            self.largest_saved,
-        )
-
-
 def watch(
     module: nn.Module,
     placed: TracedPlacement,
     train: Callable[[], object],
     units: Sequence[Unit] | None = None,
-) -> TracedStep:
+) -> Activations:
     """Return the bytes and operations of ``train``, which runs forward and backward of ``module``.
 
     Args:
@@ -154,7 +125,9 @@ def watch(
         offload.register(blocks)
     with peaks:
         train()
-    return replace(peaks.traced(), saved=offload.saved_bytes, largest_saved=offload.largest_bytes)
+    seen = peaks.seen
+    seen.saved_bytes, seen.largest_saved_bytes = offload.saved_bytes, offload.largest_bytes
+    return seen
 
 
 class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is untyped here
@@ -175,17 +148,9 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         for tensor in (*module.parameters(), *module.buffers()):
             self._follow(tensor.untyped_storage())
         self._fixed = self.held
-        self.early = self.late = 0
-        self.early_together = self.together = -self._gradients
-        self.operations = self.tensor_bytes = self.calls = 0
-        self.random_elements = self.large_bytes = 0
-
-    def traced(self) -> TracedStep:
-        """Return the peaks and counts so far."""
-        done = (self.operations, self.tensor_bytes, self.calls)
-        more = (self.random_elements, self.large_bytes)
-        held = (self.early, self.early_together, self.late, self.together)
-        return TracedStep(*held, *done, *more)
+        none_yet = -self._gradients
+        self.seen = Activations(early_together=none_yet, together=none_yet)
+        """The peaks and counts so far."""
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Stop counting a storage: its memory is counted elsewhere."""
@@ -211,14 +176,14 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self._count(func, (args, kwargs or {}), result)
-        together = self.held - self._fixed
+        seen, together = self.seen, self.held - self._fixed
         grad_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
         if all(p.grad is not None for p in self._first):
-            self.late = max(self.late, together - grad_bytes)
-            self.together = max(self.together, together - self._gradients)
+            seen.late = max(seen.late, together - grad_bytes)
+            seen.together = max(seen.together, together - self._gradients)
         else:
-            self.early = max(self.early, together - grad_bytes)
-            self.early_together = max(self.early_together, together - self._gradients)
+            seen.early = max(seen.early, together - grad_bytes)
+            seen.early_together = max(seen.early_together, together - self._gradients)
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -243,22 +208,22 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         written = _storages(result)
         if written.keys() <= read.keys() and not func._schema.is_mutable:  # noqa: SLF001
             return  # a view, or no tensor
-        self.calls += 1
+        self.seen.calls += 1
         kind = func._overloadpacket  # noqa: SLF001
-        self.large_bytes += sum(
+        self.seen.large_bytes += sum(
             nbytes for key, nbytes in written.items() if key not in read and nbytes >= LARGE_BLOCK
         )
         if kind in _RANDOM:
-            self.random_elements += sum(
+            self.seen.random_elements += sum(
                 value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)
             )
         if kind in flop_registry:
             args, keywords = arguments
-            self.operations += int(flop_registry[kind](*args, **keywords, out_val=result))
+            self.seen.operations += int(flop_registry[kind](*args, **keywords, out_val=result))
         if kind in _UNWRITTEN or kind in flop_registry:
             return
         new = sum(written.values())
-        self.tensor_bytes += new + (new if kind in _GATHERS else sum(read.values()))
+        self.seen.tensor_bytes += new + (new if kind in _GATHERS else sum(read.values()))
 
 
 def _storages(tree: Any) -> dict[int, int]:  # noqa: ANN401
@@ -269,6 +234,17 @@ def _storages(tree: Any) -> dict[int, int]:  # noqa: ANN401
             key = value.untyped_storage()._cdata  # noqa: SLF001
             nbytes[key] = max(nbytes.get(key, 0), value.numel() * value.element_size())
     return nbytes
+
+
+@contextmanager
+def tracer_quiet() -> Iterator[None]:
+    """Keep torch from logging why a model cannot be traced: the caller reports it in one line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def loss_of(output: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model

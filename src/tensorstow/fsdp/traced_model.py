@@ -11,10 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.placed_activations import blocks_with_activations
-from tensorstow.fsdp.traced_activations import Activations, loss_of, watch
+from tensorstow.fsdp.traced_activations import Activations, loss_of, tracer_quiet, watch
 from tensorstow.fsdp.traced_placement import TracedPlacement
 from tensorstow.fsdp.units import ROOT, Unit, units_of
 
@@ -48,37 +46,23 @@ class ExampleBatch:
         """Return whether the model has units whose activations can be placed."""
         return bool(blocks_with_activations(self.units))
 
-    def trace(self, placement: ActivationPlacement, device: torch.device) -> Activations | None:
+    def trace(self, placed: TracedPlacement) -> Activations | None:
         """Return the activations and operations; None: the batch is not known.
 
         None, and a line in the log, if the model cannot be traced: it cannot be copied, or its
         operations depend on values.
-
-        Args:
-            placement: The placement of activations.
-            device: The device that computes.
         """
         if self.batch is None:
             return None
         try:
-            return self._trace_quietly(TracedPlacement(placement, device.type == "cpu"))
-        except OptionError as error:
+            with tracer_quiet(), FakeTensorMode():
+                return self._trace(placed)
+        except Exception as error:  # noqa: BLE001  # any that a model's own code raises
             reason = (str(error) or type(error).__name__).splitlines()[0]
             logger.warning(
-                "activations=%r is not tried: batch= cannot be traced: %s", placement, reason
+                "activations=%r is not tried: batch= cannot be traced: %s", placed.placement, reason
             )
             return None
-
-    def _trace_quietly(self, placed: TracedPlacement) -> Activations:
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        before, log.disabled = log.disabled, True  # trace() logs the reason
-        try:
-            with FakeTensorMode():
-                return self._trace(placed)
-        except Exception as error:  # any that a model's own code raises
-            raise OptionError(str(error) or type(error).__name__) from error
-        finally:
-            log.disabled = before
 
     def _trace(self, placed: TracedPlacement) -> Activations:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -98,7 +82,7 @@ class ExampleBatch:
                 output = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
             torch.autograd.backward(loss_of(output))
 
-        return watch(module, placed, train, units).activations()
+        return watch(module, placed, train, units)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without memory, in the dtype that is computed in."""

@@ -1,9 +1,10 @@
 """``TracedPlacement``: what is done with activations while a model is traced."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from tensorstow.base.activation_placement import ActivationPlacement
+from tensorstow.planner.search import MicroBatching
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +20,18 @@ class TracedPlacement:
 KEPT = TracedPlacement()
 """Activations stay where they are computed."""
 
-Traces = dict[ActivationPlacement, Sequence[ActivationPlacement]]
 
+def placed_elsewhere(
+    trace: Callable[[TracedPlacement], Iterable[MicroBatching]], *, device_is_host: bool
+) -> Iterator[MicroBatching]:
+    """Yield what ``trace`` returns for each other placement, that with least traffic first.
 
-def traces_of(*, device_is_host: bool) -> Traces:
-    """Return what to trace, least traffic first, and the placements that each trace stands for.
-
-    "host" and "disk" leave the same activations on an accelerator.
-
-    Args:
-        device_is_host: Whether the CPU computes, whose activations are on "host" as they are.
+    On an accelerator "host" and "disk" leave the same activations: one trace stands for both.
+    Activations of a CPU are on "host" as they are.
     """
     recompute, host = ActivationPlacement.RECOMPUTE, ActivationPlacement.HOST
     disk = ActivationPlacement.DISK
-    moved: Traces = {disk: [disk]} if device_is_host else {host: [host, disk]}
-    return {recompute: [recompute], **moved}
+    for alike in ([recompute], [disk] if device_is_host else [host, disk]):
+        traced = list(trace(TracedPlacement(alike[0], device_is_host)))
+        for placement in alike:
+            yield from (replace(batching, placement=placement) for batching in traced)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +27,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import keyword_of, reaches_device, refuse_delayed
+from tensorstow.fsdp.sharding import from_every_rank
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
@@ -558,23 +558,14 @@ def validate_class(optimizer: StowedOptimizer, plan: Plan, device: torch.device)
 # --- ranks ---
 
 
-def validate_same_on_ranks(arguments: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+def validate_same_on_ranks(arguments: Mapping[str, str]) -> None:
     """Check that every rank called ``stow`` alike: fail fast instead of deadlocking. Collective.
 
-    Args:
-        arguments: Values that must be the same, by their names in the error.
-        group: All ranks; None: there is one.
-
-    Raises:
-        OptionError: One differs from rank 0; raised on every rank.
+    ``arguments``: values that must be the same, by their names in the error.
     """
-    if group is None:
-        return
-    everybody: list[Mapping[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everybody, dict(arguments), group=group)
-    first = everybody[0]
-    for rank, other in enumerate(everybody):
-        for name, value in first.items():
+    by_rank = from_every_rank(arguments)
+    for rank, other in enumerate(by_rank):
+        for name, value in by_rank[0].items():
             if other.get(name) != value:
                 message = (
                     f"Rank {rank} called stow() with another {name} than rank 0:"

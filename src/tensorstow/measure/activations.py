@@ -5,7 +5,6 @@ each further layer.
 """
 
 import copy
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -16,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.traced_activations import Activations, TracedStep, loss_of, watch
+from tensorstow.fsdp.traced_activations import Activations, loss_of, tracer_quiet, watch
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement
 from tensorstow.measure.models import (
     NamedModel,
@@ -41,13 +40,11 @@ def trace(
     layers = getattr(model.config, "num_hidden_layers", 0)
     with _refusing(model, "Leave --batch and --seq out: activations then do not count."):
         if layers <= _WHOLE_LAYERS or getattr(model.config, "layer_types", None):
-            step = _trace(model.config, batch, sequence, placed)
-        else:
-            two, three = (
-                _trace(_with_layers(model.config, n), batch, sequence, placed) for n in (2, 3)
-            )
-            step = two.extended(three, layers - 2)
-    return step.activations()
+            return _trace(model.config, batch, sequence, placed)
+        two, three = (
+            _trace(_with_layers(model.config, n), batch, sequence, placed) for n in (2, 3)
+        )
+        return two.extended(three, layers - 2)
 
 
 def trace_function(model: NamedModel, placed: TracedPlacement = KEPT) -> Activations:
@@ -64,10 +61,9 @@ def trace_function(model: NamedModel, placed: TracedPlacement = KEPT) -> Activat
         _cast(module.train(), model.dtype)
         first = next(module.parameters())
         positional, named = moved_to(inputs or ((), {}), first.device, first.dtype)
-        step = watch(
+        return watch(
             module, placed, lambda: torch.autograd.backward(loss_of(module(*positional, **named)))
         )
-    return step.activations()
 
 
 def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -83,17 +79,14 @@ def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
 @contextmanager
 def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
     """Raise OptionError for any error of a model that runs without values."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # the OptionError has the reason in one line
     try:
-        yield
+        with tracer_quiet():
+            yield
     except OptionError:
         raise
     except Exception as error:  # any that a model's own code raises
         message = f"{model.name} cannot be traced without values: {first_line(error)}. {advice}"
         raise OptionError(message) from error
-    finally:
-        log.disabled = before
 
 
 def between(one: Activations, whole: Activations, batch: int, part: int) -> Activations:
@@ -117,7 +110,7 @@ def _with_layers(config: Any, layers: int) -> Any:  # noqa: ANN401  # transforme
     return changed
 
 
-def _trace(config: Any, batch: int, sequence: int, placed: TracedPlacement) -> TracedStep:  # noqa: ANN401
+def _trace(config: Any, batch: int, sequence: int, placed: TracedPlacement) -> Activations:  # noqa: ANN401
     with FakeTensorMode():
         module = from_config(config, "cpu").train()
         ids = torch.zeros((batch, sequence), dtype=torch.long)

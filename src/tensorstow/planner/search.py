@@ -19,7 +19,7 @@ disk alone, and the host takes some of the rest: weights on the device have a co
 which updates write, so fewer units on the device would not make room for others on the host.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
@@ -233,17 +233,13 @@ def candidates(request: PlanRequest) -> list[Plan]:
     return plans
 
 
-def with_placed_activations(
-    request: PlanRequest,
-    placements: Mapping[ActivationPlacement, Iterable[ActivationPlacement]],
-    trace: Callable[[ActivationPlacement], Sequence[MicroBatching]],
-) -> PlanRequest:
+def with_placed_activations(request: PlanRequest, placed: Iterable[MicroBatching]) -> PlanRequest:
     """Return the request with other placements of activations, if it does not fit without.
 
     Args:
         request: The request, whose micro-batchings keep activations.
-        placements: The placements to trace, and those that each trace stands for.
-        trace: Function that returns the micro-batchings of a placement, fewest first.
+        placed: Micro-batchings that place activations elsewhere. Tracing them takes seconds, so an
+            iterator is read only if it is needed.
     """
     first = candidates(request)[0]
     smaller = (batching.activations for batching in request.micro_batchings)
@@ -251,10 +247,6 @@ def with_placed_activations(
         conditions = replace(request.conditions, activations=activations)
         if isinstance(fit(first, request.sizes, request.budget, conditions), Plan):
             return request
-    placed: list[MicroBatching] = []
-    for traced, alike in placements.items():
-        batchings = trace(traced)
-        placed += [replace(batching, placement=p) for p in alike for batching in batchings]
     return replace(request, micro_batchings=(*request.micro_batchings, *placed))
 
 

@@ -18,10 +18,11 @@ from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.traced_activations import Activations, Peaks
 from tensorstow.fsdp.traced_model import ExampleBatch
+from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement
 from tensorstow.fsdp.units import units_of
 
 WIDTH, ROWS = 128, 960
-CPU = torch.device("cpu")
+ON_DISK = TracedPlacement(ActivationPlacement.DISK, device_is_host=True)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def example(model: nn.Module, given: object) -> ExampleBatch:
 
 
 def traced(given: object, model: nn.Module | None = None) -> Activations | None:
-    return example(model or net(), given).trace(ActivationPlacement.KEEP, CPU)
+    return example(model or net(), given).trace(KEPT)
 
 
 def test_what_is_traced_is_what_the_model_itself_holds() -> None:
@@ -55,8 +56,8 @@ def test_what_is_traced_is_what_the_model_itself_holds() -> None:
     with Peaks(model) as peaks:
         outputs = model(x)  # which a loop has until its backward is over
         outputs.square().mean().backward()
-    assert found.peak_bytes == max(peaks.early, peaks.late)
-    assert found.operations == peaks.operations
+    assert found.peak_bytes == peaks.seen.peak_bytes
+    assert found.operations == peaks.seen.operations
 
 
 def test_arguments_are_a_tuple_keywords_or_one() -> None:
@@ -74,9 +75,7 @@ def test_a_batch_has_tokens_or_samples() -> None:
 
 def test_a_narrow_dtype_takes_half() -> None:
     model = net()
-    half = ExampleBatch(model, units_of(model), batch(), torch.bfloat16, None).trace(
-        ActivationPlacement.KEEP, CPU
-    )
+    half = ExampleBatch(model, units_of(model), batch(), torch.bfloat16, None).trace(KEPT)
     whole = traced(batch(), model)
     assert half is not None
     assert whole is not None
@@ -98,7 +97,7 @@ def test_activations_are_placed_where_they_do_not_fit(caplog: pytest.LogCaptureF
                 model(x).square().mean().backward()
             states = optimizer.memory().ram_bytes
             # Parameters, gradients and activations of any time, and the states.
-            held = max(peaks.early_together, peaks.together) + 2 * peaks._fixed + states
+            held = peaks.seen.held().beside_gradients + 2 * peaks._fixed + states
             assert budget is None or held <= budget.host
 
 
@@ -122,12 +121,7 @@ class Fails(FeedForward):
 
 
 def test_a_block_that_fails_leaves_autograd_as_it_was() -> None:
-    assert (
-        example(nn.Sequential(Fails(8), Fails(8)), torch.ones(2, 8)).trace(
-            ActivationPlacement.DISK, CPU
-        )
-        is None
-    )
+    assert example(nn.Sequential(Fails(8), Fails(8)), torch.ones(2, 8)).trace(ON_DISK) is None
     x = torch.arange(float(LEAST_BYTES)).requires_grad_()
     torch.autograd.backward(x.sin().sum())
     assert x.grad is not None
