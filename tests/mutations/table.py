@@ -411,22 +411,14 @@ MUTATIONS = (
     Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _OFFLOAD),
     Mutation(
         _QUEUE,
-        "if self._copied is not None and self._copied.query():",
-        "if self._copied is not None:",
-        _OFFLOAD,
-    ),
-    Mutation(_QUEUE, "        if self.query():\n", "        if not self.pending:\n", _OFFLOAD),
-    Mutation(_QUEUE, "self._copied.synchronize()", "pass", _OFFLOAD),
-    Mutation(
-        _QUEUE,
-        "source.view(-1))], [link.record_event()])",
-        "source.view(-1))], [])",
+        "[(total.memory.view(-1), source)], [ready]",
+        "[(total.memory.view(-1), source)], []",
         _OFFLOAD,
     ),
     Mutation(
         _QUEUE,
-        "ready = self._link.record_event()",
-        "ready = torch.Event(self._link.device)",
+        "gradient.reshape(-1), self._link.record_event()",
+        "gradient.reshape(-1), torch.Event(self._link.device)",
         _SUMS,
     ),
     Mutation(
@@ -693,14 +685,16 @@ MUTATIONS = (
     ),
     Mutation(
         "fsdp/gradient_offload.py",
-        "        self._copied = event\n",
-        "        event.synchronize()\n",
+        "            self._in_flight.append(_Copy(sent, 0, source.numel(), complete))\n",
+        "            self._in_flight.append(_Copy(sent, 0, source.numel(), complete))\n"
+        "            complete.synchronize()\n",
         f"{_BESIDE}[device]",
     ),
     Mutation(
         _QUEUE,
-        "            total.pending += 1\n        self.poll()\n",
-        "            total.pending += 1\n        self.poll()\n        self.wait_for(total)\n",
+        "            self._waiting.append(self._hold(sent))\n        self.poll()\n",
+        "            self._waiting.append(self._hold(sent))\n        self.poll()\n"
+        "        self.wait_for(total)\n",
         f"{_BESIDE}[host, micro-batches]",
     ),
     Mutation(

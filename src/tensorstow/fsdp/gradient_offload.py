@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import round_up
-from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import found_in
 from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
@@ -52,18 +51,15 @@ class HostSum:
     """One gradient's elements in host memory, some of which may still be copied or added."""
 
     def __init__(self, memory: torch.Tensor, queue: "D2HQueue | None" = None) -> None:
-        """Take memory.
+        """Take the elements, or memory that ``queue`` copies them to.
 
-        Args:
-            memory: The elements, or the memory that they will be copied to.
-            queue: Copies gradients that are added; None: adding one waits for its copy.
+        Without a queue nothing is copied later: adding a gradient waits for its copy.
         """
         self.memory = memory
         """The memory of ``elements``."""
         self.pending = 0
-        """The number of gradients that are not added completely."""
+        """The number of gradients that are not copied, or not added, completely."""
         self._queue = queue
-        self._copied: DeviceEvent | None = None
 
     @property
     def elements(self) -> torch.Tensor:
@@ -75,38 +71,15 @@ class HostSum:
         """Return whether the elements are complete; add pieces whose copies are complete."""
         if self.pending and self._queue is not None:
             self._queue.poll()
-        if self._copied is not None and self._copied.query():
-            self._copied = None
-        return self._copied is None and not self.pending
+        return not self.pending
 
     def synchronize(self) -> None:
         """Wait until the elements are complete."""
-        if self.query():
-            return
-        if self.pending and self._queue is not None:
+        if self._queue is not None:
             self._queue.wait_for(self)
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
-
-    def fill(self, link: DeviceLink, source: torch.Tensor) -> DeviceEvent:
-        """Begin copying a gradient to this memory, after the work of the caller's stream.
-
-        Args:
-            link: The link to copy over.
-            source: The gradient, contiguous; it must live until the returned event.
-        """
-        event = link.d2h([(self.memory.view(-1), source.view(-1))], [link.record_event()])
-        self._copied = event
-        return event
 
     def add(self, gradient: torch.Tensor, alpha: float = 1.0) -> None:
-        """Add a later micro-batch's gradient, in fp32; with a queue, without waiting.
-
-        Args:
-            gradient: A gradient on the device, of the same shape.
-            alpha: The factor of the gradient.
-        """
+        """Add ``alpha`` times a gradient on the device, in fp32; with a queue, without waiting."""
         if self._queue is not None:
             self._queue.add(self, gradient, alpha)
         else:
@@ -135,8 +108,6 @@ class _QueuedGradient:
 
     source: torch.Tensor
     """Its elements, 1-D."""
-    left: int
-    """The number of elements that are not copied and added."""
     total: HostSum
     ready: DeviceEvent
     narrow: torch.Tensor | None = None
@@ -182,46 +153,28 @@ class D2HQueue:
         """Return the pinned bytes of the buffers."""
         return 0 if self._block is None else self._block.pinned_bytes
 
-    def copy(self, gradient: torch.Tensor, memory: "PinnedBuffer") -> HostSum:
-        """Begin copying the first gradient of a step.
+    def copy(self, gradient: torch.Tensor, memory: "GradientMemory") -> HostSum:
+        """Begin copying the first gradient of a step; return its sum, which is complete later.
 
         Waits only while gradients of more than MAX_IN_FLIGHT_BYTES are being copied.
-
-        Args:
-            gradient: The gradient; its memory on the device is kept until it is copied.
-            memory: Allocates the memory that it is copied to.
-
-        Returns:
-            Its sum, whose elements are complete later.
         """
         self._wait_until_within_bound()
-        gradient = gradient.contiguous()  # keeps the source alive until it is copied
+        source = gradient.contiguous().view(-1)  # lives until it is copied
         total = HostSum(memory.allocate(gradient), self)
+        ready = self._link.record_event()
         with SignalsDeferred(), self._lock:
-            complete = total.fill(self._link, gradient)
-            count = gradient.numel()
-            sent = _QueuedGradient(gradient, count, total, complete)
-            self._in_flight.append(_Copy(sent, 0, count, complete))
-            self._held += gradient.nbytes
+            complete = self._link.d2h([(total.memory.view(-1), source)], [ready])
+            sent = self._hold(_QueuedGradient(source, total, ready))
+            self._in_flight.append(_Copy(sent, 0, source.numel(), complete))
         return total
 
     def add(self, total: HostSum, gradient: torch.Tensor, alpha: float) -> None:
-        """Begin copying a later micro-batch's gradient, to be added when the copy is complete.
-
-        Args:
-            total: The sum that ``copy`` returned for the first one.
-            gradient: A gradient on the device, of the same shape.
-            alpha: The factor of the gradient.
-        """
+        """Begin copying a later micro-batch's gradient, to be added when the copy is complete."""
         self._wait_until_within_bound()
-        source = gradient.reshape(-1)
-        ready = self._link.record_event()
+        source, ready = gradient.reshape(-1), self._link.record_event()
         with SignalsDeferred(), self._lock:
-            narrow = total.widen()
-            sent = _QueuedGradient(source, source.numel(), total, ready, narrow, alpha)
-            self._waiting.append(sent)
-            self._held += source.nbytes
-            total.pending += 1
+            sent = _QueuedGradient(source, total, ready, total.widen(), alpha)
+            self._waiting.append(self._hold(sent))
         self.poll()
 
     def poll(self) -> None:
@@ -232,7 +185,7 @@ class D2HQueue:
             self._fill_buffers()
 
     def wait_for(self, total: HostSum) -> None:
-        """Wait until all gradients passed to ``add`` for ``total`` are added."""
+        """Wait until all gradients of ``total`` are copied and added."""
         while total.pending:
             self._wait_for_first()
 
@@ -250,6 +203,12 @@ class D2HQueue:
 
     # --- called with signals deferred ---
 
+    def _hold(self, gradient: _QueuedGradient) -> _QueuedGradient:
+        """Keep a gradient's memory on the device until its last piece is copied."""
+        self._held += gradient.source.nbytes
+        gradient.total.pending += 1
+        return gradient
+
     def _complete_first(self) -> None:
         """Add the piece of the oldest copy; the device's memory is freed with the last piece."""
         copy = self._in_flight[0]
@@ -258,11 +217,9 @@ class D2HQueue:
             _add(copy, copy.buffer)
             self._free.append(copy.buffer)
         self._in_flight.popleft()
-        gradient.left -= copy.count
-        if gradient.left == 0:
+        if copy.start + copy.count == gradient.source.numel():
             self._held -= gradient.source.nbytes
-            if copy.buffer is not None:
-                gradient.total.pending -= 1
+            gradient.total.pending -= 1
 
     def _fill_buffers(self) -> None:
         """Begin copying the waiting gradients, while buffers are free."""
@@ -311,8 +268,6 @@ class HostGradient(OffloadedGradient):
 
     host: HostSum
     """Its elements; aliases of this tensor share them."""
-    uncounted: int
-    """Bytes that were copied from the device and are not in a counter yet."""
 
     @staticmethod
     def __new__(
@@ -322,7 +277,7 @@ class HostGradient(OffloadedGradient):
         tensor = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
-        tensor.host, tensor.uncounted = host, 0
+        tensor.host = host
         return tensor
 
     @property
@@ -384,7 +339,6 @@ class HostGradient(OffloadedGradient):
             self.host.add_on_host(other.elements, alpha)
         else:
             self.host.add(other, alpha)
-            self.uncounted += other.nbytes
 
 
 def _is_micro_batch(total: HostGradient, other: object) -> bool:
@@ -419,8 +373,6 @@ class PinnedBuffer:
         """Take ``memory``: uint8, 1-D, as many bytes as a gradient has."""
         self._memory = memory.data  # buffers share a block: each counts its own versions
         self._last: weakref.ref[torch.Tensor] | None = None
-        self.bytes_down = 0
-        """Bytes copied from the device, of the gradients of one parameter."""
 
     @property
     def is_free(self) -> bool:
@@ -440,7 +392,7 @@ class PinnedBuffer:
         return gradient
 
 
-class PinnedBufferPool(PinnedBuffer):
+class PinnedBufferPool:
     """Pinned host memory for gradients of any parameter, as much as is in use at once.
 
     Memory is in use while the tensor that ``allocate`` returned is referenced.
@@ -448,7 +400,6 @@ class PinnedBufferPool(PinnedBuffer):
 
     def __init__(self, link: DeviceLink) -> None:
         """Begin without memory."""
-        super().__init__(torch.empty(0, dtype=torch.uint8, device="cpu"))
         self._link = link
         self._blocks: list[PinnedBlock] = []  # pinned as long as this lives
         self._buffers: dict[int, list[PinnedBuffer]] = {}
@@ -465,48 +416,31 @@ class PinnedBufferPool(PinnedBuffer):
             buffers.append(buffer)
         return buffer.allocate(like)
 
-    @property
-    def nbytes(self) -> int:
-        """Return the peak of the bytes in use, summed over sizes of gradients."""
-        return sum(block.nbytes for block in self._blocks)
+
+GradientMemory = PinnedBuffer | PinnedBufferPool
+"""Allocates the memory that a gradient is copied to."""
 
 
 @torch.no_grad()
-def offload_gradient(
-    parameter: torch.Tensor, *, queue: D2HQueue | None = None, buffer: PinnedBuffer | None = None
+def _offload_sharded(
+    queue: D2HQueue | None, memory: GradientMemory | None, parameter: torch.Tensor
 ) -> None:
-    """Offload the gradient of a sharded parameter; FSDP2 calls this hook of the parameter.
+    """Offload the reduced gradient of a parameter, which FSDP2 calls this hook with.
 
-    Args:
-        parameter: The parameter, with its reduced gradient.
-        queue: Copies it while the device computes; None: it is copied synchronously.
-        buffer: The memory that it is copied to.
+    Without a queue it is copied synchronously.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return
     local = gradient.to_local()
-    _count(parameter, local, buffer)
     if not isinstance(local, HostGradient):
-        if queue is not None and buffer is not None:
-            host = queue.copy(local, buffer)
+        if queue is not None and memory is not None:
+            host = queue.copy(local, memory)
         else:
             host = HostSum(local.cpu())
         gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
     elif local.host.memory.dtype != local.dtype:
         set_gradient(parameter, _widened(gradient, local))
-
-
-def _count(parameter: torch.Tensor, gradient: torch.Tensor, buffer: PinnedBuffer | None) -> None:
-    """Count the bytes of a micro-batch's ``gradient`` that leave the device, or have left it."""
-    counter = storage_of(parameter) or buffer
-    if counter is None:
-        return
-    if isinstance(gradient, HostGradient):
-        counter.bytes_down += gradient.uncounted
-        gradient.uncounted = 0
-    else:
-        counter.bytes_down += gradient.nbytes
 
 
 class UnshardedOffload:
@@ -515,10 +449,10 @@ class UnshardedOffload:
     A later micro-batch's gradient is added in host memory, in fp32.
     """
 
-    def __init__(self, parameter: torch.Tensor, queue: D2HQueue, buffer: PinnedBuffer) -> None:
+    def __init__(self, parameter: torch.Tensor, queue: D2HQueue, memory: GradientMemory) -> None:
         """Watch ``parameter``, which is trained."""
         self._parameter = weakref.ref(parameter)
-        self._queue, self._buffer = queue, buffer
+        self._queue, self._memory = queue, memory
         self._sum: HostGradient | None = None
         register_before: Any = parameter.register_hook
         register_before(self._set_aside)
@@ -538,9 +472,8 @@ class UnshardedOffload:
         total, self._sum = self._sum, None
         if gradient is None or gradient.layout != torch.strided:  # the optimizer raises the error
             return
-        self._buffer.bytes_down += gradient.nbytes
         if total is None:
-            parameter.grad = HostGradient(gradient, self._queue.copy(gradient, self._buffer))
+            parameter.grad = HostGradient(gradient, self._queue.copy(gradient, self._memory))
             return
         total.accumulate(gradient)
         set_gradient(parameter, _summed(gradient, total.host))
@@ -585,11 +518,12 @@ class GradientOffload:
         self._sharded = [p for p in self._unhooked if isinstance(p, DTensor)]
         self._block: PinnedBlock | None = None  # pinned as long as this lives
         if link is not None and share_buffers:
-            self._buffers: dict[int, PinnedBuffer] = dict.fromkeys(
+            self._buffers: Mapping[int, GradientMemory] = dict.fromkeys(
                 map(id, self._unhooked), PinnedBufferPool(link)
             )
         else:
             self._block, self._buffers = _allocate_buffers(self._unhooked, link, are_wide=are_wide)
+        self._link = link
         self._queue = None if link is None else D2HQueue(link)
         self.register_unfrozen()
 
@@ -601,7 +535,7 @@ class GradientOffload:
     @property
     def bytes_down(self) -> int:
         """Return the bytes of gradients that were copied from the device."""
-        return sum(buffer.bytes_down for buffer in self._buffers.values())
+        return 0 if self._link is None else self._link.bytes_down
 
     @property
     def pinned_bytes(self) -> int:
@@ -623,11 +557,11 @@ class GradientOffload:
                 frozen.append(parameter)
         self._unhooked = frozen
 
-    def _register(self, parameter: Any, buffer: PinnedBuffer | None) -> None:  # noqa: ANN401  # hooks
-        if self._queue is not None and buffer is not None and not isinstance(parameter, DTensor):
-            UnshardedOffload(parameter, self._queue, buffer)
+    def _register(self, parameter: Any, memory: GradientMemory | None) -> None:  # noqa: ANN401  # hooks
+        if self._queue is not None and memory is not None and not isinstance(parameter, DTensor):
+            UnshardedOffload(parameter, self._queue, memory)
         else:
-            hook = partial(offload_gradient, queue=self._queue, buffer=buffer)
+            hook = partial(_offload_sharded, self._queue, memory)
             parameter.register_post_accumulate_grad_hook(hook)
 
 
@@ -650,13 +584,6 @@ def _allocate_buffers(
     return block, buffers
 
 
-def offloaded_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of gradients of ``model`` that were copied from the device."""
-    offload = found_in(_OFFLOADS, model)
-    return 0 if offload is None else offload.bytes_down
-
-
-def offload_pinned_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of pinned memory that gradients of ``model`` are copied to."""
-    offload = found_in(_OFFLOADS, model)
-    return 0 if offload is None else offload.pinned_bytes
+def gradient_offload_of(model: torch.nn.Module) -> GradientOffload | None:
+    """Return the offload of a model's gradients; None if there is none."""
+    return found_in(_OFFLOADS, model)

@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorstow.base.keywords import names_keywords
 from tensorstow.fsdp.full_tensors import to_local
-from tensorstow.fsdp.gradient_offload import offload_pinned_bytes, offloaded_bytes
+from tensorstow.fsdp.gradient_offload import gradient_offload_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.read_only import streams_in
 from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
@@ -73,7 +73,7 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     on_disk = [shard for shard in shards if shard.pager is not None]
     pools = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
     blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
-    h2d = h2d_prefetcher_of(model)
+    h2d, gradients = h2d_prefetcher_of(model), gradient_offload_of(model)
     plain = _own_bytes(p for p in model.parameters() if storage_of(p) is None)
     return ParameterBytes(
         host_bytes=plain.host + sum(s.padded.nbytes for s in shards if s.pager is None),
@@ -82,10 +82,10 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         most_buffer_pool_bytes=sum(pool.memory.peak for pool in pools.values()),
         bytes_read=sum(pool.bytes_read for pool in pools.values()),
         bytes_written=sum(pool.bytes_written for pool in pools.values()),
-        link_bytes_down=sum(shard.bytes_down for shard in shards) + offloaded_bytes(model),
+        link_bytes_down=0 if gradients is None else gradients.bytes_down,
         link_bytes_up=sum(shard.bytes_up for shard in shards),
         pinned_bytes=sum(blocks.values())
-        + offload_pinned_bytes(model)
+        + (0 if gradients is None else gradients.pinned_bytes)
         + (0 if h2d is None else h2d.buffers.pinned_bytes),
         staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
         device_bytes=0 if h2d is None else h2d.buffers.device_bytes,

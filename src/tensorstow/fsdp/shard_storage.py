@@ -60,8 +60,6 @@ class ShardStorage(ABC):
 
         Called before and after a write to it.
         """
-        self.bytes_down = 0
-        """Bytes of gradients that were copied from the device."""
         self.bytes_up = 0
         """Bytes of weights that were copied to the device."""
 

@@ -33,4 +33,3 @@ def test_a_later_micro_batch_makes_the_sum_fp32(on_host: bool) -> None:  # noqa:
         gradient.accumulate(gradient_of(later) if on_host else later)
     assert gradient.elements.dtype == torch.float32
     assert gradient.elements.tolist() == [259.0]  # a bf16 sum would stay 256
-    assert gradient.uncounted == (0 if on_host else 3 * 2)
