@@ -116,16 +116,16 @@ class ActivationOffload:
         if model not in modules:
             # Several units of one forward save the same storage; it is moved once.
             self._handles += [
-                model.register_forward_pre_hook(partial(_apart_from_graphs, self._enter_model)),
+                model.register_forward_pre_hook(partial(apart_from_graphs, self._enter_model)),
                 model.register_forward_hook(
-                    partial(_apart_from_graphs, self._leave_model), always_call=True
+                    partial(apart_from_graphs, self._leave_model), always_call=True
                 ),
             ]
         for module in modules:
             self._handles += [
-                module.register_forward_pre_hook(partial(_apart_from_graphs, self._enter)),
+                module.register_forward_pre_hook(partial(apart_from_graphs, self._enter)),
                 module.register_forward_hook(
-                    partial(_apart_from_graphs, self._leave), always_call=True
+                    partial(apart_from_graphs, self._leave), always_call=True
                 ),
             ]
             for part in module.modules():
@@ -292,7 +292,7 @@ class ActivationOffload:
         return self._pool.load(saved)
 
 
-def _apart_from_graphs(hook: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
+def apart_from_graphs(hook: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
     """Call a hook of a module; if torch compiles, between two graphs, so that it takes effect."""
     if torch.compiler.is_dynamo_compiling():
         _untraced(hook, *args)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_unflatten
 
 from tensorstow.base.errors import OptionError, StowError
 
@@ -58,7 +58,8 @@ def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         OptionError: The sizes differ, or an argument is an object that may hold tensors.
     """
     sizes: dict[int, str] = {}
-    for name, leaf in _named_leaves((tuple(args), dict(kwargs))):
+    for path, leaf in tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
+        name = _name_of(path)
         if isinstance(leaf, torch.Tensor):
             if leaf.ndim and leaf.shape[0] > 1:
                 sizes.setdefault(leaf.shape[0], name)
@@ -86,7 +87,8 @@ def samples_of(args: Sequence[Any], kwargs: Mapping[str, Any], batch: int, count
         is_batched = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == batch
         return leaf.narrow(0, 0, count) if is_batched else leaf
 
-    return _mapped(first, (tuple(args), dict(kwargs)))
+    call: Call = tree_map(first, (tuple(args), dict(kwargs)))
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,16 +357,6 @@ def _facts(tree: Call, positional: str) -> dict[str, Any]:
 
 def _is_plain(leaf: object) -> bool:
     return isinstance(leaf, _PLAIN) or callable(leaf)
-
-
-def _named_leaves(tree: Call) -> list[tuple[str, Any]]:
-    return [(_name_of(path), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
-
-
-def _mapped(change: Callable[[Any], Any], tree: Call) -> Call:
-    leaves, spec = tree_flatten_with_path(tree)
-    args, kwargs = tree_unflatten([change(leaf) for _, leaf in leaves], spec)
-    return args, kwargs
 
 
 def _name_of(path: Sequence[Any], positional: str = "argument") -> str:

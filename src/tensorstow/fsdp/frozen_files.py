@@ -44,19 +44,8 @@ class _Place:
 class FrozenFiles:
     """The frozen weights of a model's units on disk that are in the user's files."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        values: InitialValues,
-        aliases: Mapping[str, list[str]],
-    ) -> None:
-        """Find each frozen weight in ``weights=``, or in the file that it is mapped from.
-
-        Args:
-            units: Units on disk; they are not changed.
-            values: The source of the model's values.
-            aliases: Further names of tied parameters, by their first.
-        """
+    def __init__(self, units: Sequence[Unit], values: InitialValues) -> None:
+        """Find each frozen weight in ``weights=``, or in the file that it is mapped from."""
         self._places: dict[str, _Place] = {}
         self._files: Mapping[Path, WeightFile] = {}
         frozen = {
@@ -75,8 +64,7 @@ class FrozenFiles:
             self._files = WeightFiles(tables, mapped_paths).by_path
         if files is not None:
             for name in frozen.keys() - mapped.keys():
-                names = [name, *aliases.get(name, [])]
-                self._find_in(files, names, frozen[name])
+                self._find_in(files, values.names_of(name), frozen[name])
         _log_copied({n: p for n, p in frozen.items() if n not in self._places})
 
     def _find_in(

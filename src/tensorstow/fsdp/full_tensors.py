@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.fsdp.sharding import verify_weights_together
 from tensorstow.fsdp.units import aliases_of
-from tensorstow.tensors.dtensor import part_of
+from tensorstow.tensors.dtensor import part_of, to_local
 from tensorstow.tensors.shares import share_of
 
 
@@ -56,12 +56,6 @@ def host_dtensor(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of ``tensor``, or ``tensor`` itself if it is no DTensor."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

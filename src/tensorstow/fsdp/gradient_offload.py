@@ -38,13 +38,13 @@ from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
 from tensorstow.tensors.dtensor import OffloadedGradient, set_gradient, shard_of
+from tensorstow.tensors.placeholder import ALIASES
 
 _ALIGN = 128
 _OFFLOADS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientOffload]" = (
     weakref.WeakKeyDictionary()
 )
 _ADD = torch.ops.aten.add_.Tensor
-_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 
 
 class HostSum:
@@ -310,7 +310,7 @@ class HostGradient(OffloadedGradient):
         """Run ``func`` on the elements in host memory; results are on the gradient's device."""
         named = kwargs or {}
         first = args[0]
-        if isinstance(first, cls) and func in _ALIASES:
+        if isinstance(first, cls) and func in ALIASES:
             return cls(first, first.host)
         if isinstance(first, cls) and func == _ADD and _is_micro_batch(first, args[1]):
             first.accumulate(args[1], **named)

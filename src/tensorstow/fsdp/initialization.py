@@ -10,7 +10,7 @@ first: buffers that still hold it afterwards were not initialized.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader, is_of_transformers
 from tensorstow.fsdp.sharding import verify_weights_together
-from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.units import Unit, aliases_of
 from tensorstow.tensors.placeholder import swap_parameter
 
 Init = Callable[[nn.Module], object]
@@ -42,7 +42,7 @@ class InitialValues:
         weights: str | os.PathLike[str] | None,
         init: Init | None,
         group: dist.ProcessGroup | None,
-        model: nn.Module | None = None,
+        model: nn.Module,
     ) -> None:
         """Set the source of the values.
 
@@ -50,44 +50,39 @@ class InitialValues:
             weights: Safetensors, a file or a directory; None: the model's own values.
             init: Initializes one module; None: the module's ``reset_parameters``.
             group: Ranks that get the same values; None: a single rank.
-            model: The model of ``weights``, if its files may use other names.
+            model: The model, before its parameters are replaced.
 
         Raises:
             StoreFormatError: ``weights`` cannot be read.
         """
         self.files = None if weights is None else PretrainedFiles(weights, model)
         """The files with the values; None: they come from the model or its initializers."""
-        self.adapters = None if model is None else Adapters(model)
+        self.adapters = Adapters(model)
         """The adapters of peft, which keep their values or are initialized by peft."""
-        self._unset_adapters = self.adapters
+        self._unset_adapters: Adapters | None = self.adapters
+        self._aliases = aliases_of(model)
         self._init = init
         self._group = group
-        base: Any = None if self.adapters is None else self.adapters.base
-        if (
-            init is None
-            and self.files is not None
-            and base is not None
-            and is_of_transformers(base)
-        ):
+        base: Any = self.adapters.base
+        if init is None and self.files is not None and is_of_transformers(base):
             self._init = base._init_weights  # noqa: SLF001  # it computes the model's buffers
 
-    def check(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
-        """Check that every parameter will have values, before anything is placed.
+    def names_of(self, name: str) -> list[str]:
+        """Return a parameter's name, and the further ones of a tied parameter."""
+        return [name, *self._aliases.get(name, [])]
 
-        Args:
-            units: All units of the model.
-            aliases: Further names of tied parameters, by their first.
+    def check(self, units: Iterable[Unit]) -> None:
+        """Check that every parameter will have values, before anything is placed.
 
         Raises:
             StoreFormatError: The files lack a parameter, or have it in another shape.
             DamageError: A file has another digest than what was written.
             OptionError: A parameter on the meta device has no initializer.
         """
-        if self.adapters is not None:
-            self.adapters.validate(None if self.files is None else self.files.has)
+        self.adapters.validate(None if self.files is None else self.files.has)
         for unit in units:
             if self.files is not None:
-                self._readers_of_files(self.files, unit, aliases)
+                self._readers_of_files(self.files, unit)
             elif self._init is None:
                 validate_initializable(unit)
         if self.files is not None and self._group is not None:
@@ -102,13 +97,11 @@ class InitialValues:
         """
         if self.files is None:
             return False
-        return self.adapters is None or name not in self.adapters.names or self.files.has(name)
+        return name not in self.adapters.names or self.files.has(name)
 
-    def _readers_of_files(
-        self, files: PretrainedFiles, unit: Unit, aliases: Mapping[str, list[str]]
-    ) -> dict[str, RowReader]:
+    def _readers_of_files(self, files: PretrainedFiles, unit: Unit) -> dict[str, RowReader]:
         return {
-            n: files.reader([n, *aliases.get(n, [])], p) if self.in_files(n) else reader_of(p)
+            n: files.reader(self.names_of(n), p) if self.in_files(n) else reader_of(p)
             for n, p in unit.parameters.items()
         }
 
@@ -119,14 +112,11 @@ class InitialValues:
             with self._same_random_state():
                 adapters.initialize()
 
-    def readers(self, unit: Unit, aliases: Mapping[str, list[str]]) -> dict[str, RowReader]:
+    def readers(self, unit: Unit) -> dict[str, RowReader]:
         """Return readers of the unit's parameters, by name. Collective, without files.
 
-        They read from the files, if there are any; else all ranks get the first rank's values.
-
-        Args:
-            unit: The unit; parameters on the meta device are initialized.
-            aliases: Further names of tied parameters, by their first.
+        They read from the files, if there are any. Otherwise parameters on the meta device are
+        initialized, and all ranks get the first rank's values.
         """
         self._begin_adapters()
         if self._group is not None:
@@ -134,28 +124,25 @@ class InitialValues:
                 if not parameter.is_meta and not self.in_files(name):
                     self._broadcast(parameter.detach())
         if self.files is not None:
-            return self._readers_of_files(self.files, unit, aliases)
+            return self._readers_of_files(self.files, unit)
         if any(p.is_meta for p in unit.parameters.values()):
             with self._same_random_state():
                 initialize_unit(unit, self._init)
         return {n: reader_of(p) for n, p in unit.parameters.items()}
 
-    def fill(self, units: Iterable[Unit], aliases: Mapping[str, list[str]]) -> None:
+    def fill(self, units: Iterable[Unit]) -> None:
         """Fill parameters that stay unsharded. Collective, without files.
 
-        Args:
-            units: The units; parameters on the meta device get memory on the CPU.
-            aliases: Further names of tied parameters, by their first.
+        Those on the meta device get memory on the CPU.
         """
         for unit in units:
-            for name, read in self.readers(unit, aliases).items():
+            for name, read in self.readers(unit).items():
                 parameter = unit.parameters[name]
                 if not self.in_files(name):
                     continue
                 values = read(0, parameter.shape[0] if parameter.ndim else 0)
-                if (
-                    parameter.is_meta
-                ):  # mapped memory of the file only for tensors that are only read
+                if parameter.is_meta:
+                    # Mapped memory of the file is for tensors that are only read.
                     swap_parameter(parameter, values.clone() if parameter.requires_grad else values)
                 else:
                     parameter.detach().copy_(values)
@@ -234,9 +221,7 @@ def initialize_unit(unit: Unit, init: Init | None) -> None:
         for parameter in direct:
             if parameter.is_meta:
                 swap_parameter(parameter, torch.empty_like(parameter, device="cpu"))
-        buffers = _allocate_buffers(module)
         _initialize_module(module, name, init)
-        _check_buffers(module, name, buffers)
         for parameter, values in tied:
             parameter.detach().copy_(values)
         drawn |= fresh & {id(p) for p in direct}
@@ -258,9 +243,7 @@ def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
     unable = init is None and not hasattr(module, "reset_parameters")
     if unable or any(True for _ in module.parameters(recurse=False)):
         raise _no_values_error(module, name, buffers)
-    filled = _allocate_buffers(module)
     _initialize_module(module, name, init)
-    _check_buffers(module, name, filled)
 
 
 def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
@@ -283,14 +266,17 @@ def validate_initializable(unit: Unit) -> None:
 
 
 def _initialize_module(module: nn.Module, name: str, init: Init | None) -> None:
+    """Initialize a module, with those of its buffers that are on the meta device."""
     reset = getattr(module, "reset_parameters", None)
     if init is None and reset is None:
         raise _no_initializer_error(module, name)
+    buffers = _allocate_buffers(module)
     with torch.no_grad():
         if init is not None:
             init(module)
         elif reset is not None:
             reset()
+    _check_buffers(module, name, buffers)
 
 
 def _no_initializer_error(module: nn.Module, name: str) -> OptionError:

@@ -42,7 +42,9 @@ class PlacedActivations:
         """
         self._offloads: list[ActivationOffload] = []
         self._open = ExitStack()
-        modules = modules_by_placement(units, plan)
+        modules: dict[ActivationPlacement, list[nn.Module]] = {}
+        for name, module in blocks_with_activations(units).items():
+            modules.setdefault(plan.activations_of(name), []).append(module)
         with ExitStack() as opened:  # an error with the directory leaves no hooks
             if on_host := modules.get(ActivationPlacement.HOST):
                 self._add(opened, ActivationOffload(model, "host", None, (), on_host))
@@ -114,23 +116,6 @@ def blocks_with_activations(units: Sequence[Unit]) -> dict[str, nn.Module]:
     blocks = [unit for unit in units if unit.name != ROOT]
     inner = {id(part) for unit in blocks for part in unit.module.modules() if part != unit.module}
     return {unit.name: unit.module for unit in blocks if id(unit.module) not in inner}
-
-
-def modules_by_placement(
-    units: Sequence[Unit], plan: Plan
-) -> Mapping[ActivationPlacement, list[nn.Module]]:
-    """Return the blocks by the placement of their activations, without those that keep them.
-
-    Args:
-        units: All units of a model.
-        plan: The plan.
-    """
-    by_placement: dict[ActivationPlacement, list[nn.Module]] = {}
-    for name, module in blocks_with_activations(units).items():
-        placement = plan.activations_of(name)
-        if placement is not ActivationPlacement.KEEP:
-            by_placement.setdefault(placement, []).append(module)
-    return by_placement
 
 
 def validate_activations(plan: Plan, units: Sequence[Unit]) -> None:

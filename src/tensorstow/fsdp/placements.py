@@ -48,7 +48,7 @@ from tensorstow.fsdp.sharding import (
 )
 from tensorstow.fsdp.shared_weights import SharedWeights
 from tensorstow.fsdp.state_dicts import register_state_dict_hooks
-from tensorstow.fsdp.units import ROOT, Unit, aliases_of
+from tensorstow.fsdp.units import ROOT, Unit
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
 from tensorstow.fsdp.validation import (
     OptimizerFactory,
@@ -149,13 +149,13 @@ class StowRequest:
     def first_values(self, group: dist.ProcessGroup | None) -> InitialValues:
         """Return the first values of all parameters, checked; collective over ``group``."""
         values = InitialValues(self.weights, self.init, group, self.model)
-        values.check(self.units, aliases_of(self.model))
+        values.check(self.units)
         return values
 
     def fill(self, group: dist.ProcessGroup | None) -> None:
         """Set the first values of parameters that stay whole; collective over ``group``."""
         values = self.first_values(group)
-        values.fill(self.units, aliases_of(self.model))
+        values.fill(self.units)
         values.buffers(self.model)
 
     def make_optimizer(self) -> PlacedOptimizer:
@@ -340,7 +340,7 @@ def _take_scalars(request: StowRequest, values: InitialValues) -> Unit | None:
     if not parameters:
         return None
     scalars = Unit(ROOT, request.model, parameters)
-    values.fill([scalars], aliases_of(request.model))
+    values.fill([scalars])
     for unit in request.units:
         for name in parameters:
             unit.parameters.pop(name, None)
@@ -350,11 +350,10 @@ def _take_scalars(request: StowRequest, values: InitialValues) -> Unit | None:
 def _shard_all(
     request: StowRequest, sharding: Sharding, values: InitialValues
 ) -> list[tuple[DTensor, ShardStorage]]:
-    aliases = aliases_of(request.model)
     pool = _make_disk_pool(request, sharding, values)
     stored: list[tuple[DTensor, ShardStorage]] = []
     for unit in request.units:
-        readers = values.readers(unit, aliases)
+        readers = values.readers(unit)
         stored += shard_unit(unit, request.plan.tier_of(unit.name), sharding, readers, pool)
         unit.parameters.clear()  # the whole tensors go, unit by unit
     values.buffers(request.model)
@@ -372,7 +371,7 @@ def _make_disk_pool(
         return None
     frozen: dict[str, FrozenLayout] = {}
     if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
-        files = FrozenFiles(on_disk, values, aliases_of(request.model))
+        files = FrozenFiles(on_disk, values)
         frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
     units, total = [], 0
     for unit in on_disk:

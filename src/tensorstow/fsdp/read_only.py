@@ -7,13 +7,14 @@ hooks of their modules ask for them. Every rank has a model of its own.
 
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from tensorstow.activations.offload import apart_from_graphs
 from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
@@ -24,8 +25,8 @@ from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
 from tensorstow.fsdp.read_sources import ReadOptions, Sources
 from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
 from tensorstow.fsdp.sharding import move_buffers
-from tensorstow.fsdp.units import aliases_of, note_read_only
-from tensorstow.fsdp.validation import refuse_with_plan
+from tensorstow.fsdp.units import note_read_only
+from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
 from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
 from tensorstow.io.device_link import open_link
 from tensorstow.io.file_runs import TENSOR_ALIGN
@@ -61,7 +62,7 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
         BudgetError: There is too little memory; nothing was changed.
     """
     if options.plan is not None:
-        refuse_with_plan(budget=options.budget)
+        refuse_given(WITH_PLAN, budget=options.budget)
     units = read_units_of(model, options.blocks)
     values = InitialValues(options.weights, options.init, None, model)
     _validate_values(model, units, values)
@@ -119,7 +120,7 @@ def _validate_values(
 
     Raises OptionError, or StoreFormatError if the files belong to another model.
     """
-    files, aliases = values.files, aliases_of(model)
+    files = values.files
     if files is None:
         absent = [n for unit in units for n, p in unit.parameters.items() if p.is_meta]
         if absent:
@@ -129,11 +130,11 @@ def _validate_values(
             )
             raise OptionError(message)
         return
-    values.check([unit.unit for unit in units], aliases)
+    values.check(units)
     names = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     names |= {n for n, _ in model.named_buffers(remove_duplicate=False)}
-    base = model if values.adapters is None else values.adapters.base
     # transformers' models list tensors that only their older versions saved.
+    base = values.adapters.base
     ignored: Sequence[str] = getattr(base, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [n for n in files.unused(names) if not any(re.search(p, n) for p in ignored)]
     if unused:
@@ -173,7 +174,7 @@ def _empty(unit: ReadUnit, streamed: StreamedUnit) -> None:
     """Replace the parameters that are read by placeholders without memory."""
     for tensor in streamed.tensors:
         tensor.take_back()
-        del unit.unit.parameters[tensor.name]
+        del unit.parameters[tensor.name]
 
 
 def _fill(unit: ReadUnit, sources: Sources, options: ReadOptions) -> None:
@@ -181,7 +182,7 @@ def _fill(unit: ReadUnit, sources: Sources, options: ReadOptions) -> None:
     for parameter in unit.parameters.values():
         parameter.data = parameter.data.to(options.dtype_of(parameter))
     absent = [name for name, parameter in unit.parameters.items() if parameter.is_meta]
-    sources.values.fill([unit.unit], sources.aliases)
+    sources.values.fill([unit])
     for name, parameter in unit.parameters.items():
         parameter.data = parameter.data.to(options.device, copy=name in absent)  # else mapped
         if parameter.data_ptr() % TENSOR_ALIGN:
@@ -242,24 +243,11 @@ def _enter(
             " under torch.no_grad(), or place the model with an optimizer in place of None."
         )
         raise OptionError(message)
-    _apart_from_graphs(stream.enter, call)
+    apart_from_graphs(stream.enter, call)
 
 
 def _leave(stream: WeightStream, call: Call, *_: object) -> None:
-    _apart_from_graphs(stream.leave, call)
-
-
-def _apart_from_graphs(do: Callable[[Call], None], call: Call) -> None:
-    """Call ``do``, between two graphs if torch compiles."""
-    if torch.compiler.is_dynamo_compiling():
-        _untraced(do, call)
-    else:  # dynamo is not asked: loading it takes a second and 100 MiB
-        do(call)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-def _untraced(do: Callable[[Call], None], call: Call) -> None:
-    do(call)
+    apart_from_graphs(stream.leave, call)
 
 
 def _refuse_cache_of_cuda(

@@ -16,6 +16,7 @@ from tensorstow.fsdp.read_sources import ReadOptions
 from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.sharding import rank_here
 from tensorstow.fsdp.units import ROOT
+from tensorstow.fsdp.validation import validate_units
 from tensorstow.planner.resident import UnitBytes, choose_resident, passing_bytes
 
 logger = logging.getLogger("tensorstow")
@@ -38,11 +39,7 @@ def validate_read_plan(
     Raises:
         OptionError: The plan cannot be used.
     """
-    names = [unit.name for unit in units]
-    unknown = sorted(set(plan.units) - {*names, ROOT})
-    if unknown:
-        message = f"The plan names units that the model does not have ({unknown}): it has {names}."
-        raise OptionError(message)
+    validate_units(plan, [*(unit.name for unit in units), ROOT])
     default = Plan()
     trained = [field.name for field in fields(Plan) if field.name not in _OF_READING]
     idle = [name for name in trained if getattr(plan, name) != getattr(default, name)]
@@ -86,7 +83,7 @@ def choose_read_plan(
     Raises:
         BudgetError: It has no room for the buffers, or for units that cannot be read from files.
     """
-    budget = options.budget or machine_budget([u.unit for u in units], options.device, None)
+    budget = options.budget or machine_budget(units, options.device, None)
     limits = {tier: _limit(budget, tier) for tier in Tier}
     ahead, below = Plan().prefetch, dict(readable)
     on_device: set[str] = set()

@@ -18,7 +18,6 @@ from tensorstow.base.sizes import round_up
 from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.read_units import ReadUnit
-from tensorstow.fsdp.units import aliases_of
 from tensorstow.fsdp.weight_stream import FileTensor, RowScale, StreamedUnit
 from tensorstow.io.arena import PAGE
 from tensorstow.io.device_link import DeviceLink, is_away
@@ -74,7 +73,6 @@ class Sources:
             values: Where its values come from.
             options: The dtype and the device that compute.
         """
-        self.aliases = aliases_of(model)
         self.values = values
         self._options = options
         files = values.files
@@ -93,7 +91,7 @@ class Sources:
         of_scale: dict[str, str] = {}
         read = {n: p for n, p in unit.parameters.items() if self.values.in_files(n)}
         for name, parameter in read.items():
-            origin = files.origin([name, *self.aliases.get(name, [])], parameter)
+            origin = files.origin(self.values.names_of(name), parameter)
             if origin.make is not None:
                 return None
             sources = {name: origin.sources[0]}
@@ -134,7 +132,7 @@ class Sources:
             at = layout.append(entry.nbytes)
             tensors.append(self._tensor(name, parameter, entry, at, None))
         memory = PinnedBlock(round_up(layout.nbytes, PAGE), link.device, link.synchronize)
-        readers = self.values.readers(unit.unit, self.aliases)
+        readers = self.values.readers(unit)
         for tensor in tensors:
             parameter = unit.parameters[tensor.name]
             read = readers[tensor.name](0, parameter.shape[0] if parameter.ndim else 0)

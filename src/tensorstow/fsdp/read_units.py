@@ -6,7 +6,7 @@ own is a unit, together with those that share one with it. A plan names such a u
 or all of them by the name of the root, "".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -17,28 +17,12 @@ from tensorstow.fsdp.units import ROOT, Unit, units_of
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class ReadUnit:
-    """Parameters that are read and used together."""
+class ReadUnit(Unit):
+    """Parameters that are read and used together; its name is that of its first module."""
 
-    unit: Unit
     modules: Sequence[nn.Module]
     """Those that use the parameters when they run."""
     is_part_of_root: bool
-
-    @property
-    def name(self) -> str:
-        """Return the name of its first module."""
-        return self.unit.name
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return its parameters, by the model's names."""
-        return self.unit.parameters
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its parameters, as the model has them."""
-        return self.unit.nbytes
 
     def tier_in(self, plan: Plan) -> Tier:
         """Return its tier in a plan, which names it or the root that it is a part of."""
@@ -61,9 +45,11 @@ def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -
     """
     *units, root = units_of(model, blocks)
     parts = _parts_of(model, root)
-    read_units = [*(ReadUnit(u, [u.module], is_part_of_root=False) for u in units), *parts]
+    blocks_read = [
+        ReadUnit(u.name, u.module, u.parameters, [u.module], is_part_of_root=False) for u in units
+    ]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
-    return sorted(read_units, key=lambda unit: order[unit.name])
+    return sorted([*blocks_read, *parts], key=lambda unit: order[unit.name])
 
 
 def parents_of(units: Sequence[ReadUnit]) -> dict[str, list[str]]:
@@ -92,11 +78,8 @@ def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
         groups[-1][1].append((name, module))
     return [
         ReadUnit(
-            Unit(
-                modules[0][0],
-                modules[0][1],
-                {n: p for n, p in root.parameters.items() if id(p) in members},
-            ),
+            *modules[0],
+            {n: p for n, p in root.parameters.items() if id(p) in members},
             [module for _, module in modules],
             is_part_of_root=True,
         )

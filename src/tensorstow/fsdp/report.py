@@ -8,7 +8,6 @@ from typing import NamedTuple
 from torch import nn
 
 from tensorstow.base.keywords import names_keywords
-from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_offload import gradient_offload_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.read_only import streams_in
@@ -22,6 +21,7 @@ from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.planner.placement import Item
 from tensorstow.report.run_record import Compared, PredictedStep
 from tensorstow.states.memory import StateMemory
+from tensorstow.tensors.dtensor import to_local
 from tensorstow.tensors.placeholder import AbsentWeight
 
 

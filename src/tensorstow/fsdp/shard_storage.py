@@ -10,7 +10,7 @@ updates pin the one with its other weights alone. What computes uses both.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,6 +20,7 @@ from tensorstow.io.file_runs import Run
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.memory.use_order import UseOrder
+from tensorstow.tensors.dtensor import pinned_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,7 @@ class ShardStorage(ABC):
 
     @abstractmethod
     def pin(self) -> torch.Tensor:
-        """Return the newest padded weight, which stays in memory until ``unpin``.
-
-        Raises:
-            TransferError, DamageError: It cannot be read from disk as it was written.
-        """
+        """Return the newest padded weight, which stays in memory until ``unpin``."""
 
     @abstractmethod
     def unpin(self, *, dirty: bool = False) -> None:
@@ -88,26 +85,25 @@ class ShardStorage(ABC):
     def unpin_after_copy(self) -> None:
         """Undo ``pin_for_copy``, for all shards of the unit."""
 
-    @abstractmethod
-    def access(self, *, write: bool) -> AbstractContextManager[None]:
-        """Keep ``local_shard`` and ``padded`` in memory and up to date inside.
-
-        Args:
-            write: Whether they are changed inside.
-        """
+    @contextmanager
+    def access(self, *, write: bool) -> Iterator[None]:
+        """Keep ``local_shard`` and ``padded`` in memory inside; ``write``: to change them."""
+        self.before_read()
+        if write:
+            self.discard_copies()
+        with pinned_by(self.pager, for_write=write):
+            try:
+                yield
+            finally:
+                if write:
+                    self.discard_copies()
 
 
 class HostShard(ShardStorage):
     """A shard that stays in host memory."""
 
     def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
-        """Use the memory of the shard.
-
-        Args:
-            padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
-            rows: How many of its rows are this rank's own; the rest is padding.
-            block: The page-locked memory that ``padded`` is part of; None: it is pageable.
-        """
+        """Use the memory of the shard, which is part of ``block``; None: it is pageable."""
         super().__init__(padded, rows)
         self.block = block
 
@@ -131,19 +127,6 @@ class HostShard(ShardStorage):
     def unpin_after_copy(self) -> None:
         """Do nothing: the bytes stay in memory."""
 
-    @contextmanager
-    def access(self, *, write: bool) -> Iterator[None]:
-        """Keep ``local_shard`` and ``padded`` up to date inside; ``write``: they are changed."""
-        self.before_read()
-        if not write:
-            yield
-            return
-        self.discard_copies()
-        try:
-            yield
-        finally:
-            self.discard_copies()
-
 
 class DiskShard(ShardStorage):
     """A shard that is on disk, and in memory while it is pinned."""
@@ -158,14 +141,9 @@ class DiskShard(ShardStorage):
         prefetcher: "Prefetcher",
         unit: Sequence[PooledBuffer] = (),
     ) -> None:
-        """Use a part of ``buffer``.
+        """Use the part of ``buffer`` that ``padded`` is over.
 
-        Args:
-            padded: A tensor over the buffer's memory, of shape (rows of every rank's shard, ...).
-            rows: How many of its rows are this rank's own; the rest is padding.
-            buffer: The buffer, all of which is read and written at once.
-            prefetcher: What reads the next units' buffers ahead.
-            unit: All buffers of the unit ([Note: Two buffers]). Default: this one.
+        ``unit``: all buffers of the unit ([Note: Two buffers]). Default: this one.
         """
         super().__init__(padded, rows)
         self.pager = buffer
@@ -196,20 +174,6 @@ class DiskShard(ShardStorage):
     def unpin_after_copy(self) -> None:
         """Undo ``pin_for_copy``, for all shards of the unit."""
         self._prefetcher.unpin(*self.unit)
-
-    @contextmanager
-    def access(self, *, write: bool) -> Iterator[None]:
-        """Keep ``local_shard`` and ``padded`` in memory inside; ``write``: to change them."""
-        self.before_read()
-        if write:
-            self.discard_copies()
-        self.pager.pin(for_write=write)
-        try:
-            yield
-        finally:
-            if write:
-                self.discard_copies()
-            self.pager.unpin(dirty=write)
 
 
 class Prefetcher:

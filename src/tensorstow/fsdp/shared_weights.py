@@ -20,13 +20,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.full_tensors import to_local
 from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
 from tensorstow.fsdp.module_hooks import ModelHook
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
 from tensorstow.optim.placed import PlacedOptimizer
-from tensorstow.tensors.dtensor import rows_of_rank
+from tensorstow.tensors.dtensor import rows_of_rank, to_local
 from tensorstow.tensors.shares import RankShare, share_out
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

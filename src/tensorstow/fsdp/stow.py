@@ -25,13 +25,14 @@ from tensorstow.fsdp.sharding import current_device, on_every_rank
 from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.units import found_in, units_of
 from tensorstow.fsdp.validation import (
+    WITH_PLAN,
+    WITHOUT_OPTIMIZER,
     OptimizerFactory,
-    refuse_with_plan,
+    refuse_given,
     validate_arguments,
     validate_device,
     validate_factory,
     validate_units,
-    validate_unused,
 )
 from tensorstow.fsdp.vertical_order import VerticalOrder
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
@@ -171,7 +172,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init, dir=dir)
     device, choice = current_device(), None
     if optimizer is None:
-        validate_unused(dir=dir, mesh=mesh, tokens=tokens, batch=batch)
+        refuse_given(WITHOUT_OPTIMIZER, dir=dir, mesh=mesh, tokens=tokens, batch=batch)
         explicit_plan = None if plan == "auto" else plan
         options = ReadOptions(explicit_plan, budget, compute_dtype, units, weights, init, device)
         _PLANS[model] = stow_read_only(model, options)
@@ -183,8 +184,8 @@ def stow(  # noqa: PLR0913  # the one door to everything
         plan, step = choose_plan(undecided, chosen, budget, device, dir, example)
         choice = ChosenPlan(step, is_of_machine=budget is None)
     else:
-        refuse_with_plan(budget=budget, tokens=tokens, batch=batch)
-    validate_units(plan, chosen)
+        refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
+    validate_units(plan, [unit.name for unit in chosen])
     if not plan.keeps_activations or plan.activation_units:
         validate_activations(plan, chosen)
     validate_device(plan, device)

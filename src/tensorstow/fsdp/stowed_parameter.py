@@ -28,16 +28,14 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.memory.buffer_pool import PooledBuffer
-from tensorstow.tensors.dtensor import OffloadedWeight
-from tensorstow.tensors.placeholder import Placeholder
+from tensorstow.tensors.dtensor import OffloadedWeight, to_local
+from tensorstow.tensors.placeholder import ALIASES, Placeholder
 
-_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 _NEW_ZEROS = torch.ops.aten.new_zeros.default
 _PADDING = frozenset({_NEW_ZEROS, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default})
 _FREED = 1 << 20
@@ -243,7 +241,7 @@ class StowedParameter(OffloadedWeight):
     ) -> Any:  # noqa: ANN401
         """Run ``func`` on the bytes; on shapes alone while FSDP2 shards or pads the parameter."""
         first = args[0] if isinstance(args[0], cls) else None
-        if first is not None and func in _ALIASES:
+        if first is not None and func in ALIASES:
             same = cls(first, first.device, first.source)
             same.view_of = first.view_of
             return same
@@ -274,14 +272,13 @@ class StowedParameter(OffloadedWeight):
         return copy
 
 
-@torch.no_grad()
 def storage_of(parameter: torch.Tensor) -> ShardStorage | None:
     """Return the storage of a parameter, or of its local shard; None: its bytes are its own.
 
     Args:
         parameter: A sharded parameter (a DTensor), a shard, or any other tensor.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = to_local(parameter)
     return local.source.storage if isinstance(local, StowedParameter) else None
 
 

@@ -8,7 +8,7 @@ which would wait for each other for ever.
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -143,22 +143,18 @@ def validate_arguments(model: object, optimizer: object, **arguments: object) ->
     _validate_new(model)
 
 
-def validate_unused(**arguments: object) -> None:
-    """Check that arguments of training were not given for a model that is only read.
+WITHOUT_OPTIMIZER = (
+    "{name}={value} was given without an optimizer: a model that is only read has neither states"
+    " nor commits, and each rank has its own. Leave it out."
+)
+WITH_PLAN = '{name}= only applies to plan="auto"; leave it out or omit plan=.'
 
-    Args:
-        arguments: The arguments, by name.
 
-    Raises:
-        OptionError: One was.
-    """
+def refuse_given(reason: str, **arguments: object) -> None:
+    """Raise OptionError with a reason of the two above if an argument is not None."""
     for name, value in arguments.items():
         if value is not None:
-            message = (
-                f"{name}={abbreviated(value)} was given without an optimizer: a model that is only"
-                " read has neither states nor commits, and each rank has its own. Leave it out."
-            )
-            raise OptionError(message)
+            raise OptionError(reason.format(name=name, value=abbreviated(value)))
 
 
 def _validate_new(model: nn.Module) -> None:
@@ -202,13 +198,8 @@ def _validate_new(model: nn.Module) -> None:
 # --- the plan, the device and the mesh ---
 
 
-def validate_units(plan: Plan, units: Iterable[Unit]) -> None:
-    """Check that the model has every unit that the plan places.
-
-    Raises:
-        OptionError: It has not.
-    """
-    names = [unit.name for unit in units]
+def validate_units(plan: Plan, names: Sequence[str]) -> None:
+    """Check that every unit that the plan places is among those of the model."""
     unknown = sorted({*plan.units, *plan.unsharded} - set(names))
     if unknown:
         message = f"The plan names units that the model does not have ({unknown}): it has {names}."
@@ -590,18 +581,3 @@ def _describe(parameter: torch.Tensor) -> str:
     trained = "trained" if parameter.requires_grad else "frozen"
     place = "meta" if parameter.is_meta else "memory"
     return f"{tuple(parameter.shape)} {parameter.dtype} {trained} in {place}"
-
-
-def refuse_with_plan(**arguments: object) -> None:
-    """Check that no argument of ``plan="auto"`` was given with another plan.
-
-    Args:
-        arguments: The arguments of ``stow``, by name.
-
-    Raises:
-        OptionError: One is not None.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            message = f'{name}= only applies to plan="auto"; leave it out or omit plan=.'
-            raise OptionError(message)

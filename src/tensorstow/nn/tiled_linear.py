@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.tensors.dtensor import OffloadedWeight, is_sharded, part_of
+from tensorstow.tensors.dtensor import OffloadedWeight, is_sharded, part_of, to_local
 
 
 class TiledLinear(nn.Module):
@@ -216,5 +216,4 @@ def _listed(row: nn.Module) -> list[Any]:
 
 
 def _copy(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    local = parameter.to_local() if is_sharded(parameter) else parameter
-    local.copy_(part_of(values, parameter, "The value"))
+    to_local(parameter).copy_(part_of(values, parameter, "The value"))

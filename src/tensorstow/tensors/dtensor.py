@@ -99,7 +99,7 @@ def layout_of(parameter: torch.Tensor) -> "DTensor | RankShare | None":
     return parameter if is_sharded(parameter) else share_of(parameter)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard; ``tensor`` itself if it is no DTensor. Called often in a step."""
     if not is_sharded(tensor):
         return tensor
@@ -108,9 +108,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this rank's elements of a parameter, by ``_local`` or its share."""
+    """Return this rank's elements of a parameter, by its shard or its share."""
     share = share_of(parameter)
-    return _local(parameter) if share is None else share.rows(parameter)
+    return to_local(parameter) if share is None else share.rows(parameter)
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -197,7 +197,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
                 parameter.grad = gradient = gradient.redistribute(placements=wanted)
     elif isinstance(layout, RankShare):  # set by the user, or to create states before loading
         return None if is_unreduced(gradient) else layout.rows(gradient)
-    local = _local(gradient)
+    local = to_local(gradient)
     return local.elements if isinstance(local, OffloadedGradient) else local
 
 
@@ -211,7 +211,7 @@ def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Ar
     """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
     if gradient is not None and is_sharded(gradient):
-        local = _local(gradient)
+        local = to_local(gradient)
         if isinstance(local, OffloadedGradient) and not local.copied.query():
             return local.memory, local.copied
     return gradient_of(parameter), None
@@ -225,8 +225,7 @@ def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tens
 def has_offloaded_gradient(parameter: torch.Tensor) -> bool:
     """Return whether the gradient of ``parameter`` is in host memory, on any compute device."""
     gradient = parameter.grad
-    local = gradient.to_local() if gradient is not None and is_sharded(gradient) else gradient
-    return isinstance(local, OffloadedGradient)
+    return gradient is not None and isinstance(to_local(gradient), OffloadedGradient)
 
 
 def sharded_like(parameter: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:

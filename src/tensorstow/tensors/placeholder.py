@@ -10,7 +10,8 @@ import torch
 
 from tensorstow.base.errors import OptionError
 
-_QUIET = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
+"""Operations that only pass a tensor on."""
 
 
 class Placeholder(torch.Tensor):
@@ -51,7 +52,7 @@ class Placeholder(torch.Tensor):
     ) -> "Placeholder":
         """Refuse every operation except those that only pass the tensor on."""
         del kwargs
-        if func not in _QUIET:
+        if func not in ALIASES:
             cls.refuse(str(func))
         return cls(args[0])
 

@@ -16,7 +16,7 @@ from tensorstow.fsdp.initialization import (
     initialize_unit,
     reader_of,
 )
-from tensorstow.fsdp.units import Unit, aliases_of, units_of
+from tensorstow.fsdp.units import Unit, units_of
 from tensorstow.io import digest_list
 
 
@@ -158,10 +158,9 @@ def test_sources_fill_what_is_there_and_what_is_on_the_meta_device(tmp_path: Pat
     save_file(wanted.state_dict(), tmp_path / "model.safetensors")
     for device in ("cpu", "meta"):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(device)
-        sources = InitialValues(tmp_path, None, None)
-        units, aliases = units_of(model), aliases_of(model)
-        sources.check(units, aliases)
-        sources.fill(units, aliases)
+        sources = InitialValues(tmp_path, None, None, model)
+        sources.check(units_of(model))
+        sources.fill(units_of(model))
         sources.buffers(model)
         for name, value in wanted.state_dict().items():
             assert torch.equal(model.state_dict()[name], value), (device, name)
@@ -171,11 +170,11 @@ def test_what_nothing_gives_values_is_refused_before_anything_is_read(tmp_path: 
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     save_file({"0.weight": values(2, 3), "0.bias": values(2)}, tmp_path / "model.safetensors")
     with pytest.raises(StoreFormatError, match=r"no tensor '1\.weight'"):
-        InitialValues(tmp_path, None, None).check(units_of(model), {})
+        InitialValues(tmp_path, None, None, model).check(units_of(model))
     with torch.device("meta"):
         model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(OptionError, match="on the meta device and has no reset_parameters"):
-        InitialValues(None, None, None).check(units_of(model), {})
+        InitialValues(None, None, None, model).check(units_of(model))
 
 
 def test_files_that_are_changed_while_they_are_read_are_refused(tmp_path: Path) -> None:

@@ -33,12 +33,12 @@ from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, states_of
-from tensorstow.fsdp.full_tensors import host_dtensor, resharded, to_local
+from tensorstow.fsdp.full_tensors import host_dtensor, resharded
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.optim.placed import PlacedOptimizer
-from tensorstow.tensors.dtensor import is_sharded, shard_of
+from tensorstow.tensors.dtensor import is_sharded, shard_of, to_local
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"

@@ -26,12 +26,12 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
     read_dict,
 )
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
-from tensorstow.fsdp.full_tensors import resharded, to_local
+from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import verify_together
 from tensorstow.io.digest_list import DigestList
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.tensors.dtensor import is_sharded, part_of
+from tensorstow.tensors.dtensor import is_sharded, part_of, to_local
 
 _COUNTS = ("global_steps", "skipped_steps", "global_samples")
 _HYPER_PARAMETERS = frozenset({"lr", "betas", "eps", "weight_decay", "initial_lr"})

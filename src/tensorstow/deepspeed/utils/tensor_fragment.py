@@ -11,11 +11,11 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.registry import optimizer_of, placed_of
-from tensorstow.fsdp.full_tensors import full_tensor, to_local
+from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.step.step_plan import as_step
-from tensorstow.tensors.dtensor import gradient_of, part_of
+from tensorstow.tensors.dtensor import gradient_of, part_of, to_local
 from tensorstow.tensors.placeholder import ConsumedGradient
 from tensorstow.tensors.shares import is_unreduced, share_of
 
