@@ -18,8 +18,7 @@ class HostBlocks:
     def __init__(self, budget: int | None) -> None:
         """Hold nothing yet.
 
-        Args:
-            budget: The most bytes, including those in use; None: twice the peak of bytes in use.
+        ``budget`` bounds all bytes, in use or not; None: twice the peak of bytes in use.
         """
         self._is_bounded = budget is not None
         self.used = BoundedBytes(sys.maxsize if budget is None else budget)
@@ -57,10 +56,7 @@ class HostBlocks:
     ) -> None:
         """Keep a block for the next storage of its size if the budget has room.
 
-        Args:
-            block: Memory that was taken.
-            device: The device that it was taken for.
-            ready: The event after the copy that still reads it; None: no copy does.
+        ``ready`` is the event after the copy that still reads it; None: no copy does.
         """
         if ready is not None and not ready.query():
             self._uploads.append((ready, device, block))

@@ -115,13 +115,7 @@ class ActivationPool:
     # --- forward ---
 
     def save(self, tensor: torch.Tensor) -> SavedTensor:
-        """Take over the storage of a tensor.
-
-        Args:
-            tensor: A strided tensor without autograd's history, on the CPU or an accelerator.
-
-        Returns:
-            The argument of ``load``.
+        """Take over the storage of a strided tensor; return the argument of ``load``.
 
         Raises:
             DirectoryError: The disk is full.
@@ -472,10 +466,7 @@ def _check(storage: SavedStorage) -> None:
 def check_version(tensor: torch.Tensor, version: int, nbytes: int | None = None) -> None:
     """Raise RuntimeError, as autograd does, if a saved tensor was written to or resized.
 
-    Args:
-        tensor: The tensor as it is now.
-        version: Its version counter when it was saved.
-        nbytes: The bytes of its storage when it was saved; None: do not compare them.
+    ``nbytes`` are those of its storage when it was saved; None: do not compare them.
     """
     resized = nbytes is not None and tensor.untyped_storage().nbytes() != nbytes
     if version_of(tensor) != version or resized:

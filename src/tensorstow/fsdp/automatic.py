@@ -109,21 +109,11 @@ def choose_plan(
 ) -> tuple[Plan, PredictedStep | None]:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
 
-    Also return the prediction for a step, if rates and the batch are known.
+    Also return the prediction for a step, if rates and the batch are known. ``request`` has the
+    user's options, without budget and rates; without a budget the machine is the budget.
 
     Ranks agree: each tier has the memory of the rank with least of it, activations are those of the
     rank with most, and rates are rank 0's.
-
-    Args:
-        request: The model and the user's options, without budget and rates.
-        units: The model's units.
-        budget: The user's budget; None: the machine is the budget.
-        device: The device that computes.
-        directory: The directory of states on disk; None: one is chosen.
-        example: A micro-batch of one rank.
-
-    Raises:
-        BudgetError: No placement fits; the error names the tier that is too small.
     """
     traced, memory = example.trace(KEPT), budget
     if memory is None:
@@ -193,11 +183,8 @@ def machine_budget(
 ) -> Budget:
     """Return the memory of this machine that one rank may use: parts of what is free now.
 
-    Args:
-        units: The model's units; the memory of their parameters counts as free.
-        device: The device that computes.
-        directory: The directory of states on disk; None: one is chosen.
-        with_activations: Whether activations are counted and need no memory outside the budget.
+    The memory of the units' parameters counts as free. ``with_activations``: activations are
+    counted, and need no memory outside the budget.
     """
     part = _OTHER_PART if with_activations else _COMPUTE_PART
     ranks = local_ranks().count

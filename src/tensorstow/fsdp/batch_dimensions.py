@@ -45,17 +45,9 @@ class UnknownBatchError(StowError):
 
 
 def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return how many samples a model is called with: dimension 0 of its tensor arguments.
+    """Return how many samples a model is called with: dimension 0 of its tensors, unless it is 1.
 
-    Args:
-        args: The positional arguments.
-        kwargs: The named ones.
-
-    Returns:
-        The size of dimension 0 of all tensors, except those whose size is 1.
-
-    Raises:
-        OptionError: The sizes differ, or an argument is an object that may hold tensors.
+    Raises OptionError if sizes differ, or if an argument is an object that may hold tensors.
     """
     sizes: dict[int, str] = {}
     for path, leaf in tree_flatten_with_path((tuple(args), dict(kwargs)))[0]:
@@ -150,15 +142,9 @@ class BatchDimensions:
         second: Sequence[ObservedCall],
         sizes: tuple[int, int],
     ) -> "BatchDimensions":
-        """Compare the calls of a module in two forwards.
+        """Compare the calls of a module with a batch of ``sizes[0]`` and with one of ``sizes[1]``.
 
-        Args:
-            first: Its calls with a batch of ``sizes[0]``.
-            second: Those with ``sizes[1]``.
-            sizes: Two different sizes of a batch.
-
-        Returns:
-            The dimensions, or the reason that they are unknown.
+        Returns the dimensions, or the reason that they are unknown.
         """
         observed = cls(calls=max(len(first), len(second)))
         if len(first) != len(second):
@@ -197,18 +183,10 @@ class BatchDimensions:
         parts: int,
         before: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> list[Call]:
-        """Divide the arguments of a call into those of ``parts`` calls.
+        """Divide the arguments of a call into those of ``parts`` calls, in order of the samples.
 
-        Args:
-            args: The positional arguments.
-            kwargs: The named ones.
-            parts: The number of calls; they have the same size.
-            before: Called with the first tensor of floating point that is cut, or with the first
-                that needs a gradient if any does. Its result is cut instead. Default: None, the
-                tensor itself is cut.
-
-        Returns:
-            The arguments of each part, in the order of the samples.
+        ``before`` is called with the first tensor of floating point that is cut, or with the first
+        that needs a gradient if any does. Its result is cut instead.
 
         Raises:
             UnknownBatchError: An argument is of a kind that was not observed.
@@ -265,14 +243,8 @@ class BatchDimensions:
     def concatenate(self, outputs: Sequence[Any]) -> Any:  # noqa: ANN401
         """Return the output that the module would return for the whole batch.
 
-        Args:
-            outputs: Its outputs for each part, in the order of the samples.
-
-        Returns:
-            The same structure, with the samples of all parts.
-
-        Raises:
-            OptionError: It returned something that cannot be joined.
+        ``outputs`` are those of the parts, in the order of the samples. Raises OptionError if one
+        cannot be joined.
         """
         flat = [tree_flatten_with_path(((output,), {})) for output in outputs]
         leaves, spec = flat[0]

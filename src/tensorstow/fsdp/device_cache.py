@@ -51,12 +51,7 @@ class DeviceCache(Generic[T]):
         _CACHES.add(self)
 
     def add(self, unit: T, nbytes: int) -> None:
-        """Add a unit, in the order in which a forward uses them.
-
-        Args:
-            unit: The unit.
-            nbytes: The bytes of its copy.
-        """
+        """Add a unit whose copy has ``nbytes``, in the order in which a forward uses them."""
         self._sizes[unit] = nbytes
 
     def __contains__(self, unit: T) -> bool:
@@ -69,11 +64,7 @@ class DeviceCache(Generic[T]):
         return sum(self._sizes[unit] for unit in self._chosen)
 
     def assume(self, other_bytes: int) -> None:
-        """Choose by assumed bytes, until steps are measured.
-
-        Args:
-            other_bytes: The device's bytes that everything but the copies takes.
-        """
+        """Choose by assumed bytes of everything but the copies, until steps are measured."""
         self._choose(other_bytes, "assumed")
 
     def measure(self) -> None:

@@ -229,12 +229,7 @@ def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> N
 
 
 def write_configuration(model: nn.Module, folder: Path) -> None:
-    """Write the configuration files of transformers' ``save_pretrained``.
-
-    Args:
-        model: A model; nothing is written for one that is not of transformers.
-        folder: The directory.
-    """
+    """Write the configuration files of transformers' ``save_pretrained``, for its models alone."""
     if not is_of_transformers(model):
         return
     pretrained: Any = model

@@ -57,8 +57,7 @@ class ChosenPlan:
 def buffers_of(units: Iterable[Unit]) -> dict[str, Sequence[PooledBuffer]]:
     """Return the buffers of a placed model's units on disk, by the units' names, in their order.
 
-    Args:
-        units: All units of the model, inner units first.
+    Inner units come first.
     """
     by_unit: dict[str, Sequence[PooledBuffer]] = {}
     for unit in units:
@@ -135,12 +134,7 @@ def _log_moved(names: Sequence[str], tiers: str) -> None:
 
 
 def spare_bytes(free: int, resident: int) -> int:
-    """Return the free bytes beyond a reserve; below 0: the bytes that the reserve lacks.
-
-    Args:
-        free: Bytes that are free.
-        resident: Resident bytes of this process.
-    """
+    """Return the free bytes beyond a reserve; below 0: the bytes that the reserve lacks."""
     return free - int(_RESERVE * (free + resident))
 
 
@@ -176,12 +170,7 @@ class FirstSteps:
         return FirstSteps, (_nothing, None)
 
     def watch(self, model: nn.Module, optimizer: PlacedOptimizer) -> None:
-        """Measure after the first forwards of a model and steps of its optimizer.
-
-        Args:
-            model: The model.
-            optimizer: The optimizer.
-        """
+        """Measure after the first forwards of a model and steps of its optimizer."""
         optimizer.register_step_post_hook(self._end)
         if self._room is not None:
             self._handles = [model.register_forward_hook(self._look)]
@@ -211,9 +200,7 @@ class FirstSteps:
 def resident_line(before: int, peak: int | None) -> str:
     """Return a line on the host memory of the process, activations included.
 
-    Args:
-        before: Its resident memory when the model was placed, in bytes.
-        peak: Its peak until now; None: the kernel does not record it.
+    ``before``: when the model was placed. ``peak``: until now; None: the kernel does not record it.
     """
     line = f"resident memory, with activations: {format_bytes(before)} when the model was placed"
     if peak is None:
@@ -226,13 +213,8 @@ def compared_line(
 ) -> tuple[int, str]:
     """Return a log level and a line: bytes of each tier and seconds of a step.
 
-    Args:
-        items: Bytes by purpose; those without a measurement are left out.
-        step: The prediction for a step; None: there is none.
-        seconds: The measured seconds of a step.
-
-    Returns:
-        WARNING if a value differs by more than 20 %, with possible causes in the line; else INFO.
+    The level is WARNING if a value differs by more than 20 %, with possible causes in the line.
+    Items without a measurement are left out.
     """
     comparisons, causes = [], []
     counted = [item for item in items if item.measured is not None]

@@ -11,12 +11,9 @@ from tensorstow.tensors.dtensor import set_gradient
 
 
 def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
-    """Make autograd sum the gradients of several backward passes in fp32.
+    """Make autograd sum the gradients of unsharded parameters over backward passes in fp32.
 
     Within one backward the sum keeps the gradient's dtype, like sums of FSDP2.
-
-    Args:
-        parameters: Unsharded parameters; those that are trained and not fp32 get hooks.
     """
     for parameter in parameters:
         if parameter.dtype != torch.float32:
@@ -46,12 +43,9 @@ def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
 
 @torch.no_grad()
 def widen_gradient(parameter: torch.Tensor) -> None:
-    """Make the gradient of a sharded parameter fp32; FSDP2 calls this hook of the parameter.
+    """Make a gradient fp32 that stays on the device; FSDP2 calls this hook of the parameter.
 
     FSDP2 adds the next micro-batch's gradient to it.
-
-    Args:
-        parameter: A parameter whose gradient stays on the device.
     """
     if parameter.grad is not None and parameter.grad.dtype != torch.float32:
         set_gradient(parameter, parameter.grad.float())

@@ -80,13 +80,7 @@ class FrozenFiles:
             self._places[names[0]] = _Place(path, entry.offset)
 
     def layout(self, unit: Unit, rank: int, ranks: int) -> FrozenLayout:
-        """Return the buffer for one rank's rows of the weights of a unit that are in files.
-
-        Args:
-            unit: One of the units.
-            rank: The rank.
-            ranks: The number of ranks that the first dimension is divided over.
-        """
+        """Return the buffer for one rank's rows of the weights of a unit that are in files."""
         layout = BufferLayout()
         at: dict[str, int] = {}
         stored: list[tuple[WeightFile, Entry, int]] = []

@@ -26,15 +26,10 @@ def resharded(module: nn.Module) -> nn.Module:
 
 
 def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole weights and persistent buffers, in host memory; collective.
+    """Yield whole weights and persistent buffers by name, in host memory; collective.
 
-    On a single rank, tensors of parameters in host memory share their memory.
-
-    Args:
-        module: The module, sharded or not.
-
-    Yields:
-        Names and tensors, gathered one after the other; tied ones under each of their names.
+    They are gathered one after the other; tied ones come under each of their names. On a single
+    rank, tensors of parameters in host memory share their memory.
     """
     for name, values in resharded(module).state_dict().items():
         whole = values.full_tensor() if isinstance(values, DTensor) else values
@@ -82,10 +77,6 @@ def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read weights and buffers from safetensors into an allocated model; call it on every rank.
 
     One tensor is in memory at a time. If the files lack a parameter, nothing is changed.
-
-    Args:
-        model: The model, placed or not.
-        path: A safetensors file, or a directory of them.
 
     Raises:
         StoreFormatError: The files are not the model's.

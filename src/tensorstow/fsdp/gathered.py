@@ -46,12 +46,8 @@ class FullParameter(torch.Tensor):
 def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Let ``parameter`` itself hold a copy of its full tensor; collective.
 
-    Args:
-        parameter: A parameter, sharded or not. A sharded parameter has no gradient inside the
-            context.
-
-    Yields:
-        The tensor that holds the shard meanwhile. Copy changes to it; otherwise they are dropped.
+    Yields the tensor that holds the shard meanwhile: copy changes to it, otherwise they are
+    dropped. A sharded parameter has no gradient inside the context.
     """
     shard = _INSIDE.get(id(parameter))
     if shard is not None:  # a context within a context
@@ -84,34 +80,18 @@ def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def is_whole_in_place(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is inside ``whole_in_place``.
-
-    Args:
-        parameter: A parameter.
-    """
+    """Return whether a parameter is inside ``whole_in_place``."""
     return id(parameter) in _INSIDE
 
 
 def note_parameters(module: nn.Module) -> None:
-    """Note FSDP2's record of each parameter. Call it when a model has been sharded.
-
-    Args:
-        module: The model to whose parameters ``whole_in_place`` applies.
-    """
+    """Note FSDP2's record of each parameter, for ``whole_in_place``, once a model is sharded."""
     for record in _records(module):
         _RECORDS[record.sharded_param] = weakref.ref(record)
 
 
 def is_unsharded(module: nn.Module, parameter: torch.Tensor) -> bool:
-    """Return whether a tensor is the unsharded parameter of a forward, until its backward.
-
-    Args:
-        module: A sharded model.
-        parameter: A tensor.
-
-    Returns:
-        False for a parameter that is a shard, or of a model that is not sharded.
-    """
+    """Return whether a tensor is the unsharded parameter of a forward, until its backward."""
     unsharded = (getattr(record, "_unsharded_param", None) for record in _records(module))
     return any(candidate is parameter for candidate in unsharded)
 

@@ -72,13 +72,7 @@ class RowLayout:
         return whole[start:stop]
 
     def place(self, index: int, run: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return the part of one rank's ``run`` that is for rows of the parameter ``index``.
-
-        Args:
-            index: The parameter's index.
-            run: ``length`` elements.
-            like: The rank's rows.
-        """
+        """Return the part of one rank's ``run`` that is for its rows of the parameter ``index``."""
         at = self.starts[index]
         return run[at : at + like.numel()].view(like.shape)
 
@@ -120,8 +114,7 @@ class Bucket:
     def launch(self, *, more_follows: bool = False) -> None:
         """Begin reducing the gradients, with zeros for parameters without one.
 
-        Args:
-            more_follows: Whether this rank has gradients for another reduction; sent to all ranks.
+        ``more_follows``: this rank has gradients for another reduction; it is sent to all ranks.
         """
         layout, count = self.layout, len(self.parameters)
         device = self.parameters[0].device

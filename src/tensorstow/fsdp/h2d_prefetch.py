@@ -329,14 +329,10 @@ class H2DPrefetcher:
         *,
         is_gathered_twice: bool = True,
     ) -> None:
-        """Add a unit, before the first all-gather.
+        """Add a unit's shards with their compute dtypes, before the first all-gather.
 
-        Args:
-            shards: The unit's shards; empty: nothing is added.
-            dtypes: The compute dtype of each shard.
-            prefetcher: Reads ahead from disk; None: the shards are not on disk.
-            is_gathered_twice: Whether backward gathers it too, so that the copy of a unit in host
-                memory may stay for backward.
+        Without a ``prefetcher`` they are not on disk. ``is_gathered_twice``: backward gathers the
+        unit too, so that its copy in host memory may stay for backward.
         """
         if not shards:
             return
@@ -354,12 +350,7 @@ class H2DPrefetcher:
 
     @torch.no_grad()
     def all_gather_input(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
-        """Return the newest padded weight on the device, for the caller's stream to copy from.
-
-        Args:
-            shard: The weight's storage.
-            dtype: The compute dtype.
-        """
+        """Return the newest padded weight on the device, for the caller's stream to copy from."""
         with self._alone():
             return self._all_gather_input(self._units[id(shard)], shard, dtype)
 

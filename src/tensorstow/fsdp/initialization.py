@@ -150,10 +150,8 @@ class InitialValues:
     def buffers(self, model: nn.Module) -> None:
         """Fill buffers from the files or with the first rank's values; collective.
 
-        Call it after all parameters have their values.
-
-        Args:
-            model: The model; its buffers on the meta device that are in no file are initialized.
+        Call it after all parameters have their values. Buffers on the meta device that are in no
+        file are initialized.
 
         Raises:
             OptionError: A buffer still has no values.
@@ -201,12 +199,8 @@ class InitialValues:
 def initialize_unit(unit: Unit, init: Init | None) -> None:
     """Allocate and initialize the unit's modules that are on the meta device, on the CPU.
 
-    Args:
-        unit: The unit; its parameters keep their identity.
-        init: Called with each such module; None: its ``reset_parameters``.
-
-    Raises:
-        OptionError: A module has no initializer, or a buffer got no values.
+    Parameters keep their identity. Raises OptionError if a module has no initializer, or a buffer
+    got no values.
     """
     mine = {id(p) for p in unit.parameters.values()}
     fresh = {id(p) for p in unit.parameters.values() if p.is_meta}
@@ -230,14 +224,7 @@ def initialize_unit(unit: Unit, init: Init | None) -> None:
 def initialize_buffers(module: nn.Module, name: str, init: Init | None) -> None:
     """Initialize a module's buffers that are on the meta device.
 
-    Args:
-        module: The module.
-        name: The module's name in errors.
-        init: Called with it; None: its ``reset_parameters``.
-
-    Raises:
-        OptionError: The module has parameters, whose values an initializer would overwrite; or it
-            has no initializer; or a buffer got no values.
+    Raises OptionError if the module has parameters, whose values an initializer would overwrite.
     """
     buffers = [n for n, b in module.named_buffers(recurse=False) if b.is_meta]
     unable = init is None and not hasattr(module, "reset_parameters")
@@ -253,11 +240,7 @@ def _children_first(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Modu
 
 
 def validate_initializable(unit: Unit) -> None:
-    """Check that modules on the meta device have ``reset_parameters``.
-
-    Raises:
-        OptionError: A module has none.
-    """
+    """Check that modules on the meta device have ``reset_parameters``."""
     mine = {id(p) for p in unit.parameters.values() if p.is_meta}
     for name, module in _children_first(unit.module, unit.name):
         direct = {id(p) for p in module.parameters(recurse=False)}

@@ -28,13 +28,7 @@ class WeightSum:
     """The sum of one weight's gradients over micro-batches, until FSDP2 has it."""
 
     def __init__(self, sharded: Any, whole: torch.Tensor, group: Any) -> None:  # noqa: ANN401
-        """Watch a weight.
-
-        Args:
-            sharded: FSDP2's record of the weight.
-            whole: The gathered weight.
-            group: FSDP2's parameter group of its unit.
-        """
+        """Watch a weight."""
         self._sharded: weakref.ref[Any] = weakref.ref(sharded)
         self._deferred: torch.Tensor | None = None
         self._backward = -1
@@ -170,11 +164,7 @@ def _wide(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
 def put_back(replaced: Sequence[Replaced]) -> None:
-    """Put a module's weights back.
-
-    Args:
-        replaced: The weights that ``put_aliases`` returned.
-    """
+    """Put the weights back that ``put_aliases`` returned."""
     for table, name, weight in replaced:
         table[name] = weight
     torch.clear_autocast_cache()  # it holds casts of aliases that are not used again

@@ -72,11 +72,7 @@ _WITHOUT_TENSORS = (
 
 
 def watch_backwards(model: nn.Module) -> None:
-    """Replace FSDP2's hooks on the inputs and outputs of a sharded model's units.
-
-    Args:
-        model: The model, before the first call of its forward.
-    """
+    """Replace FSDP2's hooks on the inputs and outputs of a model's units, before its first call."""
     open_backwards = _OpenBackwards()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -84,20 +80,12 @@ def watch_backwards(model: nn.Module) -> None:
 
 
 def tensors_of(output: object) -> list[torch.Tensor]:
-    """Return the tensors with gradients in what a module returned.
-
-    Args:
-        output: The output: a tensor, or containers and objects with tensors.
-    """
+    """Return the tensors with gradients in what a module returned, which may be any object."""
     return list(_tensors(output, _MAX_DEPTH, set()))
 
 
 def guard_modules(model: nn.Module) -> None:
-    """Support calls of a sharded model's submodules; refuse copies, casts and resizes.
-
-    Args:
-        model: The model that FSDP2 has sharded. A refused call raises OptionError.
-    """
+    """Support calls of a sharded model's submodules; refuse copies, casts and resizes."""
     if isinstance(model, FSDPModule):
         for name, submodule in _outside_units(model, ""):
             first = next(iter(submodule.named_parameters(recurse=False)), None)
@@ -122,19 +110,18 @@ def guard_modules(model: nn.Module) -> None:
 
 
 class ModelHook:
-    """A hook that belongs to a model: a copy of the model shares it, and it cannot be pickled.
+    """A hook that belongs to a model: a copy of the model shares it, and it cannot be pickled."""
 
-    Args:
-        function: The function that it calls.
-    """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Wrap a function; the class documents the arguments."""
+    def __init__(self, function: Callable[..., Any], model: nn.Module | None = None) -> None:
+        """Wrap a function; with a model, it is called for that one alone, and not for copies."""
         self._function = function
+        self._model = None if model is None else weakref.ref(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # torch's own
         """Call the function."""
-        return self._function(*args, **kwargs)
+        if self._model is None or args[0] is self._model():
+            return self._function(*args, **kwargs)
+        return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHook":
         """Return the hook itself, as for a function."""
@@ -146,11 +133,7 @@ class ModelHook:
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Make copies, casts, moves and pickling of a placed module raise OptionError.
-
-    Args:
-        module: A module with parameters, its own or its submodules'.
-    """
+    """Make copies, casts, moves and pickling of a placed module raise OptionError."""
     reference: weakref.ref[nn.Module] = weakref.ref(module)
     patched: Any = module
     patched.__deepcopy__ = _refuse_copy

@@ -25,16 +25,9 @@ IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def groups_of(optimizer: Optimizer) -> Groups:
-    """Return the groups of an optimizer, without the keys that select torch's kernels.
+    """Return copies of an optimizer's groups, without the keys that select torch's kernels.
 
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        Copies of its groups, over the same parameters.
-
-    Raises:
-        OptionError: It has taken steps: its states belong to the old parameters.
+    Raises OptionError if it has taken steps: its states belong to the old parameters.
     """
     if optimizer.state:
         message = (
@@ -47,17 +40,9 @@ def groups_of(optimizer: Optimizer) -> Groups:
 
 
 def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
-    """Return groups with the model's names in place of its parameters.
+    """Return groups with the model's names in place of its parameters, which may be named ones.
 
-    Args:
-        model: The model.
-        groups: Parameter groups; names of parameters in them are not used.
-
-    Returns:
-        The groups.
-
-    Raises:
-        OptionError: A parameter is not the model's.
+    Raises OptionError if a parameter is not the model's.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     renamed: Groups = []
@@ -76,14 +61,9 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> Groups:
 def with_groups(
     make: Callable[..., PlacedOptimizerT], groups: Groups
 ) -> Callable[..., PlacedOptimizerT]:
-    """Return a factory of optimizers with groups of parameter names.
+    """Return a factory for ``stow`` of optimizers with groups that ``names_of`` returned.
 
-    Args:
-        make: Called with groups of named parameters and the keywords that place the states.
-        groups: Groups that ``names_of`` returned.
-
-    Returns:
-        A factory for ``stow``.
+    ``make`` is called with groups of named parameters and the keywords that place the states.
     """
 
     def factory(
@@ -101,12 +81,9 @@ def with_groups(
 
 
 def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401  # torch's, or alike
-    """Move an LR scheduler from its optimizer to this one.
+    """Move an LR scheduler of torch's, and those inside it, to an optimizer with the same groups.
 
-    Args:
-        schedule: A scheduler of torch's, moved with those inside it. For any other object only its
-            ``optimizer`` is replaced, if it has one.
-        optimizer: The new optimizer, with the groups of the old one.
+    For any other object only its ``optimizer`` is replaced, if it has one.
     """
     attached = [
         s for s in _schedules(schedule) if isinstance(getattr(s, "optimizer", None), Optimizer)

@@ -29,16 +29,9 @@ class PlacedActivations:
         plan: Plan,
         directory: str | os.PathLike[str] | None,
     ) -> None:
-        """Register hooks on the blocks.
+        """Register hooks on the blocks, which ``validate_activations`` has checked.
 
-        Args:
-            model: The whole model.
-            units: All units of the model.
-            plan: The plan; ``validate_activations`` has checked it.
-            directory: The directory of the scratch files; None: one is chosen.
-
-        Raises:
-            DirectoryError: The directory cannot be made, or is read-only, in RAM or full.
+        Raises DirectoryError if the directory of scratch files cannot be used; None: one is chosen.
         """
         self._offloads: list[ActivationOffload] = []
         self._open = ExitStack()
@@ -110,8 +103,7 @@ class PlacedActivations:
 def blocks_with_activations(units: Sequence[Unit]) -> dict[str, nn.Module]:
     """Return the units whose activations can be placed, by name: the outermost below the root.
 
-    Args:
-        units: All units of a model; tiles are inside other units.
+    Tiles are inside other units.
     """
     blocks = [unit for unit in units if unit.name != ROOT]
     inner = {id(part) for unit in blocks for part in unit.module.modules() if part != unit.module}
@@ -119,15 +111,7 @@ def blocks_with_activations(units: Sequence[Unit]) -> dict[str, nn.Module]:
 
 
 def validate_activations(plan: Plan, units: Sequence[Unit]) -> None:
-    """Check that the model has the blocks whose activations a plan places.
-
-    Args:
-        plan: The plan.
-        units: All units of the model.
-
-    Raises:
-        OptionError: The model lacks a block that the plan names, or has no blocks.
-    """
+    """Check that the model has the blocks whose activations a plan places."""
     names = list(blocks_with_activations(units))
     unknown = sorted(set(plan.activation_units) - set(names))
     if unknown:

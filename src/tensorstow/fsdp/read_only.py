@@ -50,16 +50,9 @@ def streams_in(model: nn.Module) -> list[WeightStream]:
 
 
 def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
-    """Place a model that is only read, and return its plan.
+    """Place a model that is only read, in place, and return its plan.
 
-    Args:
-        model: The model; changed in place.
-        options: Where its weights come from, and where they go.
-
-    Raises:
-        OptionError: Arguments that cannot be used; nothing was changed.
-        StoreFormatError: The files are not the model's; nothing was changed.
-        BudgetError: There is too little memory; nothing was changed.
+    An error of the options, the files or the budget is raised before anything is changed.
     """
     if options.plan is not None:
         refuse_given(WITH_PLAN, budget=options.budget)
@@ -197,8 +190,7 @@ def _limits(
 ) -> StreamLimits:
     """Return the bytes of buffers in host memory and on the device.
 
-    Raises:
-        BudgetError: The plan's buffers have no room for the largest unit.
+    Raises BudgetError if the plan's buffers have no room for the largest unit.
     """
     on_disk = [sizes[unit.name] for unit in units if unit.tier_in(plan) == Tier.DISK]
     least = passing_bytes(on_disk, 0)

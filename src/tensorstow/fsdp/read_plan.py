@@ -28,17 +28,7 @@ _OF_READING = frozenset({"parameters", "units", "prefetch", "buffer_pool_bytes"}
 def validate_read_plan(
     plan: Plan, units: Sequence[ReadUnit], readable: Mapping[str, UnitBytes], options: ReadOptions
 ) -> None:
-    """Check that the units of a plan exist, and that those on disk can be read from files.
-
-    Args:
-        plan: The plan.
-        units: The model's.
-        readable: Units that can be read from files.
-        options: The user's options.
-
-    Raises:
-        OptionError: The plan cannot be used.
-    """
+    """Check that the units of a plan exist, and that those on disk are among the ``readable``."""
     validate_units(plan, [*(unit.name for unit in units), ROOT])
     default = Plan()
     trained = [field.name for field in fields(Plan) if field.name not in _OF_READING]
@@ -79,9 +69,6 @@ def choose_read_plan(
         sizes: Their bytes on the device that computes, and in its buffers.
         readable: Those that can be read from files: their bytes in host memory, and in buffers.
         options: The budget, and what computes.
-
-    Raises:
-        BudgetError: It has no room for the buffers, or for units that cannot be read from files.
     """
     budget = options.budget or machine_budget(units, options.device, None)
     limits = {tier: _limit(budget, tier) for tier in Tier}

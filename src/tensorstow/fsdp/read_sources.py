@@ -66,13 +66,7 @@ class Sources:
     """Units as they can be read, and read-only memory for those in host memory."""
 
     def __init__(self, model: nn.Module, values: InitialValues, options: ReadOptions) -> None:
-        """Find each parameter in modules and in the files; read none.
-
-        Args:
-            model: The model, whose parameters are in place.
-            values: Where its values come from.
-            options: The dtype and the device that compute.
-        """
+        """Find each parameter in modules and in the files; read none."""
         self.values = values
         self._options = options
         files = values.files

@@ -33,15 +33,7 @@ class ReadUnit(Unit):
 def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[ReadUnit]:
     """Return the units of a model that is only read, in the order of definition.
 
-    Args:
-        model: The whole model.
-        blocks: Modules that are units; None: the model's repeated blocks.
-
-    Returns:
-        Units with every parameter of the model in one of them.
-
-    Raises:
-        OptionError: A given block is not in the model, or is inside another one.
+    Every parameter is in one of them. ``blocks``: as of ``units_of``.
     """
     *units, root = units_of(model, blocks)
     parts = _parts_of(model, root)

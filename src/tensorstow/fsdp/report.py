@@ -15,7 +15,6 @@ from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import is_read_only
 from tensorstow.io.device_link import DeviceLink
-from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.transfer_log import TransferLog
 from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.planner.placement import Item
@@ -29,31 +28,31 @@ from tensorstow.tensors.placeholder import AbsentWeight
 class ParameterBytes:
     """Bytes of one rank's parameters, padding included."""
 
-    host_bytes: int
+    host_bytes: int = 0
     """Bytes of parameters that stay in host memory."""
-    disk_bytes: int
+    disk_bytes: int = 0
     """Bytes of parameters on disk."""
-    buffer_pool_bytes: int
+    buffer_pool_bytes: int = 0
     """Host memory that parameters on disk hold now."""
-    most_buffer_pool_bytes: int
+    most_buffer_pool_bytes: int = 0
     """The most that they held at once."""
-    bytes_read: int
-    bytes_written: int
-    link_bytes_down: int
+    bytes_read: int = 0
+    bytes_written: int = 0
+    link_bytes_down: int = 0
     """Bytes of reduced gradients copied from the device that computes, if it is not the CPU."""
-    link_bytes_up: int
+    link_bytes_up: int = 0
     """Bytes of weights copied to the device that computes, before they are gathered."""
-    pinned_bytes: int
+    pinned_bytes: int = 0
     """Host memory that is pinned, for weights and gradients: where they stay or pass through."""
-    staging_bytes: int
+    staging_bytes: int = 0
     """Host memory that weights pass through if the device cannot copy them in place."""
-    device_bytes: int
+    device_bytes: int = 0
     """The device's memory that weights pass through before they are gathered."""
-    device_cache_bytes: int
+    device_cache_bytes: int = 0
     """The device's memory in which copies of weights stay (``Plan.device_limit``)."""
-    device_parameter_bytes: int
+    device_parameter_bytes: int = 0
     """Bytes of parameters that stay on the device that computes, if it is not the CPU."""
-    file_bytes: int
+    file_bytes: int = 0
     """Bytes of parameters on disk that are read from your own files, without a copy."""
 
 
@@ -71,20 +70,20 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         return _bytes_of_read_only(model)
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
-    pools = {id(c.pager.pool): c.pager.pool for c in on_disk if c.pager is not None}
-    blocks = {id(block): block.pinned_bytes for shard in shards if (block := _block_of(shard))}
+    pools = _pools_of(shards)
+    blocks = {s.block for s in shards if isinstance(s, HostShard) and s.block is not None}
     h2d, gradients = h2d_prefetcher_of(model), gradient_offload_of(model)
     plain = _own_bytes(p for p in model.parameters() if storage_of(p) is None)
     return ParameterBytes(
         host_bytes=plain.host + sum(s.padded.nbytes for s in shards if s.pager is None),
         disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
-        buffer_pool_bytes=sum(pool.memory.held for pool in pools.values()),
-        most_buffer_pool_bytes=sum(pool.memory.peak for pool in pools.values()),
-        bytes_read=sum(pool.bytes_read for pool in pools.values()),
-        bytes_written=sum(pool.bytes_written for pool in pools.values()),
+        buffer_pool_bytes=sum(pool.memory.held for pool in pools),
+        most_buffer_pool_bytes=sum(pool.memory.peak for pool in pools),
+        bytes_read=sum(pool.bytes_read for pool in pools),
+        bytes_written=sum(pool.bytes_written for pool in pools),
         link_bytes_down=0 if gradients is None else gradients.bytes_down,
         link_bytes_up=sum(shard.bytes_up for shard in shards),
-        pinned_bytes=sum(blocks.values())
+        pinned_bytes=sum(block.pinned_bytes for block in blocks)
         + (0 if gradients is None else gradients.pinned_bytes)
         + (0 if h2d is None else h2d.buffers.pinned_bytes),
         staging_bytes=0 if h2d is None else h2d.buffers.staging_bytes,
@@ -107,13 +106,9 @@ def _bytes_of_read_only(model: nn.Module) -> ParameterBytes:
         buffer_pool_bytes=sum(stream.host.memory.held for stream in streams),
         most_buffer_pool_bytes=sum(stream.host.memory.peak for stream in streams),
         bytes_read=sum(stream.bytes_read for stream in streams),
-        bytes_written=0,
-        link_bytes_down=0,
         link_bytes_up=sum(link.bytes_up for link in links),
         pinned_bytes=sum(stream.pinned_bytes for stream in streams),
-        staging_bytes=0,
         device_bytes=sum(stream.device.memory.held for stream in streams),
-        device_cache_bytes=0,
         device_parameter_bytes=resident.device,
         file_bytes=sum(run.nbytes for unit in units for run in unit.runs),
     )
@@ -138,8 +133,8 @@ def _own_bytes(parameters: Iterable[nn.Parameter]) -> _OwnBytes:
     return _OwnBytes(host, device)
 
 
-def _block_of(shard: ShardStorage) -> PinnedBlock | None:
-    return shard.block if isinstance(shard, HostShard) else None
+def _pools_of(shards: Iterable[ShardStorage]) -> list[BufferPool]:
+    return list(dict.fromkeys(shard.pager.pool for shard in shards if shard.pager is not None))
 
 
 class ParameterPart:
@@ -167,8 +162,7 @@ class ParameterPart:
         alive = model()
         parameters = [] if alive is None else alive.parameters()
         shards = [s for p in parameters if (s := storage_of(p)) is not None]
-        pools = [shard.pager.pool for shard in shards if shard.pager is not None]
-        self.pools: Sequence[BufferPool] = list({id(pool): pool for pool in pools}.values())
+        self.pools = _pools_of(shards)
 
     def start_log(self, log: TransferLog) -> None:
         """Log transfers, and waits for them, to ``log`` from now on."""
@@ -209,11 +203,7 @@ class ParameterPart:
         return self._step
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return the plan's predictions with the measured bytes.
-
-        Args:
-            memory: What the optimizer's states hold.
-        """
+        """Return the plan's predictions with the measured bytes."""
         model = self._model()
         if model is None:
             return []

@@ -58,11 +58,7 @@ _Value = TypeVar("_Value")
 
 
 def current_device() -> torch.device:
-    """Return the device that this rank computes on.
-
-    Returns:
-        The accelerator with its index, or the CPU if there is none.
-    """
+    """Return the device that this rank computes on: an accelerator with its index, or the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -84,15 +80,8 @@ def rank_here() -> int:
 def make_mesh(device: torch.device, *, stage: int, replicas: int) -> DeviceMesh:
     """Return the mesh over all ranks: (shard,), or (replicate, shard).
 
-    Joins the ranks first, as ``join_ranks`` does.
-
-    Args:
-        device: What this rank computes on.
-        stage: The ZeRO stage; under 0 every rank has everything: as many replicas as ranks.
-        replicas: How many groups of ranks have the whole model each.
-
-    Raises:
-        OptionError: The ranks are no multiple of ``replicas``.
+    Joins the ranks first, as ``join_ranks`` does. Under stage 0 every rank has everything: as many
+    replicas as ranks. Raises OptionError if the ranks are no multiple of ``replicas``.
     """
     join_ranks(launched(), backend_of(device))
     world = dist.get_world_size()
@@ -146,9 +135,6 @@ def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
         act: The function to call. If it is collective, it must fail on all ranks or on none.
         task: What it does, for the errors: "write a file".
 
-    Returns:
-        The result of ``act`` on this rank, once all ranks have called it.
-
     Raises:
         StowError: It failed on another rank. An error of ``act`` on this rank has a note.
     """
@@ -169,11 +155,7 @@ def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
 
 
 def gather_digests(listed: DigestList) -> None:
-    """Note the digests that other ranks have noted; collective.
-
-    Args:
-        listed: The list of a checkpoint's files, of which each rank wrote some.
-    """
+    """Note the digests that other ranks have noted of their files; collective."""
     for digests in from_every_rank(listed.digests):
         listed.digests |= digests
 
@@ -181,27 +163,14 @@ def gather_digests(listed: DigestList) -> None:
 def verify_together(main: Path) -> None:
     """Verify the files of a checkpoint, of which each rank of a machine reads some; collective.
 
-    Args:
-        main: The file that is named to load the checkpoint.
-
-    Raises:
-        DamageError: A file differs from what was written, or is gone.
-        StowError: Another rank found one.
+    ``main`` is the file that is named to load the checkpoint.
     """
     ranks = None if host_group() is None else local_ranks()
     on_every_rank(partial(verify, main, ranks), f"read the checkpoint of {main}")
 
 
 def verify_weights_together(files: PretrainedFiles) -> None:
-    """Verify files of weights, of which each rank of a machine reads some; collective.
-
-    Args:
-        files: The files.
-
-    Raises:
-        DamageError: A file differs from what was written.
-        StowError: Another rank found one.
-    """
+    """Verify files of weights, of which each rank of a machine reads some; collective."""
     ranks = None if host_group() is None else local_ranks()
     on_every_rank(partial(files.verify, ranks), f"read the weights in {files.path}")
 
@@ -216,12 +185,7 @@ def backend_of(device: torch.device) -> str:
 def join_ranks(launch: Launch, backend: str, timeout: timedelta | None = None) -> None:
     """Join the process group of the launcher's ranks; a single process makes its own.
 
-    No-op if a process group exists.
-
-    Args:
-        launch: This process's rank, and where the ranks meet.
-        backend: The backend.
-        timeout: How long collectives wait. Default: None, torch's own.
+    No-op if a process group exists. Without a timeout, collectives wait as torch's do.
 
     Raises:
         OptionError: There are several ranks, and no address where they meet.
@@ -281,13 +245,9 @@ class Sharding:
         return self.ranks == 1 and not is_away(self.device)
 
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
-        """Return this rank's rows of a parameter.
+        """Return this rank's first row of a parameter of this shape, and the one after its last.
 
-        Args:
-            shape: The whole parameter's; its first dimension is cut.
-
-        Returns:
-            The first row, the one after the last, and how many every rank's padded shard has.
+        The third number is how many rows every rank's padded shard has.
         """
         start, stop = rows_of_rank(shape[0], self.rank, self.ranks)
         return start, stop, rows_per_rank(shape[0], self.ranks)
@@ -314,17 +274,10 @@ def shard_unit(
     values: Mapping[str, RowReader],
     pool: DiskPool | None,
 ) -> list[tuple[DTensor, ShardStorage]]:
-    """Shard a unit with FSDP2, with its parameters on ``tier``.
+    """Shard a unit with FSDP2, with its parameters on ``tier``; its module's tensors are replaced.
 
-    Args:
-        unit: The unit; its module's tensors are replaced.
-        tier: The tier of its parameters.
-        sharding: Options of all units.
-        values: Readers of the first values, by parameter name.
-        pool: Buffers of units on DISK; None: there are none.
-
-    Returns:
-        The sharded parameters with their storages; empty on DEVICE, where FSDP2 holds them.
+    ``values`` are readers of the first values, by parameter name. Returns the sharded parameters
+    with their storages: none on DEVICE, where FSDP2 holds them.
     """
     if tier == Tier.DEVICE and is_away(sharding.device):  # else DEVICE and HOST are one
         _place_on_device(unit, sharding.device, values)

@@ -22,20 +22,14 @@ from torch.utils._pytree import tree_leaves
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
 from tensorstow.fsdp.module_hooks import ModelHook
-from tensorstow.fsdp.units import Unit, found_in
-from tensorstow.fsdp.unshard import INCOMPLETE, advice_for
+from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.unshard import INCOMPLETE, refuse_step
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.dtensor import rows_of_rank, to_local
 from tensorstow.tensors.shares import RankShare, share_out
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """The name in torch 2.13, or the older one."""
-_SHARED: "weakref.WeakKeyDictionary[nn.Module, SharedWeights]" = weakref.WeakKeyDictionary()
-
-
-def shared_weights_of(model: nn.Module) -> "SharedWeights | None":
-    """Return the weights that a model has whole on every rank; None: it has none."""
-    return found_in(_SHARED, model)
 
 
 class SharedWeights:
@@ -66,7 +60,6 @@ class SharedWeights:
         self._units = order
         self._reduction = GradientReduction(order, mesh, reduce_dtype)
         self._lost = False
-        _SHARED[model] = self
 
     def set_reduces(self, reduces: bool) -> None:  # noqa: FBT001  # as FSDP2's
         """Reduce the gradients of the next backward, with those that wait, or let them wait."""
@@ -74,12 +67,7 @@ class SharedWeights:
 
     def register(self, optimizer: PlacedOptimizer) -> None:
         """Register hooks that gather new weights, and that raise if gradients are incomplete."""
-        model, itself = self._model, self
-
-        def pre_forward(called: nn.Module, _: object) -> None:
-            if called is model():  # a copy of the module has its hooks
-                itself._pre_forward()  # its own
-
+        itself = self
         reference = weakref.ref(optimizer)
 
         def gather() -> None:
@@ -95,12 +83,11 @@ class SharedWeights:
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
-        root = model()
-        shards_the_rest = isinstance(root, FSDPModule)
+        root = self._model()
         if root is not None:
             self._let_set_reduces(root)
-            root.register_forward_pre_hook(ModelHook(pre_forward), prepend=True)
-            if shards_the_rest:
+            root.register_forward_pre_hook(ModelHook(self._pre_forward, root), prepend=True)
+            if isinstance(root, FSDPModule):  # it shards the other parameters
                 self._begin_with_backward(root)
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_update_hook(gather)
@@ -121,19 +108,19 @@ class SharedWeights:
 
     def _begin_with_backward(self, root: nn.Module) -> None:
         """Reduce in each backward through the model's outputs ([Note: Scalars])."""
-        model, reduction = self._model, self._reduction
+        reduction = self._reduction
 
         def begin(_: torch.Tensor) -> None:
             reduction.begin()
 
-        def post_forward(called: nn.Module, _: object, output: object) -> None:
-            if called is model() and torch.is_grad_enabled():
+        def post_forward(_: nn.Module, __: object, output: object) -> None:
+            if torch.is_grad_enabled():
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                         hooked: Any = tensor
                         hooked.register_hook(begin)
 
-        root.register_forward_hook(ModelHook(post_forward))
+        root.register_forward_hook(ModelHook(post_forward, root))
 
     def _layouts(self) -> list[RowLayout]:
         """Return the layouts to gather all parameters, also frozen ones, which a commit has too."""
@@ -166,7 +153,7 @@ class SharedWeights:
         if pending is not None:
             _copy_out(*pending)
 
-    def _pre_forward(self) -> None:
+    def _pre_forward(self, *_: object) -> None:
         self._lost |= self._reduction.recover()
         if self._lost:  # until what the rest of that backward left is dropped
             gradients = [p.grad for unit in self._units for p in unit if p.grad is not None]
@@ -174,10 +161,8 @@ class SharedWeights:
 
     def _pre_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401  # torch's
         self._lost |= self._reduction.recover()
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        if self._lost and any(gradient is not None for gradient in gradients):
-            message = f"step() was called {INCOMPLETE} {advice_for(gradients)}"
-            raise OptionError(message)
+        if self._lost:
+            refuse_step(optimizer, INCOMPLETE)
         self._lost = False
         if self._reduction.has_unreduced:
             message = (

@@ -63,9 +63,7 @@ def _refuse_whole() -> NoReturn:
 def register_state_dict_hooks(model: nn.Module) -> None:
     """Let ``state_dict`` of a sharded model return tensors that anybody can save, and load them.
 
-    Args:
-        model: The model that FSDP2 has sharded; its modules have state dicts too. Loading with
-            ``assign=True`` raises OptionError.
+    Its modules have state dicts too. Loading with ``assign=True`` raises OptionError.
     """
     copies: dict[int, weakref.ref[torch.Tensor]] = {}
     for module in model.modules():
@@ -123,14 +121,10 @@ def _hook(
 
 @torch.no_grad()
 def to_savable(value: DTensor) -> torch.Tensor:
-    """Return the elements of a parameter as a tensor that can be saved.
+    """Return the elements of a sharded parameter as a tensor that can be saved.
 
-    Args:
-        value: A sharded parameter.
-
-    Returns:
-        On one rank a torch.Tensor; on several a DTensor over one. Memory is shared with a parameter
-        that stays in host memory, and copied from one on disk.
+    It is a torch.Tensor on one rank and a DTensor over one on several. Memory is shared with a
+    parameter that stays in host memory, and copied from one on disk.
     """
     local = value.to_local()
     if isinstance(local, StowedParameter):

@@ -136,11 +136,7 @@ class InPlaceReduceScatter:
         self._input = None
 
     def __call__(self, *args: object, **kwargs: object) -> None:
-        """Refuse to reduce.
-
-        Raises:
-            RuntimeError: Always. FSDP2 does not call it over one rank.
-        """
+        """Raise RuntimeError: FSDP2 does not call it over one rank."""
         del args, kwargs
         message = "A reduction over several ranks was requested of a reducer of one rank."
         raise RuntimeError(message)
@@ -273,11 +269,7 @@ class StowedParameter(OffloadedWeight):
 
 
 def storage_of(parameter: torch.Tensor) -> ShardStorage | None:
-    """Return the storage of a parameter, or of its local shard; None: its bytes are its own.
-
-    Args:
-        parameter: A sharded parameter (a DTensor), a shard, or any other tensor.
-    """
+    """Return the storage of a parameter or of its local shard; None: its bytes are its own."""
     local = to_local(parameter)
     return local.source.storage if isinstance(local, StowedParameter) else None
 

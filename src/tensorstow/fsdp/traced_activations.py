@@ -109,11 +109,8 @@ def watch(
 ) -> Activations:
     """Return the bytes and operations of ``train``, which runs forward and backward of ``module``.
 
-    Args:
-        module: A module whose parameters have no memory.
-        placed: What its blocks do with their activations.
-        train: The function to trace; it is called once.
-        units: The module's units. Default: None, its repeated blocks and the root.
+    ``train`` is called once. Parameters have no memory. Without ``units`` these are the module's
+    repeated blocks and the root.
     """
     units = units_of(module) if units is None else units
     blocks = blocks_with_activations(units).values()
@@ -248,14 +245,7 @@ def tracer_quiet() -> Iterator[None]:
 
 
 def loss_of(output: Any) -> torch.Tensor:  # noqa: ANN401  # any output of a model
-    """Return the loss that a model returned, or the mean square of its first output.
-
-    Args:
-        output: The return value of its forward.
-
-    Raises:
-        OptionError: Its first element is no tensor.
-    """
+    """Return the loss that a model returned, or the mean square of its first output."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss

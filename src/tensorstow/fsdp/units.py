@@ -34,15 +34,7 @@ class Unit:
 
 
 def found_in(table: Mapping[nn.Module, T], model: nn.Module) -> T | None:
-    """Return a table's entry for a model, or for the model that a wrapper holds.
-
-    Args:
-        table: The entries, by placed model.
-        model: The model, or a module around it.
-
-    Returns:
-        The entry; None: there is none.
-    """
+    """Return a table's entry for a model, or for the model that a wrapper holds; None: no entry."""
     return next((table[module] for module in model.modules() if module in table), None)
 
 

@@ -54,10 +54,7 @@ class UnshardHooks:
     ) -> None:
         """Take a model that is not sharded yet.
 
-        Args:
-            model: The root module.
-            units: The units of ``model``.
-            reset_reduction: Called after a reduction of gradients that may not have ended.
+        ``reset_reduction`` is called after a reduction of gradients that may not have ended.
         """
         self._root = model
         self._reset_reduction = reset_reduction
@@ -69,12 +66,7 @@ class UnshardHooks:
         """Why gradients of the next step are incomplete; empty: they are complete."""
 
     def register(self, optimizer: PlacedOptimizer, *, stage: int) -> None:
-        """Register the hooks, once the model is sharded.
-
-        Args:
-            optimizer: The optimizer that updates the model.
-            stage: The plan's ZeRO stage; 3 lets FSDP2 reshard after forward by itself.
-        """
+        """Register the hooks, once the model is sharded; in stage 3 FSDP2 reshards by itself."""
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 self._modules.append(module)
@@ -119,10 +111,7 @@ class UnshardHooks:
         if unreduced:
             self._lost = _UNREDUCED
         if self._lost:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            if unreduced or any(gradient is not None for gradient in gradients):
-                message = f"step() was called {self._lost} {advice_for(gradients)}"
-                raise OptionError(message)
+            refuse_step(optimizer, self._lost, in_any_case=unreduced)
             self._lost = ""
         self._reshard()
 
@@ -243,16 +232,10 @@ class MicroBatches:
     def register(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Put the hooks in place on ``module``, the model, and on its optimizer."""
         _MICRO_BATCHES[module] = weakref.ref(self)  # the optimizer's hook keeps it alive
-        reference = weakref.ref(module)
-
-        def pre_forward(called: nn.Module, _: object) -> None:
-            if called is reference():  # a copy of the module has its hooks
-                self._pre_forward()
-
-        module.register_forward_pre_hook(ModelHook(pre_forward), prepend=True)
+        module.register_forward_pre_hook(ModelHook(self._pre_forward, module), prepend=True)
         optimizer.register_step_pre_hook(self._pre_step)
 
-    def _pre_forward(self) -> None:
+    def _pre_forward(self, *_: object) -> None:
         if not torch.is_grad_enabled():
             return
         if self._is_last is not None:
@@ -291,8 +274,18 @@ def micro_batches_of(module: nn.Module) -> MicroBatches | None:
     return micro_batches
 
 
-def advice_for(gradients: Iterable[torch.Tensor | None]) -> str:
-    """Return advice for the ``gradients`` of a backward that did not end."""
+def refuse_step(
+    optimizer: torch.optim.Optimizer, reason: str, *, in_any_case: bool = False
+) -> None:
+    """Raise OptionError for a step after a backward that did not end, unless no gradient is left.
+
+    ``in_any_case``: also then.
+    """
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    if all(gradient is None for gradient in gradients) and not in_any_case:
+        return
+    advice = "Call zero_grad() and go on with the next batch."
     if any(isinstance(gradient, ConsumedGradient) for gradient in gradients):
-        return f'With overlap="backward" updates by some have begun: {ABORT_ADVICE}.'
-    return "Call zero_grad() and go on with the next batch."
+        advice = f'With overlap="backward" updates by some have begun: {ABORT_ADVICE}.'
+    message = f"step() was called {reason} {advice}"
+    raise OptionError(message)

@@ -114,11 +114,7 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def validate_arguments(model: object, optimizer: object, **arguments: object) -> None:
-    """Check the types of the arguments of ``stow``, and that the model is new.
-
-    Raises:
-        OptionError: An argument has another type than ``stow`` documents.
-    """
+    """Check the types of the arguments of ``stow``, and that the model is new."""
     if not isinstance(model, nn.Module):
         message = f"stow() was given a {type(model).__name__} for a model: give it a torch module."
         raise OptionError(message)
@@ -207,15 +203,7 @@ def validate_units(plan: Plan, names: Sequence[str]) -> None:
 
 
 def validate_device(plan: Plan, device: torch.device) -> None:
-    """Check that this rank has an accelerator if the plan needs one.
-
-    Args:
-        plan: The plan; of it, ``update_on``, ``device_limit`` and the activations.
-        device: What this rank computes on.
-
-    Raises:
-        OptionError: This rank has no accelerator, and something is to be on one.
-    """
+    """Check that this rank has an accelerator if the plan needs one."""
     if device_link.is_remote(torch.empty(0, device=device)):
         return
     if reaches_device(plan.update_on):
@@ -239,16 +227,7 @@ def validate_device(plan: Plan, device: torch.device) -> None:
 
 
 def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
-    """Check that FSDP2 can shard over ``mesh``, and that the plan agrees with it.
-
-    Args:
-        mesh: (shard,), or (replicate, shard) with names.
-        plan: The plan; of it, ``stage`` and ``replicas``.
-        device: What this rank computes on.
-
-    Raises:
-        OptionError: The mesh has another form or device, or contradicts the plan.
-    """
+    """Check that FSDP2 can shard over ``mesh``, and that the plan agrees with it."""
     names, shape = mesh.mesh_dim_names, tuple(mesh.shape)
     if mesh.ndim not in {1, 2} or (mesh.ndim == 2 and names is None):
         message = (
@@ -278,23 +257,13 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
 
 
 def takes_scalars(plan: Plan, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
-    """Return whether scalars may stay plain next to sharded parameters ([Note: Scalars]).
-
-    Args:
-        plan: The plan.
-        device: What this rank computes on.
-        compute_dtype: What FSDP2 casts to, and would not cast scalars to; None: nothing.
-    """
+    """Return whether scalars may stay plain next to sharded parameters ([Note: Scalars])."""
     within_step = not plan.timing.begins_early and plan.micro_batches == 1
     return device.type == "cpu" and compute_dtype is None and within_step
 
 
 def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None:
-    """Check that FSDP2 can shard every parameter, also at the first step.
-
-    Raises:
-        OptionError: It cannot; the parameter is named.
-    """
+    """Check that FSDP2 can shard every parameter, also at the first step."""
     for unit in units:
         for name, parameter in unit.parameters.items():
             if parameter.ndim == 0 and not (scalars and not parameter.is_meta):
@@ -329,26 +298,14 @@ def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None
 
 
 def validate_no_hooks_of(units: Iterable[Unit]) -> None:
-    """Check that no parameter has a hook of the user's, which would see unreduced gradients.
-
-    Raises:
-        OptionError: One has; it is named.
-    """
+    """Check that no parameter has a hook of the user's, which would see unreduced gradients."""
     for unit in units:
         for name, parameter in unit.parameters.items():
             validate_no_hooks(parameter, name)
 
 
 def validate_no_hooks(parameter: torch.Tensor, name: str) -> None:
-    """Check that a parameter has no hook of the user's, which FSDP2 would never call.
-
-    Args:
-        parameter: The parameter.
-        name: What the error calls it.
-
-    Raises:
-        OptionError: ``register_hook`` was called on it.
-    """
+    """Check that a parameter has no hook of the user's, which FSDP2 would never call."""
     if parameter._backward_hooks:  # noqa: SLF001  # what register_hook fills
         message = (
             f"{name} has a hook (register_hook), which sees gradients that are not reduced yet,"
@@ -398,12 +355,7 @@ def _never(name: str) -> bool:
 
 
 def accepts(optimizer: OptimizerFactory, name: str) -> bool:
-    """Return whether the optimizer's function takes a keyword.
-
-    Args:
-        optimizer: What makes the optimizer.
-        name: The keyword.
-    """
+    """Return whether the optimizer's function takes a keyword."""
     try:
         taken = inspect.signature(optimizer).parameters
     except ValueError:  # ``validate_factory`` raises the error
@@ -412,15 +364,7 @@ def accepts(optimizer: OptimizerFactory, name: str) -> bool:
 
 
 def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
-    """Check that the optimizer's function takes the plan's keywords and contradicts none.
-
-    Args:
-        optimizer: The optimizer's class or factory.
-        placed: The plan's keywords for the placement of states.
-
-    Raises:
-        OptionError: It does not take one of them, or was given another value by the user.
-    """
+    """Check that the optimizer's function takes the plan's keywords and contradicts none."""
     for name, value in given_keywords(optimizer).items():
         if name in _FREE and name not in placed:
             continue
@@ -473,12 +417,7 @@ def _as_written(optimizer: OptimizerFactory, name: str, value: object) -> tuple[
 def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOptimizer:
     """Return the optimizer that the user's function made, if it is one of ours and placed so.
 
-    Args:
-        optimizer: What the function returned.
-        placed: The keywords that it was given. An optimizer that lacks one is closed.
-
-    Raises:
-        OptionError: The function made another one, or did not pass the keywords on.
+    One that lacks a keyword that it was given is closed.
     """
     if not isinstance(optimizer, PlacedOptimizer):
         message = (
@@ -518,16 +457,7 @@ def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOp
 
 
 def validate_class(optimizer: StowedOptimizer, plan: Plan, device: torch.device) -> None:
-    """Check that a plan is one by which a class of torch's can update.
-
-    Args:
-        optimizer: What the optimizer's function returned; closed if the plan does not suit it.
-        plan: The plan.
-        device: What this rank computes on.
-
-    Raises:
-        OptionError: Something of it is for Adam and AdamW alone.
-    """
+    """Check that a class of torch's can update by a plan; an optimizer that cannot is closed."""
     tiers = {plan.parameters, *plan.units.values()}
     obstacles = {
         f"an accelerator ({device})": device.type != "cpu",

@@ -48,14 +48,7 @@ class VerticalOrder:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], micro_batches: int, device: torch.device
     ) -> None:
-        """Take a sharded model.
-
-        Args:
-            model: The model.
-            units: Its units.
-            micro_batches: Into how many the batch is cut.
-            device: What it computes on.
-        """
+        """Take a sharded model, whose batch is cut into ``micro_batches``."""
         self._model = weakref.ref(model)
         self._parts = micro_batches
         self._device = device

@@ -174,10 +174,7 @@ class WeightStream:
     ) -> None:
         """Begin with nothing in memory.
 
-        Args:
-            calls: All calls that use units, in the order that is expected.
-            limits: The bounds.
-            link: The link to the accelerator that computes; None: the CPU does.
+        ``calls``: all that use units, in the expected order. Without a link the CPU computes.
         """
         for call, following in zip(calls, [*calls[1:], *calls[:1]], strict=True):
             call.following = following
@@ -224,8 +221,7 @@ class WeightStream:
     def leave(self, call: Call) -> None:
         """Take the weights back; a call that could not begin has none.
 
-        Raises:
-            OptionError: They were written to.
+        Raises OptionError if they were written to.
         """
         with self._lock:
             if call.depth == 0:

@@ -24,7 +24,6 @@ from ranks.twin import ADAMW, Twins
 from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
-from tensorstow.fsdp.shared_weights import shared_weights_of
 from tensorstow.tensors.dtensor import gradient_of
 from tensorstow.tensors.shares import share_of
 
@@ -422,7 +421,7 @@ def kinds() -> list[bool]:
     found = []
     for plan in (Plan(stage=2), Plan(stage=3), Plan(stage=2, overlap="backward")):
         model, optimizer = stow(nn.Linear(2, 2), ADAMW, plan=plan)
-        found.append(shared_weights_of(model) is not None)
+        found.append(share_of(model.weight) is not None)
         assert found[-1] != isinstance(model.weight, DTensor)
         optimizer.close()
     return found
