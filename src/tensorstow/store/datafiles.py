@@ -2,15 +2,13 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.base.regular_file import regular_stream
-from tensorstow.io.files import File
-from tensorstow.store.durability import Disk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import find_head, first_pages, parse_head
 from tensorstow.store.records import HEADER_BYTES, PAGE
 
@@ -38,6 +36,11 @@ def data_path(directory: Path, index: int) -> Path:
     return directory / f"states-{index}.bin"
 
 
+def data_paths(directories: Iterable[Path]) -> list[Path]:
+    """Return the paths of the files in ``directories``, which are in the run's order."""
+    return [data_path(directory, index) for index, directory in enumerate(directories)]
+
+
 def read_label(path: Path) -> Label | None:
     """Read a data file's label; None if it has none: damaged, or never ours.
 
@@ -48,9 +51,10 @@ def read_label(path: Path) -> Label | None:
     return Label(match[1].decode("ascii"), int(match[2]), int(match[3])) if match else None
 
 
-def labels_of(run: str, count: int) -> list[Label]:
-    """Return the labels of the data files of a run in ``count`` directories."""
-    return [Label(run, index, count) for index in range(count)]
+def labelled(run: str, directories: Sequence[Path]) -> dict[Label, Path]:
+    """Return the paths of the files of a run by the labels that they should have."""
+    count = len(directories)
+    return {Label(run, k, count): path for k, path in enumerate(data_paths(directories))}
 
 
 def is_file_of(label: Label, path: Path) -> bool:
@@ -71,10 +75,10 @@ def check_unused(directories: Sequence[Path]) -> None:
             _check_is_nothing(path, directories[0])
 
 
-def create_files(disk: Disk, run: str, directories: Sequence[Path]) -> None:
+def create_files(disk: SystemDisk, run: str, directories: Sequence[Path]) -> None:
     """Make the data files of a new store; nothing is durable yet."""
-    for label, directory in zip(labels_of(run, len(directories)), directories, strict=True):
-        disk.create(data_path(directory, label.index), label.page() + first_pages(run))
+    for label, path in labelled(run, directories).items():
+        disk.create(path, label.page() + first_pages(run))
 
 
 def check_files(run: str, directories: Sequence[Path]) -> None:
@@ -82,33 +86,18 @@ def check_files(run: str, directories: Sequence[Path]) -> None:
 
     StoreFormatError if it is missing or another's, DamageError if its label is unreadable.
     """
-    for index, directory in enumerate(directories):
-        path = data_path(directory, index)
-        wanted = Label(run, index, len(directories))
+    for wanted, path in labelled(run, directories).items():
         label = read_label(path) if os.path.lexists(path) else None
         if label == wanted:
             continue
         if label is None and os.path.lexists(path):
             raise _damaged(path, wanted)
         message = (
-            f"{path} was requested as file {index} of {len(directories)} of run {run};"
+            f"{path} was requested as file {wanted.index} of {wanted.count} of run {run};"
             f" {_describe(path, label)}. Name the directories of one run, in the order in which"
             " they were named when it began (`tensorstow inspect` prints it)."
         )
         raise StoreFormatError(message)
-
-
-def open_files(disk: Disk, engine: _native.Engine, directories: Sequence[Path]) -> tuple[File, ...]:
-    """Open the data files in ``directories``."""
-    files: list[File] = []
-    try:
-        for index, directory in enumerate(directories):
-            files.append(disk.open(engine, data_path(directory, index)))
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    return tuple(files)
 
 
 def _check_is_nothing(path: Path, first: Path) -> None:

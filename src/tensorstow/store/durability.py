@@ -10,37 +10,14 @@ in order, and replay a power loss at every point of the log.
 import os
 import sqlite3
 from pathlib import Path
-from typing import Protocol
 
 import tensorstow._native as _native
 from tensorstow.base.regular_file import open_regular
 from tensorstow.io.files import File, compare_with_drive, open_file
 
 
-class Disk(Protocol):
-    """The system calls of a store whose order matters."""
-
-    def create(self, path: Path, contents: bytes) -> None:
-        """Make the new file ``path``, its owner's alone; nothing is durable yet."""
-
-    def open(self, engine: _native.Engine, path: Path) -> File:
-        """Open the data file ``path``, which exists."""
-
-    def sync_file(self, file: File) -> None:
-        """Return once all that was written to ``file`` before is durable."""
-
-    def sync_directory(self, path: Path) -> None:
-        """Return once the names in ``path`` are durable."""
-
-    def end_transaction(self, connection: sqlite3.Connection) -> None:
-        """Make the manifest's open transaction durable, whole or not at all."""
-
-    def read_back(self, path: Path, start: int) -> None:
-        """Raise OSError unless the drive has the bytes of ``path`` from ``start`` on."""
-
-
 class SystemDisk:
-    """The operating system's."""
+    """The system calls of a store whose order matters; tests record them, or let them fail."""
 
     def create(self, path: Path, contents: bytes) -> None:
         """Make the new file ``path``, its owner's alone; nothing is durable yet."""

@@ -23,7 +23,7 @@ import torch
 from tensorstow.base.errors import DamageError
 from tensorstow.base.regular_file import open_regular, regular_stream
 from tensorstow.io.files import File, IoFuture
-from tensorstow.store.durability import Disk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import HEADER_BYTES, PAGE
 
 _SLOTS = 2
@@ -64,7 +64,7 @@ def first_pages(run: str) -> bytes:
     return Head(run).page() * _SLOTS
 
 
-def sync_heads(disk: Disk, files: Sequence[File], head: Head) -> None:
+def sync_heads(disk: SystemDisk, files: Sequence[File], head: Head) -> None:
     """Write ``head`` to all ``files``, durably."""
     page = torch.frombuffer(bytearray(head.page()), dtype=torch.uint8)
     futures: list[IoFuture] = []

@@ -2,7 +2,7 @@
 
 import os
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -11,7 +11,7 @@ from typing import Any
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, named
-from tensorstow.store.datafiles import data_path, is_file_of, labels_of
+from tensorstow.store.datafiles import Label, is_file_of, labelled
 from tensorstow.store.lock import peek
 from tensorstow.store.records import HEADER_BYTES, Extent, Summary, chunk_shapes
 from tensorstow.store.rows import read_directories, read_extents, read_summaries
@@ -82,7 +82,6 @@ def inspect_store(directory: Path) -> StoreInfo:
         used = _used_bytes(read_extents(connection))
         run = read_meta(connection, "run")
         newest = load(connection, path, run, summaries[-1].number) if summaries else None
-        paths = data_paths(read_directories(connection), path)
         return StoreInfo(
             directory=path,
             run=run,
@@ -96,18 +95,19 @@ def inspect_store(directory: Path) -> StoreInfo:
                     name.stat().st_size if is_file_of(label, name) else None,
                     used.get(label.index, 0),
                 )
-                for label, name in zip(labels_of(run, len(paths)), paths, strict=True)
+                for label, name in data_files(connection, path).items()
             ),
             layout=_look_at(newest.layout) if newest else None,
         )
 
 
-def data_paths(noted: Sequence[Path], first: Path) -> list[Path]:
-    """Return the paths of the data files, where the manifest was found in ``first``.
+def data_files(connection: sqlite3.Connection, first: Path) -> dict[Label, Path]:
+    """Return the data files that a manifest lists, which was found in ``first``.
 
     The run's first directory may have been moved since it noted them.
     """
-    return [data_path(first if k == 0 else path, k) for k, path in enumerate(noted)]
+    others = read_directories(connection)[1:]
+    return labelled(read_meta(connection, "run"), [first, *others])
 
 
 @contextmanager
@@ -128,13 +128,9 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
                     raise StoreFormatError(message)
                 transaction = check_all(connection, path)
                 if holder is None:  # else a commit may be between its transaction and its head
-                    noted = data_paths(read_directories(connection), directory)
-                    run = read_meta(connection, "run")
-                    labels = labels_of(run, len(noted))
-                    data_files = [
-                        p for p, label in zip(noted, labels, strict=True) if is_file_of(label, p)
-                    ]
-                    check_heads(connection, path, data_files, transaction)
+                    files = data_files(connection, directory)
+                    ours = [file for label, file in files.items() if is_file_of(label, file)]
+                    check_heads(connection, path, ours, transaction)
                 yield connection, holder
         except sqlite3.Error as error:
             raise read_failure(path, error) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import CommitError, SyncError, advice_for
 from tensorstow.store import at_fork
-from tensorstow.store.durability import Disk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head
 from tensorstow.store.manifest_copy import COPY_NAME, ManifestCopy
 from tensorstow.store.records import Content, Extent, Generation, Summary
@@ -91,7 +91,7 @@ class Manifest:
     """The tables of one store. Any thread may call any method; they take turns."""
 
     def __init__(
-        self, path: Path, disk: Disk, journal: Journal, *, is_checked: bool = False
+        self, path: Path, disk: SystemDisk, journal: Journal, *, is_checked: bool = False
     ) -> None:
         """Open ``path``; raise StoreFormatError unless it is empty or a manifest.
 
@@ -280,7 +280,7 @@ class Manifest:
 class SecondManifest:
     """The copy of a manifest, and the check that the drive returns both."""
 
-    def __init__(self, path: Path, disk: Disk, journal: Journal) -> None:
+    def __init__(self, path: Path, disk: SystemDisk, journal: Journal) -> None:
         """Keep no copy yet of the manifest at ``path``."""
         self.path = path
         self._disk = disk

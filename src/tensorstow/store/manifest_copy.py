@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tensorstow.base.errors import StowError
 from tensorstow.store import at_fork
-from tensorstow.store.durability import Disk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.schema import (
     MANIFEST_NAME,
     SUFFIXES,
@@ -49,7 +49,7 @@ DAMAGED_NAME = f"{MANIFEST_NAME}.damaged"
 class ManifestCopy:
     """The copy of one manifest, which the caller has checked and has open."""
 
-    def __init__(self, path: Path, disk: Disk, journal: tuple[str, str]) -> None:
+    def __init__(self, path: Path, disk: SystemDisk, journal: tuple[str, str]) -> None:
         """Open the copy of the manifest ``path``, and make it equal; make it anew if it is damaged.
 
         ``journal``: the modes of SQLite's journal and of its syncs. Raises sqlite3.Error,
@@ -114,7 +114,7 @@ class ManifestCopy:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
 
-def put_copy_in_place(path: Path, directories: Sequence[Path], disk: Disk) -> bool:
+def put_copy_in_place(path: Path, directories: Sequence[Path], disk: SystemDisk) -> bool:
     """Replace a damaged manifest by its copy; return whether that has all that was reported."""
     copy = path.with_name(COPY_NAME)
     try:
@@ -129,7 +129,7 @@ def put_copy_in_place(path: Path, directories: Sequence[Path], disk: Disk) -> bo
     return True
 
 
-def replace_manifest(path: Path, new: Path, disk: Disk) -> None:
+def replace_manifest(path: Path, new: Path, disk: SystemDisk) -> None:
     """Give ``new`` the name of the manifest, and put that aside."""
     # The old one goes before its log, and that before the new one comes: SQLite would put the log
     # of one into the other.
@@ -165,7 +165,7 @@ def _compare(copy: Path, path: Path) -> tuple[bool, bool]:
     return False, False
 
 
-def copy_database(path: Path, target: Path, disk: Disk) -> None:
+def copy_database(path: Path, target: Path, disk: SystemDisk) -> None:
     """Copy a database with its log to a file, durably, in place of an existing one."""
     for suffix in SUFFIXES:
         with_suffix(target, suffix).unlink(missing_ok=True)

@@ -3,8 +3,8 @@
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,10 +16,9 @@ from tensorstow.store.datafiles import (
     check_files,
     check_unused,
     create_files,
-    data_path,
-    open_files,
+    data_paths,
 )
-from tensorstow.store.durability import Disk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import sync_heads
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import Manifest, choose_journal
@@ -65,14 +64,14 @@ class Parts:
 
     files: tuple[File, ...]
     manifest: Manifest
-    disk: Disk
+    disk: SystemDisk
     links: Links
     """The links to all files that are open."""
     resources: ExitStack
     """Closes all of it, the lock last."""
 
 
-def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) -> Parts:
+def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: SystemDisk) -> Parts:
     """Lock ``directories`` and open the store in them, or create it."""
     facts = [check_directory(directory) for directory in directories]
     paths = [fact.path for fact in facts]
@@ -105,11 +104,14 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
             is_checked = True  # put_copy_in_place has checked the copy
         manifest = Manifest(path, disk, choose_journal(facts[0]), is_checked=is_checked)
         resources.callback(manifest.close)
-        files = _open_files(manifest, paths, engine, disk)
-        with _closed_unless_well(files):
-            manifest.second.keep()
+
+        def open_files() -> tuple[File, ...]:
+            files = (disk.open(engine, path) for path in data_paths(paths))
+            return tuple(map(resources.enter_context, files))
+
+        files = _ready_files(manifest, paths, open_files, disk)
+        manifest.second.keep()
         for file in files:
-            resources.callback(file.close)
             links.expect(file.path, os.fstat(file.fd))
         for path in manifest.files():
             links.expect(path, path.stat())
@@ -117,7 +119,7 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: Disk) 
         return Parts(files, manifest, disk, links, resources.pop_all())
 
 
-def _begin(path: Path, directories: Sequence[Path], disk: Disk) -> None:
+def _begin(path: Path, directories: Sequence[Path], disk: SystemDisk) -> None:
     """Make an empty manifest, before anything else is made; or put the copy of a lost one there."""
     if put_copy_in_place(path, directories, disk):
         logger.warning(
@@ -135,30 +137,34 @@ def _begin(path: Path, directories: Sequence[Path], disk: Disk) -> None:
     disk.create(path, b"")
 
 
-def _open_files(
-    manifest: Manifest, paths: Sequence[Path], engine: _native.Engine, disk: Disk
+def _ready_files(
+    manifest: Manifest,
+    paths: Sequence[Path],
+    open_files: Callable[[], tuple[File, ...]],
+    disk: SystemDisk,
 ) -> tuple[File, ...]:
+    """Return the open data files, which the manifest and their heads agree about."""
     if not manifest.is_new:
         check_files(manifest.run, paths)
-        oldest = manifest.check_heads([data_path(path, k) for k, path in enumerate(paths)])
-        with _closed_unless_well(open_files(disk, engine, paths)) as files:
-            # Before the next transaction, so that no head ever lacks two.
-            if oldest < manifest.transaction:
-                sync_heads(disk, files, manifest.head())
-            if manifest.note_directories(paths):
-                sync_heads(disk, files, manifest.head())
+        oldest = manifest.check_heads(data_paths(paths))
+        files = open_files()
+        # Before the next transaction, so that no head ever lacks two.
+        if oldest < manifest.transaction:
+            sync_heads(disk, files, manifest.head())
+        if manifest.note_directories(paths):
+            sync_heads(disk, files, manifest.head())
         return files
     check_unused(paths)
     run = str(uuid.uuid4())
     create_files(disk, run, paths)
-    with _closed_unless_well(open_files(disk, engine, paths)) as files:
-        for file in files:
-            disk.sync_file(file)
-        for path in paths:
-            disk.sync_directory(path)
-        # Last: a manifest with tables has the files that they name.
-        manifest.begin_run(run, paths)
-        sync_heads(disk, files, manifest.head())
+    files = open_files()
+    for file in files:
+        disk.sync_file(file)
+    for path in paths:
+        disk.sync_directory(path)
+    # Last: a manifest with tables has the files that they name.
+    manifest.begin_run(run, paths)
+    sync_heads(disk, files, manifest.head())
     return files
 
 
@@ -168,13 +174,3 @@ def _moved(path: Path, opened: os.stat_result) -> str | None:
     except OSError as error:
         return f"it is not there any more ({error.strerror})"
     return None if os.path.samestat(facts, opened) else "another file is there now"
-
-
-@contextmanager
-def _closed_unless_well(files: tuple[File, ...]) -> Iterator[tuple[File, ...]]:
-    try:
-        yield files
-    except BaseException:
-        for file in files:
-            file.close()
-        raise

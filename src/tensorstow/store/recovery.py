@@ -17,7 +17,7 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.store.bounds import without_overlaps
-from tensorstow.store.datafiles import check_files, data_path, read_label
+from tensorstow.store.datafiles import check_files, data_path, data_paths, read_label
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head, find_head, put_head
 from tensorstow.store.lock import DirectoryLock
@@ -94,7 +94,7 @@ def hold_recovery(
 
 
 def _find(run: str, paths: Sequence[Path], report: Callable[[ScrubProgress], object]) -> Recovery:
-    data_files = [data_path(path, k) for k, path in enumerate(paths)]
+    data_files = data_paths(paths)
     rows = _choose_rows(paths[0], run, data_files)
     damage, whole = rows.damage, rows.whole
     bad: set[int] = set()
@@ -174,8 +174,8 @@ def recover(recovery: Recovery) -> None:
             head = manifest.head()
         disk.sync_directory(new.parent)
         replace_manifest(first / MANIFEST_NAME, new, disk)
-        for index, path in enumerate(recovery.directories):
-            put_head(data_path(path, index), head)
+        for path in data_paths(recovery.directories):
+            put_head(path, head)
         copy_database(first / MANIFEST_NAME, first / COPY_NAME, disk)
         disk.sync_directory(first)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import LockedError, OptionError, named
-from tensorstow.store.datafiles import PATTERN, Label, is_file_of, labels_of
+from tensorstow.store.datafiles import PATTERN, Label, is_file_of
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.inspect import data_paths, read_only
+from tensorstow.store.inspect import data_files, read_only
 from tensorstow.store.lock import LOCK_NAME, DirectoryLock
 from tensorstow.store.manifest_copy import COPY_NAME
 from tensorstow.store.records import Summary
@@ -54,8 +54,7 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
             )
             raise LockedError(message)
         run, generations = read_meta(connection, "run"), read_summaries(connection)
-        noted = read_directories(connection)
-    paths = dict(zip(labels_of(run, len(noted)), data_paths(noted, first), strict=True))
+        noted, paths = read_directories(connection), data_files(connection, first)
     unnamed = {
         label: path
         for label, path in paths.items()

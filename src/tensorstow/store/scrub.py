@@ -15,7 +15,7 @@ from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, IoFuture, open_file
 from tensorstow.store.datafiles import check_files
-from tensorstow.store.inspect import data_paths, read_only
+from tensorstow.store.inspect import data_files, read_only
 from tensorstow.store.pieces import Flaw, ScrubPiece, chunk_pieces, tensor_pieces
 from tensorstow.store.records import (
     ChunkRecord,
@@ -24,7 +24,7 @@ from tensorstow.store.records import (
     TensorRecord,
     chunk_shapes,
 )
-from tensorstow.store.rows import read_directories, read_summaries
+from tensorstow.store.rows import read_summaries
 from tensorstow.store.schema import MANIFEST_NAME, read_meta
 from tensorstow.store.verify import load
 
@@ -83,7 +83,7 @@ def open_contents(directory: Path) -> Iterator[StoreContents]:
             )
             raise LockedError(message)
         run = read_meta(connection, "run")
-        paths = data_paths(read_directories(connection), first)
+        paths = list(data_files(connection, first).values())
         check_files(run, [path.parent for path in paths])
         numbers = [summary.number for summary in read_summaries(connection)]
         generations = tuple(load(connection, first / MANIFEST_NAME, run, n) for n in numbers)

@@ -15,7 +15,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import named
 from tensorstow.io.files import File
 from tensorstow.store.bounds import check_inside
-from tensorstow.store.durability import Disk, SystemDisk
+from tensorstow.store.durability import SystemDisk
 from tensorstow.store.manifest import Manifest
 from tensorstow.store.opening import Parts, open_parts
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
@@ -52,7 +52,7 @@ class Store:
 
     @classmethod
     def open(
-        cls, directories: Sequence[Path], engine: _native.Engine, *, disk: Disk | None = None
+        cls, directories: Sequence[Path], engine: _native.Engine, *, disk: SystemDisk | None = None
     ) -> Self:
         """Open the store in ``directories``, which exist, or create one there.
 

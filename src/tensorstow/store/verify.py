@@ -18,7 +18,7 @@ from tensorstow.store.bounds import (
     check_shared_rows,
     without_overlaps,
 )
-from tensorstow.store.datafiles import check_files, data_path
+from tensorstow.store.datafiles import check_files, data_paths
 from tensorstow.store.digests import check_seal, seal_of
 from tensorstow.store.heads import find_difference, read_head
 from tensorstow.store.records import Generation, chunk_shapes
@@ -123,8 +123,7 @@ def check_at_rest(path: Path, directories: Sequence[Path]) -> bool:
                 check_files(read_meta(connection, "run"), directories)
                 if len(read_directories(connection)) != len(directories):
                     raise damaged(path, "it lists other data files than there are")
-                data_files = [data_path(directory, k) for k, directory in enumerate(directories)]
-                check_heads(connection, path, data_files, transaction)
+                check_heads(connection, path, data_paths(directories), transaction)
                 check_header(path)
     except sqlite3.Error as error:
         raise read_failure(path, error) from error

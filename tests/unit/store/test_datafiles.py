@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError
-from tensorstow.io.engine import open_engine
+from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.store.datafiles import (
     Label,
     check_files,
     check_unused,
     create_files,
     data_path,
-    open_files,
     read_label,
 )
 from tensorstow.store.durability import SystemDisk
@@ -70,11 +68,3 @@ def test_what_somebody_may_miss(there: bytes, tmp_path: Path) -> None:
     data_path(tmp_path, 0).write_bytes(there)
     with pytest.raises(StoreFormatError, match="has no manifest; but there is"):
         check_unused([tmp_path])
-
-
-def test_files_are_opened_all_or_none(tmp_path: Path) -> None:
-    create_files(SystemDisk(), "mine", [tmp_path])
-    with pytest.raises(DirectoryError, match="No such file"):
-        open_files(SystemDisk(), open_engine(), [tmp_path, tmp_path])
-    (file,) = open_files(SystemDisk(), open_engine(), [tmp_path])
-    file.close()
