@@ -25,9 +25,8 @@ import children
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import StowError
 from tensorstow.store import space
-from tensorstow.store.digests import digest_of, seal_of
 from tensorstow.store.manifest_copy import COPY_NAME
-from tensorstow.store.rows import _digest
+from tensorstow.store.rows import _digest, digest_of, seal_of
 
 MANIFEST = "manifest.sqlite"
 HUGE = 1 << 62

@@ -138,7 +138,7 @@ def test_a_full_disk_changes_nothing_and_may_be_tried_again(
 
 def test_a_manifest_that_cannot_grow(store: Store, tmp_path: Path) -> None:
     content = make_content(store, 2, chunks=200)
-    connection = store._manifest._connection
+    connection = store._manifest._database.connection
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(CommitError, match="SQLITE_FULL"):

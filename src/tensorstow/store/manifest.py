@@ -1,6 +1,5 @@
 """The manifest: an SQLite file with all generations and what each refers to."""
 
-import ctypes
 import errno as codes
 import logging
 import sqlite3
@@ -13,7 +12,6 @@ from pathlib import Path
 
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import CommitError, SyncError, advice_for
-from tensorstow.store import at_fork
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head
 from tensorstow.store.manifest_copy import COPY_NAME, ManifestCopy
@@ -26,20 +24,21 @@ from tensorstow.store.rows import (
     read_directories,
     read_extents,
     read_summaries,
+    seal,
 )
 from tensorstow.store.schema import (
     APPLICATION,
     FORMAT,
     TABLES,
+    Database,
     check_marks,
-    connect,
     read_failure,
     read_meta,
     set_journal,
     with_suffix,
     write_failure,
 )
-from tensorstow.store.verify import check_all, check_heads, check_shared, load, seal
+from tensorstow.store.verify import check_all, check_heads, check_shared, load
 
 logger = logging.getLogger("tensorstow")
 
@@ -104,9 +103,7 @@ class Manifest:
         self.lock = threading.RLock()
         """Held for several queries of one state."""
         try:
-            with at_fork.guard:
-                self._connection = connect(path)
-                at_fork.abandon_in_children(self)
+            self._database = Database(path)
         except sqlite3.Error as error:
             raise read_failure(path, error) from error
         try:
@@ -233,8 +230,7 @@ class Manifest:
         with self.lock:
             try:
                 if log.exists() and log.stat().st_size > least:
-                    # PASSIVE waits for no reader: the next commit writes back what was left.
-                    self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+                    self._database.checkpoint()
                     self.second.checkpoint()
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
@@ -243,36 +239,27 @@ class Manifest:
         """Close the connection. Idempotent."""
         with self.lock:
             self.second.close()
-            self._connection.close()
-
-    def abandon(self) -> None:
-        """Leak a child's copy: closing it would change the parent's files."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            self._database.close()
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self.lock:
             try:
-                yield self._connection
+                yield self._database.connection
             except sqlite3.Error as error:
                 raise read_failure(self.path, error) from error
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        connection = self._connection
         with self.lock:
             try:
-                connection.execute("BEGIN IMMEDIATE")  # a writer elsewhere is an error now
-                try:
+                # IMMEDIATE: a writer elsewhere is an error now
+                with self._database.transaction(self._disk, "IMMEDIATE") as connection:
                     if self.transaction:
                         check_shared(connection, self.path)
                     yield connection
                     seal(connection, self.transaction + 1)
-                    self._disk.end_transaction(connection)
-                    self.transaction += 1
-                finally:
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
+                self.transaction += 1
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
 

@@ -10,7 +10,6 @@ The copy lacks one transaction if the process dies in between. Opening the store
 it is not equal.
 """
 
-import ctypes
 import logging
 import sqlite3
 import tempfile
@@ -19,11 +18,11 @@ from contextlib import closing
 from pathlib import Path
 
 from tensorstow.base.errors import StowError
-from tensorstow.store import at_fork
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.schema import (
     MANIFEST_NAME,
     SUFFIXES,
+    Database,
     check_marks,
     connect,
     connect_to_read,
@@ -46,7 +45,7 @@ another one of that number."""
 DAMAGED_NAME = f"{MANIFEST_NAME}.damaged"
 
 
-class ManifestCopy:
+class ManifestCopy(Database):
     """The copy of one manifest, which the caller has checked and has open."""
 
     def __init__(self, path: Path, disk: SystemDisk, journal: tuple[str, str]) -> None:
@@ -61,12 +60,10 @@ class ManifestCopy:
         if not is_whole:
             copy_database(path, self.path, disk)
             disk.sync_directory(path.parent)
-        with at_fork.guard:
-            self._connection = connect(self.path)
-            at_fork.abandon_in_children(self)
+        super().__init__(self.path)
         try:
-            set_journal(self._connection, journal)
-            self._connection.execute("ATTACH ? AS source", (str(path),))
+            set_journal(self.connection, journal)
+            self.connection.execute("ATTACH ? AS source", (str(path),))
             if not is_equal:
                 self.update()
         except BaseException:
@@ -75,9 +72,7 @@ class ManifestCopy:
 
     def update(self) -> None:
         """Make it equal to the manifest, durably; raise sqlite3.Error if it cannot be written."""
-        connection = self._connection
-        connection.execute("BEGIN")
-        try:
+        with self.transaction(self._disk) as connection:
             for table in _SMALL:
                 connection.execute(f"DELETE FROM main.{table}")  # noqa: S608
                 connection.execute(f"INSERT INTO main.{table} SELECT * FROM source.{table}")  # noqa: S608
@@ -89,29 +84,13 @@ class ManifestCopy:
                     connection.executemany(f"DELETE FROM main.{name} {condition}", gone)  # noqa: S608
                     insert = f"INSERT INTO main.{name} SELECT * FROM source.{name} {condition}"  # noqa: S608
                     connection.executemany(insert, new)
-            self._disk.end_transaction(connection)
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
 
     def _difference(self, of: str, than: str, table: str, columns: str) -> list[tuple[int]]:
         """Return the numbers of the rows that the database ``of`` has and ``than`` has not."""
-        rows = self._connection.execute(
+        rows = self.connection.execute(
             f"SELECT {columns} FROM {of}.{table} EXCEPT SELECT {columns} FROM {than}.{table}"  # noqa: S608
         )
         return [(number,) for number, _ in rows]
-
-    def checkpoint(self) -> None:
-        """Write the log back to the database; raise sqlite3.Error where it cannot be written."""
-        self._connection.execute("PRAGMA main.wal_checkpoint(PASSIVE)").fetchone()
-
-    def close(self) -> None:
-        """Close the connection. Idempotent."""
-        self._connection.close()
-
-    def abandon(self) -> None:
-        """Leak a child's copy: closing it would change the parent's files."""
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
 
 
 def put_copy_in_place(path: Path, directories: Sequence[Path], disk: SystemDisk) -> bool:

@@ -1,8 +1,10 @@
 """The manifest's tables, and what SQLite's errors mean."""
 
+import ctypes
 import errno as codes
 import sqlite3
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,6 +18,8 @@ from tensorstow.base.errors import (
     advice_for,
 )
 from tensorstow.base.regular_file import check_regular
+from tensorstow.store import at_fork
+from tensorstow.store.durability import SystemDisk
 
 MANIFEST_NAME = "manifest.sqlite"
 SUFFIXES = ("", "-wal", "-shm", "-journal")
@@ -78,6 +82,40 @@ def connect(path: Path) -> sqlite3.Connection:
     check_database(path)
     # Transactions are begun by hand (isolation_level), by one thread at a time (the caller's lock).
     return sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+
+
+class Database:
+    """A connection that writes, for one thread at a time (the caller's lock)."""
+
+    def __init__(self, path: Path) -> None:
+        """Connect as ``connect``; a forked child leaks its copy."""
+        with at_fork.guard:
+            self.connection = connect(path)
+            at_fork.abandon_in_children(self)
+
+    @contextmanager
+    def transaction(self, disk: SystemDisk, kind: str = "") -> Iterator[sqlite3.Connection]:
+        """Make the block's statements durable, or undo all of them if one raises an error."""
+        self.connection.execute(f"BEGIN {kind}")
+        try:
+            yield self.connection
+            disk.end_transaction(self.connection)
+        finally:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
+
+    def checkpoint(self) -> None:
+        """Write the log back to the database."""
+        # PASSIVE waits for no reader: the next checkpoint writes back what was left.
+        self.connection.execute("PRAGMA main.wal_checkpoint(PASSIVE)").fetchone()
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self.connection.close()
+
+    def abandon(self) -> None:
+        """Leak a child's copy: closing it would change the parent's files."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
 
 
 def connect_to_read(path: Path, parameters: str = "") -> sqlite3.Connection:

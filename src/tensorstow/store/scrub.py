@@ -2,31 +2,42 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+import tensorstow._native as _native
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import LockedError, TransferError, named
 from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, IoFuture, open_file
+from tensorstow.store.checksums import (
+    PIECE_BYTES,
+    block_checksums,
+    differing_runs,
+    weight_checksums,
+)
 from tensorstow.store.datafiles import check_files
 from tensorstow.store.inspect import data_files, read_only
-from tensorstow.store.pieces import Flaw, ScrubPiece, chunk_pieces, tensor_pieces
 from tensorstow.store.records import (
     ChunkRecord,
     ChunkShape,
     Generation,
+    StreamShape,
     TensorRecord,
     chunk_shapes,
 )
 from tensorstow.store.rows import read_summaries
 from tensorstow.store.schema import MANIFEST_NAME, read_meta
+from tensorstow.store.tensors import plain_bytes
 from tensorstow.store.verify import load
+
+Flaw = tuple[int, int, str]
+"""Bytes that are not those that were written: their offset in the file, their count, and what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,18 @@ class ScrubProgress:
     total_bytes: int
     damages: tuple[Damage, ...]
     """The damages since the previous report."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubPiece:
+    """Some bytes of a data file to read at once."""
+
+    file: int
+    offset: int
+    nbytes: int
+    whose: str
+    check: Callable[[int], list[Flaw]]
+    """Judges the bytes, which are at an address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +144,7 @@ def scrub(files: Sequence[File], generations: Iterable[Generation]) -> Iterator[
         flaws = _judge(piece, futures.popleft(), arena.address + index % 2 * largest)
         done += piece.nbytes
         path = files[piece.file].path
-        damages = tuple(Damage(path, f.offset, f.nbytes, f.description, owners) for f in flaws)
+        damages = tuple(Damage(path, *flaw, owners) for flaw in flaws)
         yield ScrubProgress(done, total, damages)
 
 
@@ -129,7 +152,7 @@ def _judge(piece: ScrubPiece, future: IoFuture, address: int) -> list[Flaw]:
     try:
         future.wait()
     except TransferError as error:
-        return [Flaw(piece.offset, piece.nbytes, f"{piece.whose} cannot be read: {error}")]
+        return [(piece.offset, piece.nbytes, f"{piece.whose} cannot be read: {error}")]
     return piece.check(address)
 
 
@@ -147,3 +170,56 @@ def _list_pieces(generations: Iterable[Generation]) -> list[tuple[ScrubPiece, tu
     pieces += [(p, tuple(n)) for tensor, n in of_tensors.items() for p in tensor_pieces(tensor)]
     # On disk a tensor's pieces are in their order, which its running checksum needs.
     return sorted(pieces, key=lambda pair: (pair[0].file, pair[0].offset))
+
+
+def chunk_pieces(record: ChunkRecord, shape: ChunkShape) -> list[ScrubPiece]:
+    """Return one piece: all of the chunk, or its weights where its states are blank."""
+    if record.blank and not shape.weight.bytes:
+        return []
+    skipped = shape.weight_offset if record.blank else 0
+    whose = f"chunk {record.chunk}"
+
+    def flaws(
+        kind: str, stream: StreamShape, begin: int, actual: bytes, expected: bytes
+    ) -> Iterator[Flaw]:
+        for first, last in differing_runs(actual, expected):
+            start, stop = first * shape.block, min(last * shape.block, shape.elements)
+            offset, end = (record.extent.offset + begin + stream.span(n) for n in (start, stop))
+            yield offset, end - offset, f"{whose}, {kind} of elements {start} to {stop - 1} differ"
+
+    def check(address: int) -> list[Flaw]:
+        differing: list[Flaw] = []
+        if not record.blank:
+            # A block's checksum is over all streams: the flaw is in one, and the first is named.
+            first = shape.streams[0] if shape.streams else shape.weight
+            differing += flaws(
+                "states", first, 0, block_checksums(shape, address), record.checksums
+            )
+        if shape.weight.bytes:
+            actual = weight_checksums(shape, address + shape.weight_offset - skipped)
+            begin, expected = shape.weight_offset, record.weight_checksums
+            differing += flaws("weights", shape.weight, begin, actual, expected)
+        return differing
+
+    start, nbytes = record.extent.offset + skipped, shape.nbytes - skipped
+    return [ScrubPiece(record.extent.file, start, nbytes, whose, check)]
+
+
+def tensor_pieces(record: TensorRecord) -> Iterator[ScrubPiece]:
+    """Return the pieces of a tensor; they must be checked in order."""
+    nbytes = plain_bytes(record)
+    whose = f"{record.kind} tensor {record.name!r}"
+    seed = 0
+    for start in range(0, nbytes, PIECE_BYTES):
+        length = min(PIECE_BYTES, nbytes - start)
+        is_last = start + length == nbytes
+
+        def check(address: int, length: int = length, *, is_last: bool = is_last) -> list[Flaw]:
+            nonlocal seed
+            seed = _native.checksum(address, length, seed)
+            if not is_last or seed == record.checksum:
+                return []
+            difference = f"{whose} has checksum {seed:08x} instead of {record.checksum:08x}"
+            return [(record.extent.offset, nbytes, difference)]
+
+        yield ScrubPiece(record.extent.file, record.extent.offset + start, length, whose, check)

@@ -91,12 +91,12 @@ class Transactions:
             sync_heads(self._disk, self._files, self._manifest.head())
         except OSError as error:
             code = error.errno or codes.EIO
-            self._poison = (
+            message = (
                 f"The heads in {', '.join(str(file.path) for file in self._files)} could not be"
                 f" written ({error}), so that nothing would tell if the manifest lost what was"
                 f" just written to it. Open the store again. {advice_for(code)}"
             )
-            raise SyncError(self._poison) from error
+            raise SyncError(message) from error
 
     def _sync_files(self) -> None:
         # All of them: a file that nothing was written to costs a cache flush, one that was

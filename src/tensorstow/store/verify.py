@@ -1,6 +1,6 @@
 """Checks that the manifest's rows are those that were written.
 
-[Note: Digests] in `digests`. No row is used before it is checked.
+[Note: Digests] in `rows`. No row is used before it is checked.
 """
 
 import os
@@ -19,10 +19,9 @@ from tensorstow.store.bounds import (
     without_overlaps,
 )
 from tensorstow.store.datafiles import check_files, data_paths
-from tensorstow.store.digests import check_seal, seal_of
 from tensorstow.store.heads import find_difference, read_head
 from tensorstow.store.records import Generation, chunk_shapes
-from tensorstow.store.rows import read_directories, read_generation
+from tensorstow.store.rows import check_seal, read_directories, read_generation
 from tensorstow.store.schema import (
     check_marks,
     connect_to_read,
@@ -42,13 +41,6 @@ MALFORMED = (
     ValueError,
 )
 """What reading rows may end in that are not those that were written."""
-
-
-def seal(connection: sqlite3.Connection, transaction: int) -> None:
-    """End the transaction of this number with a seal over the rows that generations share."""
-    insert = "INSERT OR REPLACE INTO meta VALUES (?, ?)"
-    connection.execute(insert, ("transaction", str(transaction)))
-    connection.execute(insert, ("seal", seal_of(connection)))
 
 
 def check_shared(connection: sqlite3.Connection, path: Path) -> None:

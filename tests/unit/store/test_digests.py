@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensorstow.store.digests import digest_of
+from tensorstow.store.rows import digest_of
 
 VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.binary()
 ROWS = st.lists(st.tuples(VALUES, VALUES), max_size=3)

@@ -101,7 +101,7 @@ def test_network_filesystems_get_another_journal_and_one_warning(
     with caplog.at_level(logging.WARNING, "tensorstow"):
         fill(tmp_path, steps=3)
         with Store.open([tmp_path], open_engine()) as store:
-            connection = store._manifest._connection
+            connection = store._manifest._database.connection
             assert connection.execute("PRAGMA journal_mode").fetchone() == ("delete",)
             assert connection.execute("PRAGMA synchronous").fetchone() == (3,)
             assert [s.step for s in store.generations()] == [3]
@@ -111,7 +111,7 @@ def test_network_filesystems_get_another_journal_and_one_warning(
 def test_a_local_disk_gets_a_log_that_is_synced(tmp_path: Path) -> None:
     assert choose_journal(inspect_directory(tmp_path)) is Journal.WRITE_AHEAD
     with Store.open([tmp_path], open_engine()) as store:
-        connection = store._manifest._connection
+        connection = store._manifest._database.connection
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
         assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
 
@@ -136,10 +136,10 @@ def test_layouts_are_stored_once(tmp_path: Path) -> None:
             layout = {"chunks": [], "version": step // 3}
             store.commit(Content(step, layout, None, None, []))
             store.add_snapshot(f"step-{step}")
-        assert store._manifest._connection.execute(count).fetchone() == (2,)
+        assert store._manifest._database.connection.execute(count).fetchone() == (2,)
         for step in range(3):
             store.drop_snapshot(f"step-{step}")
-        assert store._manifest._connection.execute(count).fetchone() == (1,)
+        assert store._manifest._database.connection.execute(count).fetchone() == (1,)
         found = store.generation()
         assert found is not None
         assert found.layout == {"chunks": [], "version": 1}
@@ -156,7 +156,7 @@ def test_a_commit_of_many_chunks_is_quick_and_a_pin_writes_little(tmp_path: Path
         ]
         store.commit(Content(1, layout, None, None, chunks))
         log = tmp_path / "manifest.sqlite-wal"
-        connection = store._manifest._connection
+        connection = store._manifest._database.connection
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         store.add_snapshot("here")
         assert log.stat().st_size < 64 << 10
