@@ -28,7 +28,6 @@ ALLOWED = {
     "base/nodes.py": {"path.read_text": SYSTEM},
     "base/profile.py": {"_CPUINFO.read_text": SYSTEM},
     "base/regular_file.py": {"os.open": "the one that is used"},
-    "checkpoint/pretrained.py": {"safe_open": CHECKED},
     "checkpoint/quantized_weights.py": {"os.open": DIRECTORY},
     "checkpoint/torch_file.py": {"is_zipfile": CHECKED, "torch.load": CHECKED},
     "checkpoint/weight_files.py": {"os.open": "O_PATH, after check_regular()"},

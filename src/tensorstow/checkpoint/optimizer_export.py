@@ -23,8 +23,8 @@ from tensorstow.checkpoint.content import own_names, refuse_other_groups
 from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
 from tensorstow.checkpoint.serialize import flatten, inflate
 from tensorstow.io.digest_list import DigestList, digest_of_descriptor, verify
-from tensorstow.io.mapped import Mapped, pieces_of
-from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
+from tensorstow.io.mapped import Mapped, NewSafetensors
+from tensorstow.io.safetensors import METADATA, Entry, Table, lay_out, read_table
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, as_step
@@ -81,9 +81,8 @@ def save(
         contents.add(f"{_HYPER}.{index}", number)
     for group, called in zip(hyper, names, strict=True):
         group["params"] = called
-    # Readers of model files look for "pt".
     metadata = {
-        "format": "pt",
+        **METADATA,
         _OURS: _VERSION,
         _KEYED_BY: "name" if named else "place",
         _HYPER: json.dumps(hyper),
@@ -215,17 +214,16 @@ def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) ->
     digests = DigestList(path)
     with NewFile(path) as new_file:
         with (
-            pieces_of(new_file, table) as file,
+            NewSafetensors(new_file, table) as file,
             closing(params.store.pieces(elsewhere)) as pieces,
         ):
             for name, tensor in contents.tensors.items():
-                file.write(tensor.cpu(), table.entries[name].offset)
+                file.put(name, tensor.cpu())
             for piece in pieces:
                 for key, values in piece.states.items():
                     name = f"{elsewhere[piece.parameter]}.{key}"
                     if name not in contents.tensors:
-                        start = piece.start * values.element_size()
-                        file.write(values, table.entries[name].offset + start)
+                        file.put(name, values, piece.start)
         with named("File", path):
             # Read back: states on disk come in the order of the ring, not of the file.
             digests.note(path, digest_of_descriptor(new_file.fd))

@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tensorstow.base.core_share import LocalRanks
 from tensorstow.base.directories import expand_path, path_inside
-from tensorstow.base.errors import DirectoryError, StoreFormatError, StowError, named
+from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError, named
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.checkpoint.weight_files import INDEX, SeenFile
 from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.io.digest_list import verify_each
+from tensorstow.io.mapped import Mapped
+from tensorstow.io.safetensors import NAME_OF, Entry, read_table
 
 RowReader = Callable[[int, int], torch.Tensor]
 """Returns rows of a parameter from the first to before the second number, on the CPU."""
@@ -55,9 +56,9 @@ class PretrainedFiles:
         Raises:
             StoreFormatError: There is none, or one cannot be read.
         """
+        self.entries: dict[str, Entry] = {}
+        """The tensors by their names in the files."""
         self._of: dict[str, Path] = {}
-        shapes: dict[str, Sequence[int]] = {}
-        self._dtypes: dict[str, str] = {}
         self._seen: list[SeenFile] = []
         files = _files_of(expand_path(path))
         index = files[0].with_name(INDEX)
@@ -71,18 +72,14 @@ class PretrainedFiles:
             with _readable(file):
                 check_regular(file)
                 self._seen.append(SeenFile(file))
-            with _open(file) as opened:
-                for name in opened.keys():  # noqa: SIM118  # no mapping
-                    self._of[name] = file
-                    part = opened.get_slice(name)
-                    shapes[name] = part.get_shape()
-                    self._dtypes[name] = part.get_dtype()
-        coded = {name for name, dtype in self._dtypes.items() if dtype == "I8"}
+                entries = read_table(file).entries
+            self._of |= dict.fromkeys(entries, file)
+            self.entries |= entries
+        shapes = {name: entry.shape for name, entry in self.entries.items()}
         self._origins = {
-            name: replace(origin, scale=_scale_of(origin, coded, shapes))
+            name: replace(origin, scale=self._scale_of(origin))
             for name, origin in origins_of(model, shapes).items()
         }
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.path = path
 
     def validate_unchanged(self) -> None:
@@ -125,17 +122,14 @@ class PretrainedFiles:
         origin = self.origin(names, like)
 
         def read(start: int, stop: int) -> torch.Tensor:
-            if origin.make is not None:
-                whole = origin.make(self._read_whole)
-                return (whole[start:stop] if like.ndim else whole).to(like.dtype)
-            source = origin.sources[0]
-            if origin.scale is not None and like.is_floating_point():
-                return self._read_coded(source, origin.scale, slice(start, stop), like.dtype)
-            with _open(self._of[source]) as file:
-                part: torch.Tensor = (
-                    file.get_slice(source)[start:stop] if like.ndim else file.get_tensor(source)
-                )
+            make = origin.make
+            whole = self.stored(origin.sources[0]) if make is None else make(self.stored)
+            part = whole[start:stop] if like.ndim else whole
+            if origin.scale is None or not like.is_floating_point():
                 return part.to(like.dtype)
+            values = torch.empty(part.shape, dtype=like.dtype, device="cpu")
+            dequantize_rows(part, self.stored(origin.scale)[start:stop], values)
+            return values
 
         return read
 
@@ -185,7 +179,7 @@ class PretrainedFiles:
 
     def _validate_floating(self, origin: "Origin") -> None:
         """Raise StoreFormatError if a tensor is of integers without a scale for each row."""
-        dtype = self._dtypes[origin.sources[0]]
+        dtype = NAME_OF[self.entries[origin.sources[0]].dtype]
         if origin.make is None and origin.scale is None and dtype[0] in "IU":
             message = (
                 f"{origin.sources[0]!r} in {self.path} is of integers ({dtype}), and the model's is"
@@ -193,27 +187,28 @@ class PretrainedFiles:
                 " original, or tensorstow.quantize_to_int8() of that."
             )
             raise StoreFormatError(message)
-        shape = self._shapes.get(origin.scale or "")
-        if shape is not None and (
-            len(origin.shape) != 2 or shape not in {origin.shape[:1], (origin.shape[0], 1)}
-        ):
+        if origin.scale is None:
+            return
+        shape = self.entries[origin.scale].shape
+        if len(origin.shape) != 2 or shape not in {origin.shape[:1], (origin.shape[0], 1)}:
             message = (
                 f"{origin.scale!r} in {self.path} is {shape}, and {origin.sources[0]!r} in int8 is"
                 f" {origin.shape}: scales are read that are one for each row of a matrix."
             )
             raise StoreFormatError(message)
 
-    def _read_coded(self, source: str, scale: str, rows: slice, dtype: torch.dtype) -> torch.Tensor:
-        with _open(self._of[source]) as file:
-            codes: torch.Tensor = file.get_slice(source)[rows]
-        values = torch.empty(codes.shape, dtype=dtype, device="cpu")
-        dequantize_rows(codes, self._read_whole(scale)[rows], values)
-        return values
+    def _scale_of(self, origin: "Origin") -> str | None:
+        """Return the name of the scales of an origin that is one of the tensors in int8."""
+        source = self.entries.get(origin.sources[0])
+        is_coded = origin.make is None and source is not None and source.dtype == torch.int8
+        scale = origin.sources[0] + SCALE
+        return scale if is_coded and scale in self.entries else None
 
-    def _read_whole(self, source: str) -> torch.Tensor:
-        with _open(self._of[source]) as file:
-            whole: torch.Tensor = file.get_tensor(source)
-            return whole
+    def stored(self, source: str) -> torch.Tensor:
+        """Return a tensor of the files, over a mapping of its own: it reads no byte yet."""
+        file, entry = self._of[source], self.entries[source]
+        with _readable(file):
+            return Mapped.read(file).tensor(entry.offset, entry.shape, entry.dtype)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -247,21 +242,13 @@ def _files_of_index(index: Path) -> list[Path]:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    with _readable(file):
-        check_regular(file)
-        with safe_open(file, framework="pt") as opened:
-            yield opened
-
-
-@contextmanager
 def _readable(file: Path) -> Iterator[None]:
     """Raise StoreFormatError if a file is no safetensors or does not exist."""
     try:
         yield
-    except StowError:
+    except (DamageError, DirectoryError):
         raise
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, ValueError) as error:
         message = (
             f"{file} cannot be read as safetensors: {error}. It is another kind of file, or an"
             " incomplete copy: use the original."
@@ -280,13 +267,6 @@ class Origin:
     """None: it is the one source."""
     scale: str | None = None
     """The name in the files of the scales of the one source, which is int8."""
-
-
-def _scale_of(origin: Origin, coded: Collection[str], names: Collection[str]) -> str | None:
-    """Return the name of the scales of an origin that is one of the tensors in int8."""
-    scale = origin.sources[0] + SCALE
-    is_coded = origin.make is None and origin.sources[0] in coded
-    return scale if is_coded and scale in names else None
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.keywords import names_keywords
 from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
 from tensorstow.formats.row_scales import quantize_rows
-from tensorstow.io.mapped import Mapped, PieceFile, replacing
-from tensorstow.io.safetensors import Entry, Table, lay_out, read_table
+from tensorstow.io.mapped import NewSafetensors, new_safetensors
+from tensorstow.io.safetensors import METADATA, Entry, lay_out, read_table
 
 _FILE = "model.safetensors"
 _SOURCE = "tensorstow.int8_of"
@@ -61,14 +61,12 @@ def quantize_to_int8(
     foreign_files = sorted({*folder.glob("*.safetensors"), *folder.glob("*.index.json")} - {target})
     if foreign_files:
         raise _refuse_other(foreign_files[0])
-    tables = {path: read_table(path) for path in sorted(files.paths)}
-    entry_of = {n: (path, e) for path, table in tables.items() for n, e in table.entries.items()}
     chosen = {
         name
         for name in _linear_weights(model, files)
-        if entry_of[name][1].dtype.is_floating_point and name + SCALE not in entry_of
+        if files.entries[name].dtype.is_floating_point and name + SCALE not in files.entries
     }
-    source = _describe(tables, chosen)
+    source = _describe(files.paths, chosen)
     with _locked(folder):  # the ranks of a machine may all ask for it
         if target.exists():
             target_source = read_table(target).metadata.get(_SOURCE)
@@ -77,10 +75,14 @@ def quantize_to_int8(
             if target_source == source:
                 return folder
         files.verify()
-        entries = {name: entry for name, (_, entry) in entry_of.items()}
-        with _new_copy(target, entries, chosen, source) as (table, file):
-            for path, old in tables.items():
-                _copy(path, old, table, chosen, file)
+        entries = dict(files.entries)
+        for name in sorted(chosen):
+            shape = entries[name].shape
+            entries[name] = Entry(torch.int8, shape)
+            entries[name + SCALE] = Entry(torch.float32, shape[:1])
+        with new_safetensors(target, lay_out(entries, {**METADATA, _SOURCE: source})) as copy:
+            for name in files.entries:
+                _copy(files, name, copy, is_chosen=name in chosen)
             files.validate_unchanged()
     return folder
 
@@ -96,20 +98,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-@contextmanager
-def _new_copy(
-    target: Path, entries: dict[str, Entry], chosen: set[str], source: str
-) -> Iterator[tuple[Table, PieceFile]]:
-    """Yield the table of a copy, and its file, which replaces an older one after the block."""
-    for name in sorted(chosen):
-        shape = entries[name].shape
-        entries[name] = Entry(torch.int8, shape)
-        entries[name + SCALE] = Entry(torch.float32, shape[:1])
-    table = lay_out(entries, {"format": "pt", _SOURCE: source})
-    with replacing(target, table) as file:
-        yield table, file
 
 
 def _refuse_other(path: Path) -> OptionError:
@@ -137,34 +125,32 @@ def _linear_weights(model: nn.Module, files: PretrainedFiles) -> set[str]:
     return {o.sources[0] for o in origins if o.make is None and o.scale is None}
 
 
-def _describe(tables: Mapping[Path, Table], chosen: set[str]) -> str:
+def _describe(paths: Iterable[Path], chosen: set[str]) -> str:
     """Return a digest of the files' facts and of the names that are quantized."""
-    seen = [(path.name, path.stat()) for path in tables]
+    seen = [(path.name, path.stat()) for path in sorted(paths)]
     facts = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in seen]
     return hashlib.sha256(json.dumps([facts, sorted(chosen)]).encode()).hexdigest()
 
 
-def _copy(path: Path, old: Table, new: Table, chosen: set[str], file: PieceFile) -> None:
-    """Write the tensors of a file, a piece at a time."""
-    mapped = Mapped.read(path)
-    for name, entry in old.entries.items():
-        values = mapped.tensor(entry.offset, entry.shape, entry.dtype)
-        at = new.entries[name].offset
-        if name not in chosen:
-            flat = values.reshape(-1)
-            for start in range(0, flat.numel(), _PIECE):
-                file.write(flat[start : start + _PIECE], at + start * entry.dtype.itemsize)
-            continue
-        count = max(1, _PIECE // max(1, entry.shape[1]))
-        for start in range(0, entry.shape[0], count):
-            rows = values[start : start + count].float()
-            if not rows.isfinite().all():
-                message = (
-                    f"{name!r} in {path} has a value that is not finite, for which int8 has no"
-                    " scale: the file is damaged, or its training was. Take the original, or the"
-                    " weights as they are."
-                )
-                raise StoreFormatError(message)
-            codes, scale = quantize_rows(rows)
-            file.write(codes, at + start * entry.shape[1])
-            file.write(scale, new.entries[name + SCALE].offset + 4 * start)
+def _copy(files: PretrainedFiles, name: str, copy: NewSafetensors, *, is_chosen: bool) -> None:
+    """Write a tensor, a piece at a time; in int8 if it ``is_chosen``."""
+    values = files.stored(name)
+    if not is_chosen:
+        flat = values.reshape(-1)
+        for start in range(0, flat.numel(), _PIECE):
+            copy.put(name, flat[start : start + _PIECE], start)
+        return
+    columns = values.shape[1]
+    count = max(1, _PIECE // max(1, columns))
+    for start in range(0, len(values), count):
+        rows = values[start : start + count].float()
+        if not rows.isfinite().all():
+            message = (
+                f"{name!r} in {files.path_of(name)} has a value that is not finite, for which int8"
+                " has no scale: the file is damaged, or its training was. Take the original, or the"
+                " weights as they are."
+            )
+            raise StoreFormatError(message)
+        codes, scale = quantize_rows(rows)
+        copy.put(name, codes, start * columns)
+        copy.put(name + SCALE, scale, start)

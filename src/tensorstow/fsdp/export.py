@@ -32,12 +32,10 @@ from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of, shard_name
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank
 from tensorstow.io.digest_list import DigestList, RunningDigest
-from tensorstow.io.mapped import pieces_of
+from tensorstow.io.mapped import NewSafetensors
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
 _SHARDS = "model-*-of-*.safetensors"
-_METADATA = {"format": "pt"}
-"""The metadata that readers of model files look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
 
 def _shard_of(name: str, part: Mapping[str, torch.Tensor]) -> _Shard:
     entries = {n: Entry(t.dtype, tuple(t.shape)) for n, t in part.items()}
-    return _Shard(name, part, lay_out(entries, _METADATA))
+    return _Shard(name, part, lay_out(entries))
 
 
 @torch.no_grad()
@@ -178,12 +176,12 @@ def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: N
             if shard_of_rank is not None:
                 new = new_files.create(listed.main.with_name(shard_of_rank.name))
                 running = RunningDigest()
-                file = opened.enter_context(pieces_of(new, shard_of_rank.table, running))
+                file = opened.enter_context(NewSafetensors(new, shard_of_rank.table, running))
             while turns:
                 shard, name = turns.popleft()
                 tensor = _whole(shard.tensors[name])
                 if file is not None and shard is shard_of_rank:
-                    file.write(tensor, shard.table.entries[name].offset)
+                    file.put(name, tensor)
         if new is not None:
             new.seal()
             listed.note(new.path, running.digest())

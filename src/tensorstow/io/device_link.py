@@ -39,55 +39,8 @@ class DeviceEvent(Protocol):
         """Return when it is."""
 
 
-class DeviceLink(Protocol):
-    """Copies between host memory and one device, with the events that order them."""
-
-    device: torch.device
-
-    @property
-    def bytes_down(self) -> int:
-        """Return the bytes copied from device to host, including links from ``second_link``."""
-
-    @property
-    def bytes_up(self) -> int:
-        """Return the bytes copied from host to device, including links from ``second_link``."""
-
-    def record_event(self) -> DeviceEvent:
-        """Record an event in the caller's stream, after all its work so far."""
-
-    def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Start a copy from device to host after the events ``after``; return its event.
-
-        The sources must live until that event is over.
-        """
-
-    def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Start a copy from host to device after the events ``after``; return its event.
-
-        The sources must not change until that event is over.
-        """
-
-    def join(self, event: DeviceEvent) -> None:
-        """Make the caller's stream wait for ``event``."""
-
-    def update_stream(self) -> AbstractContextManager[object]:
-        """Make a stream of the link the current stream inside the block, for updates."""
-
-    def second_link(self) -> "DeviceLink":
-        """Return a link with streams of its own, whose work and bytes count as this one's too."""
-
-    def synchronize(self) -> None:
-        """Return when no copy and no update is under way, of its second links too."""
-
-    def start_log(self, log: TransferLog) -> None:
-        """Log copies to ``log`` from now on."""
-
-    def end_log(self) -> None:
-        """Log the rest, and stop logging."""
-
-
 class StreamLink:
-    """A link to an accelerator."""
+    """Copies between host memory and one accelerator, with the events that order them."""
 
     def __init__(self, device: torch.device) -> None:
         """Make the streams."""
@@ -115,14 +68,20 @@ class StreamLink:
         return torch.accelerator.current_stream(self.device).record_event()
 
     def d2h(self, pairs: Pairs, after: Iterable[DeviceEvent]) -> DeviceEvent:
-        """Start a copy from device to host after the events ``after``; return its event."""
+        """Start a copy from device to host after the events ``after``; return its event.
+
+        The sources must live until that event is over.
+        """
         for event in after:
             self._d2h_stream.wait_event(_torch_event(event))
         self._bytes_down += self._copy(DOWN, pairs, self._d2h_stream)
         return self._d2h_stream.record_event()
 
     def h2d(self, pairs: Pairs, after: Iterable[DeviceEvent] = ()) -> DeviceEvent:
-        """Start a copy from host to device after the events ``after``; return its event."""
+        """Start a copy from host to device after the events ``after``; return its event.
+
+        The sources must not change until that event is over.
+        """
         for event in after:
             self._h2d_stream.wait_event(_torch_event(event))
         self._bytes_up += self._copy(UP, pairs, self._h2d_stream)
@@ -139,7 +98,7 @@ class StreamLink:
         """Make a stream of the link the current stream inside the block, for updates."""
         return self._update_stream
 
-    def second_link(self) -> DeviceLink:
+    def second_link(self) -> "StreamLink":
         """Return a link with streams of its own, whose work and bytes count as this one's too."""
         link = StreamLink(self.device)
         if self._log is not None:
@@ -229,7 +188,7 @@ class PlainLink:
         """Return a context that changes nothing: there are no streams."""
         return nullcontext()
 
-    def second_link(self) -> DeviceLink:
+    def second_link(self) -> "PlainLink":
         """Return this link: copies on the CPU do not wait for each other."""
         return self
 
@@ -246,16 +205,16 @@ class PlainLink:
 
     def _copy(self, lane: str, pairs: Pairs) -> int:
         start = time.monotonic()
-        nbytes = _copy_now(pairs)
+        for to, source in pairs:
+            to.copy_(source)
+        nbytes = sum(to.nbytes for to, _ in pairs)
         if self._log is not None:
             self._log.add(LoggedTransfer(lane, lane, start, time.monotonic(), nbytes))
         return nbytes
 
 
-def _copy_now(pairs: Pairs) -> int:
-    for to, source in pairs:
-        to.copy_(source)
-    return sum(to.nbytes for to, _ in pairs)
+DeviceLink = StreamLink | PlainLink
+"""A link to a device, which may be the CPU itself."""
 
 
 class _Complete:

@@ -37,22 +37,17 @@ class PieceFile:
     """A file under construction."""
 
     def __init__(
-        self, fd: int, path: Path, content: Table | int, running: RunningDigest | None = None
+        self, fd: int, path: Path, nbytes: int, running: RunningDigest | None = None
     ) -> None:
         """Take over the descriptor ``fd`` and reserve its bytes; raise DirectoryError if full."""
         self.path = path
         self._running = running
-        self.nbytes = content if isinstance(content, int) else content.nbytes
+        self.nbytes = nbytes
         self._fd = fd
         self._open = True
         self._ahead = 0
-        try:
-            reserve(fd, path.parent, self.nbytes)
-            if not isinstance(content, int):
-                self.write(torch.frombuffer(bytearray(content.header), dtype=torch.uint8), 0)
-        except BaseException:
-            self.close()
-            raise
+        with self._closed_on_error():
+            reserve(fd, path.parent, nbytes)
 
     def write(self, values: torch.Tensor, offset: int) -> None:
         """Write a tensor in host memory at byte ``offset``; raise TransferError if it fails."""
@@ -88,6 +83,14 @@ class PieceFile:
         if self._open:
             self._open = False
             os.close(self._fd)
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         """Return the file itself."""
@@ -142,24 +145,30 @@ def drop_pages(mapped: torch.Tensor) -> None:
         _libc.madvise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
-@contextmanager
-def replacing(path: Path, content: Table | int) -> Iterator[PieceFile]:
-    """Yield a new file that replaces ``path``, durably, when the block ends without error.
+class NewSafetensors(PieceFile):
+    """A new safetensors file, whose tensors are written by name, whole or in pieces.
 
-    On an error ``path`` is unchanged. ``content``: as for ``pieces_of``.
+    Close it before the file is published. With ``running`` the digest of the file is taken, and
+    the pieces come in the order of the table.
     """
+
+    def __init__(self, file: NewFile, table: Table, running: RunningDigest | None = None) -> None:
+        """Reserve the bytes of the whole file, and write its table."""
+        self._table = table
+        super().__init__(os.dup(file.fd), file.path, table.nbytes, running)
+        with self._closed_on_error():
+            self.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+
+    def put(self, name: str, values: torch.Tensor, start: int = 0) -> None:
+        """Write ``values`` as the elements of a tensor from ``start`` on."""
+        entry = self._table.entries[name]
+        self.write(values, entry.offset + start * entry.dtype.itemsize)
+
+
+@contextmanager
+def new_safetensors(path: Path, table: Table) -> Iterator[NewSafetensors]:
+    """Yield a new file that replaces ``path``, durably, when the block ends without error."""
     with NewFile(path) as new_file:
-        with pieces_of(new_file, content) as file:
+        with NewSafetensors(new_file, table) as file:
             yield file
         new_file.publish()
-
-
-def pieces_of(
-    file: NewFile, content: Table | int, running: RunningDigest | None = None
-) -> PieceFile:
-    """Return a new file to be written in pieces; close it before ``file`` is published.
-
-    ``content``: the table of a safetensors file, which is written at once, or a count of bytes.
-    ``running``: takes the pieces too, which then are written in order.
-    """
-    return PieceFile(os.dup(file.fd), file.path, content, running)

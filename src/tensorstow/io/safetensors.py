@@ -29,7 +29,20 @@ _NAMES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAME_OF = {dtype: name for name, dtype in _NAMES.items()}
+_NAMES_READ = _NAMES | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+}
+"""Those that other programs write, too."""
+NAME_OF = {dtype: name for name, dtype in _NAMES_READ.items()}
+METADATA = {"format": "pt"}
+"""The metadata that readers of model files look for."""
 _METADATA = "__metadata__"
 _LONGEST = 100_000_000
 """Bytes of a table; what the library takes."""
@@ -62,7 +75,7 @@ class Table:
     """The bytes of the whole file."""
 
 
-def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str]) -> Table:
+def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str] = METADATA) -> Table:
     """Return the table of a file of ``tensors``, whose offsets are found here."""
     rows: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
@@ -130,7 +143,7 @@ def _entry(row: Mapping[str, Any], base: int) -> Entry:
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         message = f"{row} has something else than whole numbers"
         raise ValueError(message)
-    entry = Entry(_NAMES[row["dtype"]], shape, base + begin)
+    entry = Entry(_NAMES_READ[row["dtype"]], shape, base + begin)
     if entry.nbytes != end - begin:
         message = f"{row} does not take as many bytes as it says"
         raise ValueError(message)
@@ -157,10 +170,10 @@ def _malformed(path: Path, why: str) -> OptionError:
 
 
 def _dtype_name(dtype: torch.dtype, name: str) -> str:
-    if dtype not in _NAME_OF:
+    if dtype not in _NAMES.values():
         message = (
             f"{name} has dtype {dtype}, which is not written to safetensors here. Save the"
             " state_dict by torch.save."
         )
         raise OptionError(message)
-    return _NAME_OF[dtype]
+    return NAME_OF[dtype]

@@ -12,9 +12,14 @@ import torch
 from process_counts import open_descriptors
 from tensorstow.base.errors import DirectoryError, TransferError
 from tensorstow.io import mapped as module
-from tensorstow.io.mapped import Mapped, drop_pages, replacing, scratch_pieces
+from tensorstow.io.mapped import Mapped, drop_pages, new_safetensors, scratch_pieces
+from tensorstow.io.safetensors import Entry, Table, lay_out
 
 MIB = 1 << 20
+
+
+def table_of(nbytes: int = 4) -> Table:
+    return lay_out({"a": Entry(torch.uint8, (nbytes,))})
 
 
 def test_pieces_at_any_byte_come_back_as_memory(tmp_path: Path) -> None:
@@ -113,7 +118,10 @@ def test_short_writes_go_on_and_failed_ones_say_where(
 def test_more_than_the_disk_has_is_refused_with_sizes(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match=r"1\.0 PiB"):
         scratch_pieces(tmp_path, 1 << 50)
-    with pytest.raises(DirectoryError, match=r"1\.0 PiB"), replacing(tmp_path / "x", 1 << 50):
+    with (
+        pytest.raises(DirectoryError, match=r"1\.0 PiB"),
+        new_safetensors(tmp_path / "x", table_of(1 << 50)),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -129,8 +137,11 @@ def test_a_failure_leaves_the_old_file(
         raise OSError(errno.EIO, "broken")
 
     monkeypatch.setattr(os, {"write": "pwrite"}.get(moment, moment), broken)
-    with pytest.raises(OSError, match=r"EIO|Input/output"), replacing(path, 4) as file:
-        file.write(torch.zeros(1), 0)
+    with (
+        pytest.raises(OSError, match=r"EIO|Input/output"),
+        new_safetensors(path, table_of()) as file,
+    ):
+        file.put("a", torch.zeros(1))
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -144,11 +155,11 @@ def test_the_new_file_is_durable_before_it_takes_the_name(
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, n=name, r=real: log.append(n) or r(*a))
-    with replacing(path, 4) as file:
-        file.write(torch.zeros(1), 0)
+    with new_safetensors(path, table_of()) as file:
+        file.put("a", torch.zeros(1))
         assert path.read_text() == "old"
     assert log == ["fsync", "replace", "fsync"]
-    assert path.read_bytes() == bytes(4)
+    assert path.read_bytes() == table_of().header + bytes(4)
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
 
 
@@ -160,7 +171,10 @@ def _umask() -> int:
 
 def test_a_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "x", tmp_path):
-        with pytest.raises(DirectoryError, match="was requested"), replacing(path, 4):
+        with (
+            pytest.raises(DirectoryError, match="was requested"),
+            new_safetensors(path, table_of()),
+        ):
             pass
 
 

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tensorstow.base.errors import OptionError
-from tensorstow.io.mapped import Mapped, replacing
+from tensorstow.io.mapped import Mapped, new_safetensors
 from tensorstow.io.safetensors import Entry, lay_out, read_table
 
 TENSORS = {
@@ -26,10 +26,9 @@ TENSORS = {
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     table = lay_out({n: Entry(t.dtype, tuple(t.shape)) for n, t in tensors.items()}, metadata)
-    with replacing(path, table.nbytes) as file:
-        file.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
+    with new_safetensors(path, table) as file:
         for name, tensor in tensors.items():
-            file.write(tensor, table.entries[name].offset)
+            file.put(name, tensor)
 
 
 def test_the_library_reads_what_is_written_here(tmp_path: Path) -> None:

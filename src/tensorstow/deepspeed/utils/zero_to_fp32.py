@@ -25,7 +25,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     read_whole,
     saved_weights,
 )
-from tensorstow.io.mapped import replacing
+from tensorstow.io.mapped import new_safetensors
 from tensorstow.io.safetensors import Entry, lay_out
 
 __all__ = [
@@ -152,10 +152,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    table = lay_out(entries, {"format": "pt"})
-    with replacing(path, table) as file:
-        for name, entry in table.entries.items():
-            file.write(tensors[name], entry.offset)
+    with new_safetensors(path, lay_out(entries)) as file:
+        for name, tensor in tensors.items():
+            file.put(name, tensor)
 
 
 def load_state_dict_from_zero_checkpoint(
