@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tensorstow.base.directories import make_folder, path_inside
-from tensorstow.base.errors import DirectoryError, OptionError, StoreFormatError, named
+from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.new_file import NewFiles
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.sizes import parts_within
@@ -31,6 +31,8 @@ from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
+from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
+from tensorstow.doorkit.keyword_table import checks_keywords, no_effect, refused
 from tensorstow.fsdp.export import (
     save_safetensors,
     save_safetensors_file,
@@ -45,34 +47,202 @@ _WEIGHTS, _STATES, _GROUPS = "pytorch_model", "pytorch_optim", "pytorch_optim_gr
 _SUFFIX, _INDEX = ".bin", INDEX_SUFFIX
 _OF_SAFETENSORS = ".safetensors"
 
+_LOADING = no_effect("one thread reads one file at a time", "low_cpu_mem_mode", "num_threads")
+_SAVING = {
+    **no_effect(
+        "the call returns when the files are durable. Commits are written during training:"
+        " tensorstow.stow(model, optimizer, dir=...)",
+        "use_async",
+    ),
+    **refused(
+        "tensors are written whole. To write each rank's part, use torch.distributed.checkpoint, or"
+        " tensorstow.save_safetensors(by_rank=True)",
+        "gather_dtensor",
+    ),
+}
 
-def save_model(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    *,
-    shard: bool,
-    prefix: str | None,
-    shard_bytes: int,
-    use_safetensors: bool,
-) -> None:
-    """Write the weights and persistent buffers, as ``Booster.save_model``; collective.
 
-    ``shard_bytes`` is the largest size of one of several files. A single file is safetensors if
-    that is asked, or its name ends in ".safetensors".
-    """
-    module = _module_of(model)
-    path = Path(checkpoint)
-    if use_safetensors or (path.suffix == _OF_SAFETENSORS and not shard):
-        _save_safetensors(module, path, prefix, shard_bytes if shard else None)
-        return
-    before = f"{prefix}." if prefix else ""
-    weights = ((before + name, values) for name, values in whole_weights(module))
-    if shard:
-        _write_shards(path, _WEIGHTS, weights, shard_bytes)
-        _on_rank_0(path, lambda: write_configuration(module, path))
-    else:
-        whole = dict(weights) if _writes() else _drain(weights)
-        _on_rank_0(path, lambda: _write(path, whole))
+class CheckpointCalls:
+    """The calls of ``Booster`` that write and read checkpoints."""
+
+    @checks_keywords(_SAVING)
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:
+        """Write the weights and persistent buffers; call it on every rank.
+
+        Args:
+            model: What ``boost`` returned.
+            checkpoint: A file that torch loads; with ``shard`` a directory.
+            shard: Whether there are several files and an index, one weight at a time in memory.
+            prefix: Prefix of each name. Default: None, no prefix.
+            size_per_shard: The largest size of one of several files, in MiB.
+            use_safetensors: Whether files are safetensors. A single file also is if its name ends
+                with ".safetensors".
+
+        Raises:
+            OptionError: Arguments that are not supported.
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        shard_bytes = _shard_bytes(size_per_shard)
+        module, path = _module_of(model), Path(checkpoint)
+        if use_safetensors or (path.suffix == _OF_SAFETENSORS and not shard):
+            _save_safetensors(module, path, prefix, shard_bytes if shard else None)
+            return
+        before = f"{prefix}." if prefix else ""
+        weights = ((before + name, values) for name, values in whole_weights(module))
+        if shard:
+            _write_shards(path, _WEIGHTS, weights, shard_bytes)
+            _on_rank_0(path, lambda: write_configuration(module, path))
+        else:
+            whole = dict(weights) if _writes() else _drain(weights)
+            _on_rank_0(path, lambda: _write(path, whole))
+
+    @checks_keywords(_LOADING)
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load weights that ``save_model``, torch or transformers wrote; call it on every rank.
+
+        Args:
+            model: What ``boost`` returned.
+            checkpoint: A file, an index, or a directory with one or the other.
+            strict: Whether the names must be the model's.
+
+        Raises:
+            StoreFormatError: There is no checkpoint.
+            OptionError: The names differ.
+        """
+        module = _module_of(model)
+        module_state = module.state_dict()
+        main = _main_of(Path(checkpoint), f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)
+        verify_together(main)
+        saved: dict[str, torch.Tensor] = {}
+        for file in _listed(main) if main.name.endswith(_INDEX) else [main]:
+            saved |= _read(file, torch.Tensor)
+        tied, absent = _tied(module), module_state.keys() - saved.keys()
+        missing = {name for name in absent if not tied.get(name, set()) - absent}
+        unexpected = saved.keys() - module_state.keys()
+        if strict:
+            refuse_other_names(checkpoint, missing, unexpected, "strict")
+        both = {name: values for name, values in saved.items() if name in module_state}
+        for name, values in both.items():
+            refuse_other_shape(checkpoint, name, values.shape, module_state[name].shape)
+        module.load_state_dict(both, strict=False)
+
+    @checks_keywords(_SAVING)
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: Checkpoint,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Write states, groups and the loss scale; call it on every rank.
+
+        Args:
+            optimizer: What ``boost`` returned.
+            checkpoint: A file that torch's Adam loads; with ``shard`` a directory.
+            shard, size_per_shard: As of ``save_model``.
+            prefix: Prefix of the names of several files. Default: None, no prefix.
+
+        Raises:
+            OptionError: Arguments that are not supported.
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        shard_bytes, path = _shard_bytes(size_per_shard), Path(checkpoint)
+        if path.suffix == _OF_SAFETENSORS:
+            message = (
+                f"States were to be written to {path}: they and their groups are files of torch."
+                ' Pass another name, such as "optimizer.pt".'
+            )
+            raise OptionError(message)
+        wrapper = _wrapper_of(optimizer)
+        saved = wrapper.own_state_dict()
+        rest = {key: value for key, value in saved.items() if key != "state"}
+        states = wrapper.whole_states(saved["state"])
+        if not shard:
+            whole = dict(states) if _writes() else _drain(states)
+            _on_rank_0(path, lambda: _write(path, {"state": whole, **rest}))
+            return
+        name = f"{prefix}.{_STATES}" if prefix else _STATES
+        groups = f"{prefix}.{_GROUPS}" if prefix else _GROUPS
+        _write_shards(path, name, states, shard_bytes, param_groups=(groups, rest))
+
+    @checks_keywords(_LOADING)
+    def load_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: Checkpoint,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what ``save_optimizer`` or torch's Adam wrote; call it on every rank.
+
+        Args:
+            optimizer: What ``boost`` returned.
+            checkpoint: A file, an index, or the directory that has one.
+
+        Raises:
+            StoreFormatError: There is no checkpoint.
+            OptionError: States that do not fit their parameters.
+        """
+        wrapper, main = _wrapper_of(optimizer), _main_of(Path(checkpoint))
+        verify_together(main)
+        groups, *files = _listed(main, "param_groups") if main.name.endswith(_INDEX) else [main]
+        saved = _read(groups)
+        states = {key: entry for file in files for key, entry in _read(file).items()}
+        saved = {**saved, "state": states} if files else saved
+        for key in ("state", "param_groups"):
+            if key not in saved:
+                message = f"{groups} has no {key!r}, as states of an optimizer have."
+                raise StoreFormatError(message)
+        wrapper.load_state_dict(saved)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
+        """Write a scheduler's state; call it on every rank.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: The file.
+
+        Raises:
+            StowError: Rank 0 could not write; it is raised on every rank.
+        """
+        path = Path(checkpoint)
+        _on_rank_0(path, lambda: _write(path, lr_scheduler.state_dict()))
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
+        """Load what ``save_lr_scheduler`` wrote.
+
+        Args:
+            lr_scheduler: The scheduler.
+            checkpoint: The file.
+
+        Raises:
+            StoreFormatError: There is no such file.
+        """
+        verify(Path(checkpoint))
+        lr_scheduler.load_state_dict(_read(Path(checkpoint)))
+
+
+# --- writing ---
 
 
 def _save_safetensors(
@@ -92,103 +262,12 @@ def _save_safetensors(
         save_safetensors(module, path, max_shard_bytes=shard_bytes)
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint, *, strict: bool) -> None:
-    """Load weights and buffers that ``save_model``, torch or transformers wrote; collective.
-
-    Raises StoreFormatError or DamageError for a file that cannot be read, and OptionError for names
-    or shapes that differ from the model's.
-    """
-    module = _module_of(model)
-    module_state = module.state_dict()
-    main = _main_of(Path(checkpoint), f"model{_OF_SAFETENSORS}", _WEIGHTS + _SUFFIX)
-    verify_together(main)
-    saved: dict[str, torch.Tensor] = {}
-    for file in _listed(main) if main.name.endswith(_INDEX) else [main]:
-        saved |= _read(file, torch.Tensor)
-    tied, absent = _tied(module), module_state.keys() - saved.keys()
-    missing = {name for name in absent if not tied.get(name, set()) - absent}
-    unexpected = saved.keys() - module_state.keys()
-    if strict and (missing or unexpected):
-        message = (
-            f"{checkpoint} is of another model: it lacks {sorted(missing)} and also has"
-            f" {sorted(unexpected)}. Pass strict=False to load what both have."
-        )
+def _shard_bytes(size_per_shard: int) -> int:
+    """Return the largest size of one of several files; raises OptionError for a bad argument."""
+    if size_per_shard <= 0:
+        message = f"size_per_shard={size_per_shard} was given: it must be above 0, in MiB."
         raise OptionError(message)
-    both = {name: values for name, values in saved.items() if name in module_state}
-    for name, values in both.items():
-        if values.shape != module_state[name].shape:
-            message = (
-                f"{name} is {tuple(values.shape)} in {checkpoint} and"
-                f" {tuple(module_state[name].shape)} in the model: it is of another model."
-            )
-            raise OptionError(message)
-    module.load_state_dict(both, strict=False)
-
-
-def save_optimizer(
-    optimizer: Optimizer,
-    checkpoint: Checkpoint,
-    *,
-    shard: bool,
-    prefix: str | None,
-    shard_bytes: int,
-) -> None:
-    """Write states and groups, as ``Booster.save_optimizer``; collective."""
-    path = Path(checkpoint)
-    if path.suffix == _OF_SAFETENSORS:
-        message = (
-            f"States were to be written to {path}: they and their groups are files of torch. Pass"
-            ' another name, such as "optimizer.pt".'
-        )
-        raise OptionError(message)
-    wrapper = _wrapper_of(optimizer)
-    saved = wrapper.own_state_dict()
-    rest = {key: value for key, value in saved.items() if key != "state"}
-    states = wrapper.whole_states(saved["state"])
-    if not shard:
-        whole = dict(states) if _writes() else _drain(states)
-        _on_rank_0(path, lambda: _write(path, {"state": whole, **rest}))
-        return
-    name = f"{prefix}.{_STATES}" if prefix else _STATES
-    groups = f"{prefix}.{_GROUPS}" if prefix else _GROUPS
-    _write_shards(path, name, states, shard_bytes, param_groups=(groups, rest))
-
-
-def load_optimizer(optimizer: Optimizer, checkpoint: Checkpoint) -> None:
-    """Load what ``save_optimizer`` wrote; collective.
-
-    Raises StoreFormatError or DamageError for a file that cannot be read, and OptionError for
-    states that do not fit their parameters.
-    """
-    wrapper, main = _wrapper_of(optimizer), _main_of(Path(checkpoint))
-    verify_together(main)
-    groups, *files = _listed(main, "param_groups") if main.name.endswith(_INDEX) else [main]
-    saved = _read(groups)
-    states = {key: entry for file in files for key, entry in _read(file).items()}
-    saved = {**saved, "state": states} if files else saved
-    for key in ("state", "param_groups"):
-        if key not in saved:
-            message = f"{groups} has no {key!r}, as states of an optimizer have."
-            raise StoreFormatError(message)
-    wrapper.load_state_dict(saved)
-
-
-def save_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:
-    """Write a scheduler's state, on rank 0; collective."""
-    path = Path(checkpoint)
-    _on_rank_0(path, lambda: _write(path, scheduler.state_dict()))
-
-
-def load_lr_scheduler(scheduler: Any, checkpoint: Checkpoint) -> None:
-    """Load what ``save_lr_scheduler`` wrote.
-
-    Raises StoreFormatError or DamageError for a file that cannot be read.
-    """
-    verify(Path(checkpoint))
-    scheduler.load_state_dict(_read(Path(checkpoint)))
-
-
-# --- writing ---
+    return int(size_per_shard * 2**20)
 
 
 def _write_shards(
@@ -275,22 +354,16 @@ def _read(path: Path, kind: type = object) -> dict[Any, Any]:
     if not os.path.lexists(path):
         message = f"{path} does not exist: nothing was saved under that name."
         raise StoreFormatError(message)
-    try:
-        with named("File", path):
-            check_regular(path)
-            content: Any = (
-                load_file(path)
-                if path.suffix == _OF_SAFETENSORS
-                else load_torch_file(path, maps=kind is torch.Tensor)
-            )
-        if isinstance(content, dict) and all(isinstance(value, kind) for value in content.values()):
-            return content
-        message = f"{path} is not a checkpoint: not every name in it has a {kind.__name__}."
-    except (DirectoryError, MemoryError):
-        raise
-    except Exception as error:  # damaged bytes may raise any error
-        message = f"{path} cannot be read ({error}): it is damaged or cut short."
-        raise StoreFormatError(message) from error
+    with reading(path), named("File", path):
+        check_regular(path)
+        content: Any = (
+            load_file(path)
+            if path.suffix == _OF_SAFETENSORS
+            else load_torch_file(path, maps=kind is torch.Tensor)
+        )
+    if isinstance(content, dict) and all(isinstance(value, kind) for value in content.values()):
+        return content
+    message = f"{path} is not a checkpoint: not every name in it has a {kind.__name__}."
     raise StoreFormatError(message)
 
 
@@ -324,18 +397,10 @@ def _is_saved(path: Path) -> bool:
 
 def _listed(index: Path, *alone: str) -> list[Path]:
     """Return the files that an index lists; first those that its metadata calls ``alone``."""
-    try:
+    with reading(index):
         read = json.loads(read_text(index))
         names = [read["metadata"][key] for key in alone] + list(read["weight_map"].values())
         return [path_inside(index.parent, name, index) for name in dict.fromkeys(names)]
-    except (OSError, StoreFormatError):
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
-        message = (
-            f"{index}, which lists the files of a checkpoint, cannot be read ({error!r}): it is"
-            " damaged or cut short. Load another checkpoint."
-        )
-        raise StoreFormatError(message) from error
 
 
 def _tied(module: nn.Module) -> dict[str, set[str]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from os import PathLike
 from typing import Any, NoReturn
 
 import torch
@@ -11,29 +10,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
-from tensorstow.colossalai import checkpoint_io
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
+from tensorstow.colossalai.checkpoint_io import CheckpointCalls
 from tensorstow.colossalai.interface import OptimizerWrapper
-from tensorstow.doorkit.keyword_table import checks_keywords, no_effect, refused
-
-_ONE_THREAD = "one thread reads one file at a time"
-_LOADING = no_effect(_ONE_THREAD, "low_cpu_mem_mode", "num_threads")
-_SAVING = {
-    **no_effect(
-        "the call returns when the files are durable. Commits are written during training:"
-        " tensorstow.stow(model, optimizer, dir=...)",
-        "use_async",
-    ),
-    **refused(
-        "tensors are written whole. To write each rank's part, use torch.distributed.checkpoint, or"
-        " tensorstow.save_safetensors(by_rank=True)",
-        "gather_dtensor",
-    ),
-}
+from tensorstow.doorkit.keyword_table import checks_keywords, refused
 
 
 @checks_keywords(refused("pass precision= to the plugin", "mixed_precision"))
-class Booster:
+class Booster(CheckpointCalls):
     """Places a model, its optimizer and its scheduler by a plugin.
 
     Args:
@@ -121,139 +105,6 @@ class Booster:
         """
         return self.plugin.no_sync(model, optimizer)
 
-    @checks_keywords(_SAVING)
-    def save_model(
-        self,
-        model: nn.Module,
-        checkpoint: str | PathLike[str],
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_safetensors: bool = False,
-        use_async: bool = False,
-    ) -> None:
-        """Write the weights and persistent buffers; call it on every rank.
-
-        Args:
-            model: What ``boost`` returned.
-            checkpoint: A file that torch loads; with ``shard`` a directory.
-            shard: Whether there are several files and an index, one weight at a time in memory.
-            prefix: Prefix of each name. Default: None, no prefix.
-            size_per_shard: The largest size of one of several files, in MiB.
-            use_safetensors: Whether files are safetensors. A single file also is if its name ends
-                with ".safetensors".
-
-        Raises:
-            OptionError: Arguments that are not supported.
-            StowError: Rank 0 could not write; it is raised on every rank.
-        """
-        checkpoint_io.save_model(
-            model,
-            checkpoint,
-            shard=shard,
-            prefix=prefix,
-            shard_bytes=_shard_bytes(size_per_shard),
-            use_safetensors=use_safetensors,
-        )
-
-    @checks_keywords(_LOADING)
-    def load_model(
-        self,
-        model: nn.Module,
-        checkpoint: str | PathLike[str],
-        strict: bool = True,
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
-    ) -> None:
-        """Load weights that ``save_model``, torch or transformers wrote; call it on every rank.
-
-        Args:
-            model: What ``boost`` returned.
-            checkpoint: A file, an index, or a directory with one or the other.
-            strict: Whether the names must be the model's.
-
-        Raises:
-            StoreFormatError: There is no checkpoint.
-            OptionError: The names differ.
-        """
-        checkpoint_io.load_model(model, checkpoint, strict=strict)
-
-    @checks_keywords(_SAVING)
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        checkpoint: str | PathLike[str],
-        shard: bool = False,
-        gather_dtensor: bool = True,
-        prefix: str | None = None,
-        size_per_shard: int = 1024,
-        use_async: bool = False,
-    ) -> None:
-        """Write states, groups and the loss scale; call it on every rank.
-
-        Args:
-            optimizer: What ``boost`` returned.
-            checkpoint: A file that torch's Adam loads; with ``shard`` a directory.
-            shard, size_per_shard: As of ``save_model``.
-            prefix: Prefix of the names of several files. Default: None, no prefix.
-
-        Raises:
-            OptionError: Arguments that are not supported.
-            StowError: Rank 0 could not write; it is raised on every rank.
-        """
-        checkpoint_io.save_optimizer(
-            optimizer,
-            checkpoint,
-            shard=shard,
-            prefix=prefix,
-            shard_bytes=_shard_bytes(size_per_shard),
-        )
-
-    @checks_keywords(_LOADING)
-    def load_optimizer(
-        self,
-        optimizer: Optimizer,
-        checkpoint: str | PathLike[str],
-        low_cpu_mem_mode: bool = True,
-        num_threads: int = 1,
-    ) -> None:
-        """Load what ``save_optimizer`` or torch's Adam wrote; call it on every rank.
-
-        Args:
-            optimizer: What ``boost`` returned.
-            checkpoint: A file, an index, or the directory that has one.
-
-        Raises:
-            StoreFormatError: There is no checkpoint.
-            OptionError: States that do not fit their parameters.
-        """
-        checkpoint_io.load_optimizer(optimizer, checkpoint)
-
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | PathLike[str]) -> None:
-        """Write a scheduler's state; call it on every rank.
-
-        Args:
-            lr_scheduler: The scheduler.
-            checkpoint: The file.
-
-        Raises:
-            StowError: Rank 0 could not write; it is raised on every rank.
-        """
-        checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
-
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | PathLike[str]) -> None:
-        """Load what ``save_lr_scheduler`` wrote.
-
-        Args:
-            lr_scheduler: The scheduler.
-            checkpoint: The file.
-
-        Raises:
-            StoreFormatError: There is no such file.
-        """
-        checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
-
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],
@@ -303,11 +154,3 @@ def _boosted(optimizer: object, call: str) -> OptimizerWrapper:
         )
         raise OptionError(message)
     return optimizer
-
-
-def _shard_bytes(size_per_shard: int) -> int:
-    """Return the largest size of one of several files; raises OptionError for a bad argument."""
-    if size_per_shard <= 0:
-        message = f"size_per_shard={size_per_shard} was given: it must be above 0, in MiB."
-        raise OptionError(message)
-    return int(size_per_shard * 2**20)

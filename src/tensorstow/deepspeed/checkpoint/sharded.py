@@ -33,6 +33,7 @@ from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, states_of
+from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.units import aliases_of
@@ -42,6 +43,8 @@ from tensorstow.tensors.dtensor import is_sharded, shard_of, to_local
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
+STRICT = "load_module_strict"
+"""The keyword of ``load_checkpoint`` that lets names differ."""
 _KEPT = "engine.pt"
 _MODULE, _OPTIMIZER = "module.", "optimizer."
 Tensors = dict[str, torch.Tensor]
@@ -188,13 +191,8 @@ def read_common(folder: Path, check: Callable[[Path], None] = verify) -> dict[st
             " save_checkpoint() wrote to, this engine's or DeepSpeed's, and a tag in it."
         )
         raise StoreFormatError(message)
-    try:
+    with reading(file):
         common: dict[str, Any] = load_torch_file(file)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # damaged bytes may raise any error
-        message = f"{file} cannot be read: it is damaged or cut short. Load another checkpoint."
-        raise StoreFormatError(message) from error
     return common
 
 
@@ -206,23 +204,12 @@ def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
     saved = {
         n.removeprefix(_MODULE): v for n, v in _metadata(folder).items() if n.startswith(_MODULE)
     }
-    saved_names = saved.keys()
-    tensors = _room_for(module)
-    if strict and saved_names != tensors.keys():
-        missing, more = sorted(tensors.keys() - saved_names), sorted(saved_names - tensors.keys())
-        message = (
-            f"{folder} is of another model: it lacks {missing} and also has {more}. Pass"
-            " load_module_strict=False to load what both have."
-        )
-        raise OptionError(message)
-    taken = {name: values for name, values in tensors.items() if name in saved_names}
+    names, tensors = saved.keys(), _room_for(module)
+    if strict:
+        refuse_other_names(folder, tensors.keys() - names, names - tensors.keys(), STRICT)
+    taken = {name: values for name, values in tensors.items() if name in names}
     for name, values in taken.items():
-        if saved[name].size != values.shape:
-            message = (
-                f"{name} is {tuple(saved[name].size)} in {folder} and {tuple(values.shape)} in the"
-                " model: it is of another model."
-            )
-            raise OptionError(message)
+        refuse_other_shape(folder, name, saved[name].size, values.shape)
     _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
     targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
     with torch.no_grad():

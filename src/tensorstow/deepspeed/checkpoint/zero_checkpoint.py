@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.deepspeed.checkpoint.sharded import STRICT
 from tensorstow.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from tensorstow.deepspeed.checkpoint.zero_files import (
     FP32,
@@ -26,6 +27,7 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
     read_dict,
 )
 from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
+from tensorstow.doorkit.checkpoint_checks import refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import verify_together
 from tensorstow.io.digest_list import DigestList
@@ -112,25 +114,16 @@ class ZeroCheckpoint:
         """Load weights and buffers; raises OptionError if ``strict`` and the names differ."""
         module_state = module.state_dict()
         saved_state: Mapping[str, torch.Tensor] = self._common["module"]
-        if strict and saved_state.keys() != module_state.keys():
-            missing = sorted(module_state.keys() - saved_state.keys())
-            more = sorted(saved_state.keys() - module_state.keys())
-            message = (
-                f"{self._folder} is of another model: it lacks {missing} and also has {more}. Pass"
-                " load_module_strict=False to load what both have."
-            )
-            raise OptionError(message)
+        if strict:
+            missing = module_state.keys() - saved_state.keys()
+            unexpected = saved_state.keys() - module_state.keys()
+            refuse_other_names(self._folder, missing, unexpected, STRICT)
         named = dict(resharded(module).named_parameters())
         targets: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **named}
         both = {name: target for name, target in targets.items() if name in saved_state}
         for name, target in both.items():
             shape = self._shapes.get(name, saved_state[name].shape)
-            if shape != target.shape:
-                message = (
-                    f"{name} has the shape {tuple(target.shape)} here and {tuple(shape)} in"
-                    f" {self._folder}: it is of another model."
-                )
-                raise OptionError(message)
+            refuse_other_shape(self._folder, name, shape, target.shape)
         for name, target in both.items():
             is_whole = saved_state[name].shape == target.shape
             _write(target, saved_state[name] if is_whole else self._gathered(name), name)

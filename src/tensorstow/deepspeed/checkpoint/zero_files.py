@@ -26,6 +26,7 @@ from torch.serialization import safe_globals
 
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.checkpoint.torch_file import load_torch_file
+from tensorstow.doorkit.checkpoint_checks import reading
 
 FP32 = "fp32"
 UNIVERSAL_MAIN = "mp_rank_00_model_states.pt"
@@ -58,24 +59,19 @@ def read_file(file: Path) -> Any:
     file.
     """
     harmless: list[Any] = [(PickledValue, name) for name in _STOOD_IN]
-    try:
-        with safe_globals([*harmless, Namespace]):
+    with reading(file), safe_globals([*harmless, Namespace]):
+        try:
             return load_torch_file(file, maps=True)
-    except (OSError, MemoryError):
-        raise
-    except Exception as error:  # damaged bytes may raise any error
-        named = re.search(r"GLOBAL (\S+)", str(error))
-        if not isinstance(error, UnpicklingError) or named is None:
+        except UnpicklingError as error:
+            named = re.search(r"GLOBAL (\S+)", str(error))
+            if named is None:
+                raise
             message = (
-                f"{file} cannot be read: it is damaged, cut short, or no file of torch.save()."
+                f"{file} has an object of {named[1]}, whose code would run to read it: only tensors"
+                " and plain values are taken. If the file is one that you trust, name the class to"
+                " torch.serialization.add_safe_globals(), or save the checkpoint without it."
             )
             raise StoreFormatError(message) from error
-        message = (
-            f"{file} has an object of {named[1]}, whose code would run to read it: only tensors and"
-            " plain values are taken. If the file is one that you trust, name the class to"
-            " torch.serialization.add_safe_globals(), or save the checkpoint without it."
-        )
-        raise StoreFormatError(message) from error
 
 
 def read_dict(file: Path, key: str) -> dict[str, Any]:
