@@ -27,19 +27,11 @@ class Tensorstow(BasePlugin):
     """The plugin: ``plugins: [tensorstow.integrations.axolotl.Tensorstow]`` names it."""
 
     def get_input_args(self) -> str:
-        """Return the class that describes the plugin's keys.
-
-        Returns:
-            The import path of ``Keys``.
-        """
+        """Return the class that describes the plugin's keys."""
         return f"{__name__}.{Keys.__name__}"
 
     def post_trainer_create(self, cfg: Mapping[str, Any], trainer: transformers.Trainer) -> None:
         """Make the trainer train with ``tensorstow.AdamW``, with its own options and groups.
-
-        Args:
-            cfg: axolotl's configuration.
-            trainer: The trainer that axolotl has made from ``cfg``.
 
         Raises:
             OptionError: As for ``attach``, or a key of axolotl's that would be ignored.

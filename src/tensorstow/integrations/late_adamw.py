@@ -14,17 +14,15 @@ import transformers
 
 from tensorstow.optim.adam import AdamW
 
+TICKETS = {"checkpoints": "ticket", "commit_every": None}
+"""Keywords of ``AdamW`` by which checkpoints are tickets ([Note: Tickets] in checkpoint.ticket)."""
+
 
 class LateAdamW:
     """Factory of ``tensorstow.AdamW`` for a model, with the parameter groups of the Trainer."""
 
     def __call__(self, model: torch.nn.Module, *_: object, **options: Any) -> AdamW:  # noqa: ANN401
         """Return the optimizer of a model that is already on its device.
-
-        Args:
-            model: The model.
-            *_: Trainers built on transformers' pass their arguments too.
-            **options: Keywords of ``tensorstow.AdamW``.
 
         Returns:
             The optimizer: ``weight_decay`` is for matrices alone, as in the Trainer.
@@ -47,15 +45,7 @@ def is_durable(keywords: Mapping[str, Any]) -> bool:
 def options_of(
     args: transformers.TrainingArguments, keywords: Mapping[str, Any], *, durable: bool
 ) -> dict[str, Any]:
-    """Return keywords of ``AdamW``: a Trainer's arguments, updated with ``keywords``.
-
-    Args:
-        args: The Trainer's arguments.
-        keywords: Keywords of ``AdamW``; they take precedence.
-        durable: Whether the run commits. A checkpoint is a ticket then ([Note: Tickets] in
-            checkpoint.ticket), and only checkpoints commit: a commit at another time would have
-            no trainer state to resume from.
-    """
+    """Return keywords of ``AdamW``: a Trainer's arguments, updated with ``keywords``."""
     options: dict[str, Any] = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -63,5 +53,6 @@ def options_of(
         "weight_decay": args.weight_decay,
     }
     if durable:
-        options |= {"checkpoints": "ticket", "commit_every": None}
+        # Only checkpoints commit: another commit would have no trainer state to resume from.
+        options |= TICKETS
     return {**options, **keywords}

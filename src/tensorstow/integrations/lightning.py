@@ -61,9 +61,6 @@ class StowStrategy(ModelParallelStrategy):
     def setup(self, trainer: Any) -> None:  # noqa: ANN401  # Lightning's
         """Place the model and make its optimizer; nothing else is moved or cast.
 
-        Args:
-            trainer: Of Lightning.
-
         Raises:
             OptionError: Mixed precision, or weights that ``stow`` did not place.
         """
@@ -86,23 +83,12 @@ class StowStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the state dict of the module; with several ranks, this rank's shards.
-
-        Returns:
-            Tensors by name.
-        """
+        """Return the state dict of the module; with several ranks, this rank's shards."""
         state: dict[str, Any] = self.lightning_module.state_dict()  # type: ignore[union-attr]
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return an optimizer's state dict; with several ranks, each takes the ticket's snapshot.
-
-        Args:
-            optimizer: Of the module.
-
-        Returns:
-            The state dict.
-        """
+        """Return an optimizer's state dict; of several ranks each takes the ticket's snapshot."""
         real = getattr(optimizer, "_optimizer", optimizer)
         policy = getattr(real, "offload_policy", None)  # StowedOptimizer has none, and no commits
         if self.world_size > 1 and policy is not None and policy.placement.durable:
@@ -118,11 +104,6 @@ class StowStrategy(ModelParallelStrategy):
         storage_options: Any = None,  # noqa: ANN401
     ) -> None:
         """Write a checkpoint, without the placed weights: they are in its tickets' snapshots.
-
-        Args:
-            checkpoint: Of the Trainer.
-            filepath: The file.
-            storage_options: Of Lightning.
 
         Raises:
             OptionError: The checkpoint has no ticket.
@@ -146,41 +127,20 @@ class StowStrategy(ModelParallelStrategy):
         checkpoint_path: Any,  # noqa: ANN401
         weights_only: bool | None = None,  # noqa: FBT001
     ) -> Any:  # noqa: ANN401
-        """Return the contents of a checkpoint; nothing is loaded yet.
-
-        Args:
-            checkpoint_path: The file.
-            weights_only: As of ``torch.load``.
-
-        Returns:
-            What ``save_checkpoint`` was given.
-        """
+        """Return the contents of a checkpoint; nothing is loaded yet."""
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Load a checkpoint into the module; placed weights come with the ticket instead.
-
-        Args:
-            checkpoint: The checkpoint.
-            strict: Whether the names must be the module's.
-        """
+        """Load a checkpoint into the module; placed weights come with the ticket instead."""
         module: Any = self.lightning_module
         module.load_state_dict(checkpoint["state_dict"], strict and not _has_tickets(checkpoint))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, or go on from their tickets.
-
-        Args:
-            checkpoint: The checkpoint.
-        """
+        """Load the optimizers' states, or go on from their tickets."""
         Strategy.load_optimizer_state_dict(self, checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401
-        """Remove a checkpoint, and the snapshots that its tickets alone name.
-
-        Args:
-            filepath: The file.
-        """
+        """Remove a checkpoint, and the snapshots that its tickets alone name."""
         names = self._snapshots.pop(str(filepath), None)
         if names is None and self.is_global_zero:
             names = self._read_snapshots(filepath)

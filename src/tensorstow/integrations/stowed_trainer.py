@@ -59,14 +59,7 @@ class Stowed(transformers.Trainer):
     # --- placed instead of moved ---
 
     def create_optimizer(self, model: object = None) -> torch.optim.Optimizer:  # noqa: ARG002
-        """Place the model and make its optimizer, once.
-
-        Args:
-            model: As in the Trainer; not used.
-
-        Returns:
-            The optimizer.
-        """
+        """Place the model and make its optimizer, once."""
         if self.optimizer is None:
             placed: Any = self.model
             make = partial(_make, placed, **self._options)
@@ -101,12 +94,7 @@ class Stowed(transformers.Trainer):
     # --- checkpoints ---
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Write the model's files, a tensor at a time, on every rank's call; adapters as peft does.
-
-        Args:
-            output_dir: Default: None, the Trainer's.
-            _internal_call: As in the Trainer.
-        """
+        """Write the model's files, a tensor at a time, on every rank's call; adapters by peft."""
         if self.optimizer is None or hasattr(self.model, "peft_config"):
             super().save_model(output_dir, _internal_call)
             return

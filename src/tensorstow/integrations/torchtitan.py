@@ -108,9 +108,6 @@ class StowedOptimizers(OptimizersContainer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
         """Drop gradients, or zero them in place: CUDA graphs write to the same memory again.
 
-        Args:
-            set_to_none: False with CUDA graphs.
-
         Raises:
             OptionError: CUDA graphs with ``overlap="forward"``.
         """
@@ -119,11 +116,7 @@ class StowedOptimizers(OptimizersContainer):
         super().zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint: a ticket with ``dir=``, else all states by name.
-
-        Returns:
-            A flat dict, for torch.distributed.checkpoint.
-        """
+        """Return the entries of a checkpoint: a ticket with ``dir=``, else all states by name."""
         entries: dict[str, Any] = {}
         for key, optimizer in self._by_key():
             if key is None:
@@ -135,11 +128,7 @@ class StowedOptimizers(OptimizersContainer):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a ticket, or load states.
-
-        Args:
-            state_dict: What ``state_dict()`` returned.
-        """
+        """Resume from a ticket, or load states."""
         for key, optimizer in self._by_key():
             if key is None:
                 init_optim_state(optimizer)

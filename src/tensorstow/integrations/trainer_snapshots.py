@@ -43,24 +43,12 @@ class DropSnapshots(transformers.TrainerCallback):
         control: object,  # noqa: ARG002
         **_: object,
     ) -> None:
-        """Record the snapshots that the checkpoints name.
-
-        Args:
-            args: The Trainer's arguments, with the folder of the checkpoints.
-            state: As in the Trainer; not used.
-            control: As in the Trainer; not used.
-            **_: Other values from the Trainer; not used.
-        """
+        """Record the snapshots that the checkpoints name."""
         self._snapshots.clear()
         self._note_checkpoints(args)
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        """Record the checkpoints that exist: next, the Trainer may save one and remove others.
-
-        Args:
-            *_: Values from the Trainer; not used.
-            **__: Values from the Trainer; not used.
-        """
+        """Record the checkpoints that exist: next, the Trainer may save one and remove others."""
         self._present = {folder for folder in self._snapshots if folder.is_dir()}
 
     on_epoch_end = on_evaluate = on_step_end
@@ -72,14 +60,7 @@ class DropSnapshots(transformers.TrainerCallback):
         control: object,  # noqa: ARG002
         **trainer_values: Any,  # noqa: ANN401
     ) -> None:
-        """Drop the snapshots whose checkpoints the Trainer has just removed.
-
-        Args:
-            args: The Trainer's arguments, with the folder of the checkpoints.
-            state: As in the Trainer; not used.
-            control: As in the Trainer; not used.
-            **trainer_values: Other values from the Trainer, such as the optimizer.
-        """
+        """Drop the snapshots whose checkpoints the Trainer has just removed."""
         optimizer = getattr(trainer_values["optimizer"], "optimizer", trainer_values["optimizer"])
         gone = [folder for folder in self._snapshots if not folder.is_dir()]
         names = {folder: self._snapshots.pop(folder) for folder in sorted(gone)}
