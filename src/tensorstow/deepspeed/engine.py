@@ -15,8 +15,15 @@ from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
 from tensorstow.base.new_file import new_stream
 from tensorstow.checkpoint.serialize import flatten
-from tensorstow.deepspeed.checkpoint.loading import COUNTS, open_checkpoint, tag_to_load
-from tensorstow.deepspeed.checkpoint.sharded import Contents, save, validate_same_folder
+from tensorstow.deepspeed.checkpoint.sharded import (
+    COUNTS,
+    LATEST,
+    LATEST_UNIVERSAL,
+    latest_tag,
+    save,
+    validate_same_folder,
+)
+from tensorstow.deepspeed.checkpoint.zero_checkpoint import open_checkpoint
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import Loading, make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
@@ -448,8 +455,8 @@ class DeepSpeedEngine(ConfiguredModule):
         common["client_state"] = on_every_rank(prepare, f"begin a checkpoint in {folder}")
         common["scale"] = None if self._scale is None else self._scale.state_dict()
         common["scheduler"] = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        contents = Contents(self.module, self.optimizer, frozen=not exclude_frozen_parameters)
-        save(folder, contents, common, latest=save_latest)
+        has_frozen = not exclude_frozen_parameters
+        save(folder, self.module, self.optimizer, common, has_frozen=has_frozen, latest=save_latest)
         return True
 
     def load_checkpoint(
@@ -486,7 +493,8 @@ class DeepSpeedEngine(ConfiguredModule):
             StowError: Another rank could not read. That rank raises its own error.
         """
         universal = self.settings.load_universal
-        found_tag = tag_to_load(Path(load_dir), universal=universal) if tag is None else str(tag)
+        latest = LATEST_UNIVERSAL if universal else LATEST
+        found_tag = latest_tag(Path(load_dir), latest) if tag is None else str(tag)
         validate_same_folder(load_dir, found_tag, "load_checkpoint()")
         if found_tag is None and universal:
             message = (

@@ -20,10 +20,15 @@ StatesByName = dict[str, dict[str, Any]]
 """Tensors, of this rank's elements or small ones, and numbers."""
 
 
+def group_names(model: nn.Module, optimizer: PlacedOptimizer) -> list[list[str]]:
+    """Return the names of the parameters of each group."""
+    names = {id(p): name for name, p in resharded(model).named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
 def owned_names(model: nn.Module, optimizer: PlacedOptimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in its order."""
-    names = {id(p): name for name, p in resharded(model).named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    return [name for names in group_names(model, optimizer) for name in names]
 
 
 def states_of(model: nn.Module, optimizer: PlacedOptimizer) -> StatesByName:

@@ -10,7 +10,7 @@ the files' digests, which are verified before anything is loaded.
 import os
 import socket
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,17 +30,26 @@ from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.base.new_file import NewFile
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.text_file import read_text
+from tensorstow.checkpoint.serialize import inflate
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
-from tensorstow.deepspeed.states import StatesByName, owned_names, set_states, states_of
+from tensorstow.deepspeed.states import StatesByName, group_names, set_states, states_of
 from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded
-from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank, rank_here
+from tensorstow.fsdp.sharding import (
+    gather_digests,
+    host_group,
+    on_every_rank,
+    rank_here,
+    verify_together,
+)
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.dtensor import is_sharded, shard_of, to_local
 
+COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
+"""The counters of an engine that a checkpoint has."""
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 STRICT = "load_module_strict"
@@ -50,25 +59,23 @@ _MODULE, _OPTIMIZER = "module.", "optimizer."
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Contents:
-    """What is saved: a module with its optimizer or without one, and whether frozen weights are."""
-
-    module: nn.Module
-    optimizer: PlacedOptimizer | None
-    frozen: bool = True
-
-
-def save(folder: Path, contents: Contents, common: Mapping[str, Any], *, latest: bool) -> None:
+def save(
+    folder: Path,
+    module: nn.Module,
+    optimizer: PlacedOptimizer | None,
+    common: Mapping[str, Any],
+    *,
+    has_frozen: bool,
+    latest: bool,
+) -> None:
     """Write a checkpoint to ``folder``; collective.
 
     ``common`` has the values that are the same on every rank. During the call a rank holds a copy
     of its weights; states on disk are read through a mapped file.
     """
-    module, optimizer = contents.module, contents.optimizer
     tensors, named = _values_of(module), _parameters(module)
     frozen = [name for name, p in named.items() if not p.requires_grad]
-    if not contents.frozen:
+    if not has_frozen:
         for name in frozen:
             tensors.pop(_MODULE + name, None)  # a state_dict of the model's own may lack it
     states = {} if optimizer is None else states_of(module, optimizer)
@@ -78,18 +85,18 @@ def save(folder: Path, contents: Contents, common: Mapping[str, Any], *, latest:
             cut = to_local(values).shape == shard_of(named[name]).shape
             whole = host_dtensor(values, named[name]) if cut else values
             tensors[f"{_OPTIMIZER}{name}.{state}"] = whole
-    groups = [] if optimizer is None else [dict(g) for g in optimizer.param_groups]
-    names = iter([] if optimizer is None else owned_names(module, optimizer))
-    for group in groups:
-        group["params"] = [next(names) for _ in group["params"]]
-    summary: dict[str, Any] = {
+    groups: list[dict[str, Any]] = []
+    if optimizer is not None:
+        named_groups = zip(optimizer.param_groups, group_names(module, optimizer), strict=True)
+        groups = [{**group, "params": names} for group, names in named_groups]
+    summary = {
         "groups": groups,
         "steps": steps,
         "numbers": numbers,
         "frozen": frozen,
+        "tied": aliases_of(module),
+        "class": None if optimizer is None else optimizer.stowed_class,
     }
-    summary["tied"] = aliases_of(module)
-    summary["class"] = None if optimizer is None else optimizer.stowed_class
     listed = DigestList(folder / _KEPT)
     writer = FileSystemWriter(folder)
     writer.fs = _ListedFileSystem(listed)
@@ -196,77 +203,105 @@ def read_common(folder: Path, check: Callable[[Path], None] = verify) -> dict[st
     return common
 
 
-def load_module(folder: Path, module: nn.Module, *, strict: bool) -> None:
-    """Load the weights in ``folder`` into the module; collective.
+class ShardedCheckpoint:
+    """A folder that this engine's ``save_checkpoint`` wrote."""
 
-    With ``strict`` it raises OptionError if the checkpoint has other names than the module.
-    """
-    saved = {
-        n.removeprefix(_MODULE): v for n, v in _metadata(folder).items() if n.startswith(_MODULE)
-    }
-    names, tensors = saved.keys(), _room_for(module)
-    if strict:
-        refuse_other_names(folder, tensors.keys() - names, names - tensors.keys(), STRICT)
-    taken = {name: values for name, values in tensors.items() if name in names}
-    for name, values in taken.items():
-        refuse_other_shape(folder, name, saved[name].size, values.shape)
-    _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
-    targets: Mapping[str, torch.Tensor] = {**dict(module.named_buffers()), **_parameters(module)}
-    with torch.no_grad():
+    def __init__(self, folder: Path) -> None:
+        """Verify the files, and read what is the same on every rank; collective.
+
+        Raises StoreFormatError if there is no checkpoint, DamageError if it is damaged.
+        """
+        self._folder = folder
+        self._common = read_common(folder, verify_together)
+        self.counts: dict[str, int] = {name: self._common[name] for name in COUNTS}
+        self.scale: dict[str, Any] | None = self._common["scale"]
+        self.scheduler: Any = self._common["scheduler"]
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The ``client_state`` of ``save_checkpoint``."""
+        plain, tensors = self._common["client_state"]
+        state: dict[str, Any] = inflate(plain, tensors.__getitem__)
+        return state
+
+    def load_module(self, module: nn.Module, *, strict: bool) -> None:
+        """Load weights and buffers; raises OptionError for other names if ``strict``."""
+        folder = self._folder
+        saved = {
+            n.removeprefix(_MODULE): v
+            for n, v in _metadata(folder).items()
+            if n.startswith(_MODULE)
+        }
+        names, tensors = saved.keys(), _room_for(module)
+        if strict:
+            refuse_other_names(folder, tensors.keys() - names, names - tensors.keys(), STRICT)
+        taken = {name: values for name, values in tensors.items() if name in names}
         for name, values in taken.items():
-            to_local(targets[name]).copy_(to_local(values))
+            refuse_other_shape(folder, name, saved[name].size, values.shape)
+        _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
+        targets: Mapping[str, torch.Tensor] = {
+            **dict(module.named_buffers()),
+            **_parameters(module),
+        }
+        with torch.no_grad():
+            for name, values in taken.items():
+                to_local(targets[name]).copy_(to_local(values))
+
+    def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
+        """Load states and hyper-parameters; collective.
+
+        Raises OptionError if the groups have other parameters, or the optimizer has another class.
+        """
+        folder, common = self._folder, self._common
+        theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
+        if theirs not in {None, ours}:
+            message = (
+                f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
+                " one, or pass load_optimizer_states=False."
+            )
+            raise OptionError(message)
+        saved_groups = [group["params"] for group in common["groups"]]
+        refuse_other_groups(folder, saved_groups, group_names(module, optimizer))
+        named = _parameters(module)
+        room: Tensors = {}
+        for key, saved in _metadata(folder).items():
+            name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
+            if (
+                key.startswith(_OPTIMIZER)
+                and name in named
+                and isinstance(saved, TensorStorageMetadata)
+            ):
+                dtype, parameter = saved.properties.dtype, named[name]
+                if saved.size == parameter.shape:
+                    share = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
+                    room[key] = host_dtensor(share, parameter)
+                else:  # the class is not elementwise (Adafactor's rows): every rank has all of them
+                    room[key] = torch.empty(saved.size, dtype=dtype, device="cpu")
+        _read(folder, room)
+        states: StatesByName = {
+            name: {"step": torch.tensor(step)} for name, step in common["steps"].items()
+        }
+        for name, numbers in common.get("numbers", {}).items():  # which older ones lack
+            states.setdefault(name, {}).update(numbers)
+        for key, values in room.items():
+            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
+            states.setdefault(name, {})[state] = to_local(values)
+        set_states(module, optimizer, states)
+        for group, saved in zip(optimizer.param_groups, common["groups"], strict=True):
+            group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
 
 
-def load_states(
-    folder: Path, common: Mapping[str, Any], module: nn.Module, optimizer: PlacedOptimizer
+def refuse_other_groups(
+    folder: Path, saved: Sequence[Collection[str]], own: Sequence[Collection[str]]
 ) -> None:
-    """Load the states and hyper-parameters of a checkpoint into the optimizer; collective.
-
-    Raises OptionError if the checkpoint's groups have other parameters, or it is of another class.
-    """
-    theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
-    if theirs not in {None, ours}:
+    """Raise OptionError if a checkpoint's groups have other parameters than the optimizer's."""
+    if saved != own:
         message = (
-            f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
-            " one, or pass load_optimizer_states=False."
+            f"{folder} has groups of {[*map(len, saved)]} parameters and the optimizer of"
+            f" {[*map(len, own)]}, or their names differ: create the same groups, or pass"
+            " load_optimizer_states=False."
         )
         raise OptionError(message)
-    names = iter(owned_names(module, optimizer))
-    our_groups = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
-    if our_groups != [group["params"] for group in common["groups"]]:
-        message = (
-            f"{folder} has groups of {[len(g['params']) for g in common['groups']]} parameters and"
-            f" the optimizer of {list(map(len, our_groups))}, or their names differ: create the"
-            " same groups, or pass load_optimizer_states=False."
-        )
-        raise OptionError(message)
-    named = _parameters(module)
-    room: Tensors = {}
-    for key, saved in _metadata(folder).items():
-        name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
-        if (
-            key.startswith(_OPTIMIZER)
-            and name in named
-            and isinstance(saved, TensorStorageMetadata)
-        ):
-            dtype, parameter = saved.properties.dtype, named[name]
-            if saved.size == parameter.shape:
-                share = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
-                room[key] = host_dtensor(share, parameter)
-            else:  # the class is not elementwise (Adafactor's rows): every rank has all of them
-                room[key] = torch.empty(saved.size, dtype=dtype, device="cpu")
-    _read(folder, room)
-    states: StatesByName = {
-        name: {"step": torch.tensor(step)} for name, step in common["steps"].items()
-    }
-    for name, numbers in common.get("numbers", {}).items():  # which older ones lack
-        states.setdefault(name, {}).update(numbers)
-    for key, values in room.items():
-        name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-        states.setdefault(name, {})[state] = to_local(values)
-    set_states(module, optimizer, states)
-    for group, saved in zip(optimizer.param_groups, common["groups"], strict=True):
-        group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
 
 
 def _take_numbers(

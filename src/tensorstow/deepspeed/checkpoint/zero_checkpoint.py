@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError, StoreFormatError
-from tensorstow.deepspeed.checkpoint.sharded import STRICT
+from tensorstow.deepspeed.checkpoint.sharded import STRICT, ShardedCheckpoint, refuse_other_groups
 from tensorstow.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from tensorstow.deepspeed.checkpoint.zero_files import (
     FP32,
@@ -26,7 +26,7 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
     partitions_of,
     read_dict,
 )
-from tensorstow.deepspeed.states import StatesByName, owned_names, set_states
+from tensorstow.deepspeed.states import StatesByName, group_names, set_states
 from tensorstow.doorkit.checkpoint_checks import refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import verify_together
@@ -164,20 +164,12 @@ class ZeroCheckpoint:
             group.update({k: v for k, v in saved_group.values.items() if k in _HYPER_PARAMETERS})
 
     def _compare_groups(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
-        names = iter(owned_names(module, optimizer))
         named = dict(resharded(module).named_parameters())
-        our_names = [
-            {name for name in (next(names) for _ in group["params"]) if named[name].requires_grad}
-            for group in optimizer.param_groups
+        trained = [
+            {name for name in names if named[name].requires_grad}
+            for names in group_names(module, optimizer)
         ]
-        saved_names = [group.names for group in self._partitions.groups]
-        if our_names != saved_names:
-            message = (
-                f"{self._folder} has groups of {[*map(len, saved_names)]} parameters and the"
-                f" optimizer of {[*map(len, our_names)]}, or their names differ: create the same"
-                " groups, or pass load_optimizer_states=False."
-            )
-            raise OptionError(message)
+        refuse_other_groups(self._folder, [g.names for g in self._partitions.groups], trained)
 
     @cached_property
     def _shapes(self) -> dict[str, torch.Size]:
@@ -204,6 +196,11 @@ class ZeroCheckpoint:
             fragments.append(Fragment(start, values))
             start += values.numel()
         return joined(fragments, shape, name)
+
+
+def open_checkpoint(folder: Path) -> ShardedCheckpoint | ZeroCheckpoint:
+    """Return the checkpoint in ``folder``; raises StoreFormatError if there is none."""
+    return ZeroCheckpoint(folder) if ZeroCheckpoint.is_at(folder) else ShardedCheckpoint(folder)
 
 
 def _write(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:
