@@ -6,10 +6,9 @@ does: the first two steps have the rate they start from.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import Parameter, signature
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -44,33 +43,32 @@ VALID_LR_SCHEDULES: Final = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_L
 """What ``scheduler.type`` may be."""
 
 PerGroup = float | Sequence[float]
-LRs = Callable[[int], list[float]]
-Betas = Callable[[int], list[tuple[float, float]]]
+Share = Callable[[int], float]
+Betas = list[tuple[float, float]]
 _PARAMS = "scheduler.params"
 _SECOND_BETA = 0.99  # beside a cycled momentum, as in DeepSpeed
 
 
 class LRSchedule(LRScheduler):
-    """A schedule that sets each group's learning rate, and its betas where they are cycled.
+    """A schedule that sets each group's learning rate, and its betas if they are cycled.
 
     Args:
         optimizer: The optimizer whose parameter groups are set.
-        lrs_after: The learning rates, one per group, after ``n`` optimizer steps.
-        betas_after: The betas, one pair per group, after ``n`` steps. Default: None, which leaves
-            them alone.
-        last_batch_iteration: The number of the last step taken, from 0. Default: -1, none.
+        share: The part of the way from the lowest to the highest rate after ``n`` optimizer steps.
+        lrs: The lowest rates and the highest ones, one per group.
+        last_batch_iteration: The number of the last step taken, from 0; -1: none.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        lrs_after: LRs,
-        betas_after: Betas | None = None,
-        last_batch_iteration: int = -1,
+        share: Share,
+        lrs: tuple[list[float], list[float]],
+        last_batch_iteration: int,
     ) -> None:
         """Set the rates of the first step, or of the one after ``last_batch_iteration``."""
-        self.lrs_after = lrs_after
-        self.betas_after = betas_after
+        self._share = share
+        self.min_lrs, self.max_lrs = lrs
         super().__init__(optimizer)
         if last_batch_iteration != -1:
             self.load_state_dict({"last_batch_iteration": last_batch_iteration})
@@ -78,6 +76,24 @@ class LRSchedule(LRScheduler):
     def get_lr(self) -> list[float | Any]:
         """Return the learning rate of each group in the step that ``last_epoch`` counts."""
         return list(self.lrs_after(self.last_epoch))
+
+    def lrs_after(self, n: int) -> list[float]:
+        """Return the learning rate of each group after ``n`` steps.
+
+        Args:
+            n: The steps.
+        """
+        lrs, share = zip(self.min_lrs, self.max_lrs, strict=True), self._share(n)
+        return [low + (high - low) * share for low, high in lrs]
+
+    def betas_after(self, n: int) -> Betas | None:
+        """Return the betas of each group after ``n`` steps; None: the schedule sets none.
+
+        Args:
+            n: The steps.
+        """
+        del n
+        return None
 
     @property
     def last_batch_iteration(self) -> int:
@@ -121,10 +137,9 @@ class LRSchedule(LRScheduler):
         self._set_betas()
 
     def _set_betas(self) -> None:
-        if self.betas_after is not None:
-            betas = self.betas_after(self.last_epoch)
-            for group, pair in zip(self.optimizer.param_groups, betas, strict=True):
-                group["betas"] = pair
+        betas = self.betas_after(self.last_epoch)
+        for group, pair in zip(self.optimizer.param_groups, betas or (), strict=betas is not None):
+            group["betas"] = pair
 
 
 _OF_ALL: Table = {
@@ -160,12 +175,14 @@ class WarmupLR(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         rise, warm = _rise(warmup_num_steps, warmup_type)
+
+        def share(n: int) -> float:
+            return rise(n) if n <= warm else 1.0
+
         top = _lrs_of(optimizer) if warmup_max_lr is None else warmup_max_lr
-        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _per_group(optimizer, top, "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = warm, warmup_type
-        lrs_after = _between(self.min_lrs, self.max_lrs, lambda n: rise(n) if n <= warm else 1.0)
-        super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
+        lrs = _ends(optimizer, warmup_min_lr=warmup_min_lr, warmup_max_lr=top)
+        super().__init__(optimizer, share, lrs, last_batch_iteration)
 
 
 @checks_keywords(_OF_WARMUPS)
@@ -197,12 +214,10 @@ class WarmupDecayLR(LRSchedule):
         def share(n: int) -> float:
             return rise(n) if n <= warm else max(0.0, (total - n + 1) / max(1, total - warm))
 
-        self.min_lrs = _per_group(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _per_group(optimizer, warmup_max_lr, "warmup_max_lr")
         self.warmup_num_steps, self.warmup_type = warm, warmup_type
         self.total_num_steps = total
-        lrs_after = _between(self.min_lrs, self.max_lrs, share)
-        super().__init__(optimizer, lrs_after, last_batch_iteration=last_batch_iteration)
+        lrs = _ends(optimizer, warmup_min_lr=warmup_min_lr, warmup_max_lr=warmup_max_lr)
+        super().__init__(optimizer, share, lrs, last_batch_iteration)
 
 
 @checks_keywords(_OF_WARMUPS)
@@ -230,28 +245,24 @@ class WarmupCosineLR(LRSchedule):
     ) -> None:
         rise, warm = _rise(warmup_num_steps, warmup_type)
         total = _steps(total_num_steps, "total_num_steps")
-        highest = _lrs_of(optimizer)
 
         def share(n: int) -> float:
             if n == 0:
                 return 0.0
             if n <= warm:
-                return warmup_min_ratio + (1.0 - warmup_min_ratio) * rise(n)
+                return max(0.0, warmup_min_ratio + (1.0 - warmup_min_ratio) * rise(n))
             done = min(1.0, (n - warm) / max(1, total - warm))
-            return cos_min_ratio + (1.0 - cos_min_ratio) * (1.0 + math.cos(math.pi * done)) / 2.0
+            height = (1.0 + math.cos(math.pi * done)) / 2.0
+            return max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * height)
 
         self.warmup_num_steps, self.warmup_type = warm, warmup_type
         self.total_num_steps = total
-        self._share = share
-        super().__init__(
-            optimizer,
-            lambda n: [lr * max(0.0, share(n)) for lr in highest],
-            last_batch_iteration=last_batch_iteration,
-        )
+        highest = _lrs_of(optimizer)
+        super().__init__(optimizer, share, ([0.0] * len(highest), highest), last_batch_iteration)
 
     def get_lr_ratio(self) -> float:
         """Return the share of each group's own rate in this step; 0 before the first."""
-        return max(0.0, self._share(self.last_epoch))
+        return self._share(self.last_epoch)
 
 
 @checks_keywords(_OF_ALL)
@@ -288,11 +299,7 @@ class LRRangeTest(LRSchedule):
             steps = n // size if lr_range_test_staircase else n / size
             return 1.0 + lr_range_test_step_rate * steps
 
-        super().__init__(
-            optimizer,
-            lambda n: [lr * factor(n) for lr in lowest],
-            last_batch_iteration=last_batch_iteration,
-        )
+        super().__init__(optimizer, factor, ([0.0] * len(lowest), lowest), last_batch_iteration)
 
 
 @checks_keywords(_OF_ALL)
@@ -340,42 +347,69 @@ class OneCycle(LRSchedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        cycle = _Cycle.of(
-            (cycle_first_step_size, cycle_second_step_size),
-            (cycle_first_stair_count, cycle_second_stair_count),
-            decay_step_size,
+        first = second = _steps(cycle_first_step_size, "cycle_first_step_size")
+        if cycle_second_step_size is not None:
+            second = _steps(cycle_second_step_size, "cycle_second_step_size", least=0)
+        stairs = cycle_first_stair_count
+        self._halves = (
+            (first, stairs),
+            (second, stairs if cycle_second_stair_count is None else cycle_second_stair_count),
         )
-        self.min_lrs = lowest = _per_group(optimizer, cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = highest = _per_group(optimizer, cycle_max_lr, "cycle_max_lr")
-        self.total_size = sum(cycle.steps)
-        self.step_ratio = cycle.steps[0] / self.total_size
-
-        def lrs_after(n: int) -> list[float]:
-            if cycle.is_over(n):
-                return [low / cycle.decay(n, decay_lr_rate) for low in lowest]
-            height = cycle.height(n)
-            return [low + (high - low) * height for low, high in zip(lowest, highest, strict=True)]
-
-        betas_after = self._cycled = None
+        self.total_size, self.step_ratio = first + second, first / (first + second)
+        self._decay_step_size = decay_step_size
+        self._decay_lr_rate, self._decay_mom_rate = decay_lr_rate, decay_mom_rate
+        self._moms: tuple[list[float], list[float]] | None = None
         if cycle_momentum and "betas" in optimizer.defaults:
-            slow = _per_group(optimizer, cycle_min_mom, "cycle_min_mom")
-            fast = _per_group(optimizer, cycle_max_mom, "cycle_max_mom")
-            self._cycled = cycled = _cycled_betas(cycle, slow, fast, decay_mom_rate)
-            first = [(momentum, _SECOND_BETA) for momentum in slow]
+            self._moms = _ends(optimizer, cycle_min_mom=cycle_min_mom, cycle_max_mom=cycle_max_mom)
+        lrs = _ends(optimizer, cycle_min_lr=cycle_min_lr, cycle_max_lr=cycle_max_lr)
+        super().__init__(optimizer, self._height, lrs, last_batch_iteration)
 
-            def betas_after(n: int) -> list[tuple[float, float]]:
-                return cycled(n) if n else first
+    def lrs_after(self, n: int) -> list[float]:
+        """Return the learning rate of each group after ``n`` steps."""
+        if n <= self.total_size:
+            return super().lrs_after(n)
+        return [low / self._decay(n, self._decay_lr_rate) for low in self.min_lrs]
 
-        super().__init__(optimizer, lrs_after, betas_after, last_batch_iteration)
+    def betas_after(self, n: int) -> Betas | None:
+        """Return the betas of each group after ``n`` steps; None: they are not cycled."""
+        if n == 0 and self._moms is not None:
+            return [(low, _SECOND_BETA) for low in self._moms[0]]
+        return self._cycled_betas(n)
 
-    def get_mom(self) -> list[tuple[float, float]] | None:
+    def get_mom(self) -> Betas | None:
         """Return the betas of the cycle at the step that ``last_epoch`` counts.
 
         Returns:
-            One pair per parameter group; None where momenta are not cycled. Before the first step
+            One pair per parameter group; None if momenta are not cycled. Before the first step
             they are the highest ones, as in DeepSpeed, whose optimizer has the lowest ones then.
         """
-        return None if self._cycled is None else self._cycled(self.last_epoch)
+        return self._cycled_betas(self.last_epoch)
+
+    def _cycled_betas(self, n: int) -> Betas | None:
+        """Return betas whose first one is highest when the learning rate is lowest."""
+        if self._moms is None:
+            return None
+        lowest, highest = self._moms
+        if n > self.total_size:
+            moms = [high * self._decay(n, self._decay_mom_rate) for high in highest]
+        else:
+            height = self._height(n)
+            moms = [h - (h - low) * height for low, h in zip(lowest, highest, strict=True)]
+        return [(momentum, _SECOND_BETA) for momentum in moms]
+
+    def _height(self, n: int) -> float:
+        """Return the height of the cycle after ``n`` steps: 0 at its ends, 1 in its middle."""
+        at = n % self.total_size
+        is_rising = at <= self._halves[0][0]
+        size, stairs = self._halves[0 if is_rising else 1]
+        done = at if is_rising else self.total_size - at
+        return math.floor(done * stairs / size) / stairs if stairs > 0 else done / size
+
+    def _decay(self, n: int, rate: float) -> float:
+        """Return ``1 + rate`` per ``decay_step_size`` steps after the cycle; 1 without decay."""
+        if not self._decay_step_size:
+            return 1.0
+        return 1.0 + rate * (n - self.total_size) / self._decay_step_size
 
 
 SCHEDULES: Final[Mapping[str, type[LRSchedule]]] = MappingProxyType(
@@ -450,60 +484,7 @@ def _check_names(kind: str, params: dict[str, Any], parameters: dict[str, Parame
         raise OptionError(message)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cycle:
-    """The shape of one cycle: the steps and stairs of its halves, and the decay after it."""
-
-    steps: tuple[int, int]
-    stairs: tuple[int, int]
-    decay_step_size: float
-
-    @classmethod
-    def of(
-        cls,
-        steps: tuple[float, float | None],
-        stairs: tuple[int, int | None],
-        decay_step_size: float,
-    ) -> Self:
-        """Check the sizes; the second half defaults to the first."""
-        first = second = _steps(steps[0], "cycle_first_step_size")
-        if steps[1] is not None:
-            second = _steps(steps[1], "cycle_second_step_size", least=0)
-        falling = stairs[0] if stairs[1] is None else stairs[1]
-        return cls((first, second), (stairs[0], falling), decay_step_size)
-
-    def is_over(self, n: int) -> bool:
-        """Return whether the decay has begun after ``n`` steps."""
-        return n > sum(self.steps)
-
-    def height(self, n: int) -> float:
-        """Return the height of the cycle after ``n`` steps: 0 at its ends, 1 in its middle."""
-        at = n % sum(self.steps)
-        rising = at <= self.steps[0]
-        done, size = (at, self.steps[0]) if rising else (sum(self.steps) - at, self.steps[1])
-        count = self.stairs[0] if rising else self.stairs[1]
-        return math.floor(done * count / size) / count if count > 0 else done / size
-
-    def decay(self, n: int, rate: float) -> float:
-        """Return ``1 + rate`` per ``decay_step_size`` steps after the cycle; 1 without decay."""
-        if not self.decay_step_size:
-            return 1.0
-        return 1.0 + rate * (n - sum(self.steps)) / self.decay_step_size
-
-
-def _cycled_betas(cycle: _Cycle, slow: list[float], fast: list[float], rate: float) -> Betas:
-    """Return betas whose first one is highest when the learning rate is lowest."""
-
-    def momenta(n: int) -> list[float]:
-        if cycle.is_over(n):
-            return [high * cycle.decay(n, rate) for high in fast]
-        height = cycle.height(n)
-        return [high - (high - low) * height for low, high in zip(slow, fast, strict=True)]
-
-    return lambda n: [(momentum, _SECOND_BETA) for momentum in momenta(n)]
-
-
-def _rise(steps: float, kind: str) -> tuple[Callable[[int], float], int]:
+def _rise(steps: float, kind: str) -> tuple[Share, int]:
     """Return the height of a warm-up after ``n`` steps, 0 to 1, and its length, at least 2."""
     warm = max(2, _steps(steps, "warmup_num_steps"))
     if kind == "log":
@@ -514,9 +495,10 @@ def _rise(steps: float, kind: str) -> tuple[Callable[[int], float], int]:
     raise OptionError(message)
 
 
-def _between(least: list[float], most: list[float], share: Callable[[int], float]) -> LRs:
-    pairs = list(zip(least, most, strict=True))
-    return lambda n: [low + (high - low) * share(n) for low, high in pairs]
+def _ends(optimizer: Optimizer, **ends: PerGroup) -> tuple[list[float], list[float]]:
+    """Return the lowest and the highest values of each group, by their keywords."""
+    lowest, highest = (_per_group(optimizer, value, name) for name, value in ends.items())
+    return lowest, highest
 
 
 def _lrs_of(optimizer: Optimizer) -> list[float]:
