@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,11 +177,17 @@ class CPUAdam(StowedAdam):
 
 
 class ParamsInHostMemory(ParamFilter):
-    """Selects parameters in host memory; torch's fused Adam updates the others."""
+    """Selects parameters in host memory; torch's fused Adam updates the others.
+
+    ``also``: ids of parameters on an accelerator whose states are in host memory, or on disk.
+    """
+
+    def __init__(self, also: Collection[int] = ()) -> None:
+        self._also = also
 
     def manages(self, parameter: torch.Tensor) -> bool:
-        """Return whether ``parameter`` is in host memory."""
-        return shard_of(parameter).device.type == "cpu"
+        """Return whether the states of ``parameter`` are in host memory, or on disk."""
+        return id(parameter) in self._also or shard_of(parameter).device.type == "cpu"
 
     def update_others(self, groups: Groups, states: States, factor: float) -> None:
         """Update the parameters on an accelerator, by their gradients times ``factor``."""
@@ -232,7 +238,7 @@ class HybridAdam(CPUAdam):
 
     def _check(self, parameter: torch.Tensor, name: str) -> None:
         if self._param_filter.manages(parameter):
-            super()._check(parameter, name)
+            StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
             return
         check_elsewhere(parameter, name)
         if self._commits_states:

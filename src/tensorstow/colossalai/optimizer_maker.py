@@ -21,18 +21,6 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OURS = (CPUAdam, HybridAdam, Adam, AdamW)
 
 
-class PlacedParams(ParamsInHostMemory):
-    """Selects parameters in host memory, and some on an accelerator with states in host memory."""
-
-    def __init__(self, identities: set[int]) -> None:
-        """``identities``: ids of the parameters on an accelerator."""
-        self._identities = identities
-
-    def manages(self, parameter: torch.Tensor) -> bool:
-        """Return whether the states of ``parameter`` are in host memory, or on disk."""
-        return id(parameter) in self._identities or super().manages(parameter)
-
-
 class PlacedAdam(HybridAdam):
     """HybridAdam that also takes the states of some parameters on an accelerator to the host.
 
@@ -54,13 +42,7 @@ class PlacedAdam(HybridAdam):
         super().__init__(params, **keywords)  # type: ignore[arg-type]  # groups, as torch's
 
     def _make_param_filter(self) -> ParamFilter:
-        return PlacedParams(self._in_host_memory)
-
-    def _check(self, parameter: torch.Tensor, name: str) -> None:
-        if self._param_filter.manages(parameter):
-            StowedAdam._check(self, parameter, name)  # noqa: SLF001  # on an accelerator as well
-        else:
-            super()._check(parameter, name)
+        return ParamsInHostMemory(self._in_host_memory)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tensorstow.activations.offload import offload_activations
-from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.values import given_keys, values_of
+from tensorstow.deepspeed.ranks import refuse_model_parallel
 
 _IN_CPU = "activation_checkpointing.cpu_checkpointing"
 
@@ -71,13 +71,7 @@ def configure(  # upstream's
         OptionError: There are several model-parallel ranks, or the configuration is none.
     """
     del partition_activations, contiguous_checkpointing, num_checkpoints, synchronize, profile
-    size = getattr(mpu_, "get_model_parallel_world_size", lambda: 1)()
-    if size > 1:
-        message = (
-            f"mpu_={mpu_!r} was given with {size} model-parallel ranks: activations are not"
-            " partitioned over ranks here. Leave it out."
-        )
-        raise OptionError(message)
+    refuse_model_parallel(mpu_, mpu_=mpu_)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
         checkpoint_in_cpu = values_of(given_keys(load(deepspeed_config)), {})[_IN_CPU]
     reset()

@@ -34,7 +34,7 @@ from tensorstow.deepspeed.plans import (
     placement_keywords,
     plan_of,
 )
-from tensorstow.deepspeed.ranks import init_distributed
+from tensorstow.deepspeed.ranks import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string
@@ -109,7 +109,8 @@ def initialize(
     if not isinstance(model, nn.Module):
         message = f"model={model!r} was given: initialize() places a torch.nn.Module."
         raise OptionError(message)
-    _refuse_model_parallel(mpu, mesh_param)
+    meshed = mesh_param is not None and any(n > 1 for n in mesh_param[1:])
+    refuse_model_parallel(mpu, meshed=meshed, mpu=mpu, mesh_param=mesh_param)
     source = _source(args, config, config_params)
     if dist_init_required is not False or launched().world > 1:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
@@ -196,16 +197,6 @@ def _source(args: object, config: Config, config_params: Config) -> Any:
         )
         raise OptionError(message)
     return sources[0]
-
-
-def _refuse_model_parallel(mpu: object, mesh_param: tuple[int, ...] | None) -> None:
-    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
-    if size > 1 or (mesh_param is not None and any(n > 1 for n in mesh_param[1:])):
-        message = (
-            f"mpu={mpu!r}, mesh_param={mesh_param!r} were given: models are sharded over"
-            " data-parallel ranks only. Leave them out."
-        )
-        raise OptionError(message)
 
 
 def _schedule(scheduler: Any, settings: Settings, optimizer: PlacedOptimizer) -> Any:

@@ -17,6 +17,18 @@ def local_rank() -> int:
     return launched().local_rank or 0
 
 
+def refuse_model_parallel(mpu: object, /, *, meshed: bool = False, **given: object) -> None:
+    """Raise OptionError for several model-parallel ranks, of ``mpu`` or a mesh, as were given."""
+    size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
+    if size > 1 or meshed:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        message = (
+            f"{arguments} were given: models are sharded over data-parallel ranks only. Leave them"
+            " out."
+        )
+        raise OptionError(message)
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from typing import Any, Self
 
 import torch
@@ -15,6 +14,7 @@ from torch.nn.modules.module import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.keywords import refuse_unknown_keywords
 from tensorstow.deepspeed.dropped_changes import DroppedChanges
 from tensorstow.deepspeed.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -89,7 +89,8 @@ class Init(ConstructionContext):
         keywords: Upstream's other keywords; they have no effect, which is logged.
 
     Raises:
-        OptionError: A keyword that upstream lacks; or as for ``init_distributed``.
+        KeywordError: A keyword that upstream lacks.
+        OptionError: As for ``init_distributed``.
         RankError: The ranks did not meet.
     """
 
@@ -100,13 +101,8 @@ class Init(ConstructionContext):
         dtype: torch.dtype | None = None,
         **keywords: object,
     ) -> None:
-        for name in keywords:
-            if name not in _IDLE:
-                near = get_close_matches(name, [*_IDLE, "module", "enabled", "dtype"], 1)
-                message = f"zero.Init has no keyword {name!r}" + (
-                    f": {near[0]!r}?" if near else "."
-                )
-                raise OptionError(message)
+        accepted = [*sorted(_IDLE), "module", "enabled", "dtype"]
+        refuse_unknown_keywords("zero.Init", keywords, accepted)
         if keywords:
             logger.info("zero.Init: %s have no effect here", ", ".join(sorted(keywords)))
         init_distributed()

@@ -37,7 +37,7 @@ class _WarmupLR(LRScheduler):
     """Counts the steps of the warmup, and of what follows it."""
 
     def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_steps: int, last_epoch: int
+        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
     ) -> None:
         if not 0 <= warmup_steps < total_steps:
             message = (
@@ -89,11 +89,6 @@ class LinearWarmupLR(_WarmupLR):
         warmup_steps: Those of the warmup.
         last_epoch: The step before the first one; -1 begins.
     """
-
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1
-    ) -> None:
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each group at this step."""

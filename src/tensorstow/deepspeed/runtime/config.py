@@ -8,6 +8,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Named
+from tensorstow.deepspeed.ranks import refuse_model_parallel
 from tensorstow.fsdp.sharding import world_size
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
@@ -34,13 +35,8 @@ class DeepSpeedConfig:
         mpu: object = None,
         mesh_device: Any = None,
     ) -> None:
-        size = getattr(mpu, "get_model_parallel_world_size", lambda: 1)()
-        if size > 1 or (mesh_device is not None and mesh_device.size(0) != mesh_device.size()):
-            message = (
-                f"mpu={mpu!r}, mesh_device={mesh_device!r} were given: models are sharded over"
-                " data-parallel ranks only. Leave them out."
-            )
-            raise OptionError(message)
+        meshed = mesh_device is not None and mesh_device.size(0) != mesh_device.size()
+        refuse_model_parallel(mpu, meshed=meshed, mpu=mpu, mesh_device=mesh_device)
         self._param_dict = load(config)
         self.world_size = world_size()
         settings = read_settings(self._param_dict, self.world_size)

@@ -4,7 +4,7 @@ from tensorstow.base.absent_names import refuse_names
 
 BY_UNITS = "parameters move by the model's blocks, and there are no chunks"
 
-_ABSENT = {
+ABSENT = {
     **dict.fromkeys(
         (
             "Chunk",
@@ -19,4 +19,4 @@ _ABSENT = {
     ),
     "search_chunk_configuration": f"{BY_UNITS} whose size is searched. Leave chunk_config_dict out",
 }
-__getattr__ = refuse_names(__name__, _ABSENT)
+__getattr__ = refuse_names(__name__, ABSENT)
