@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,19 @@ _NESTED = (
     "no_sync() or coalesce_grad_reduction() was called inside of one of them: one context is"
     " enough. Leave one out."
 )
+_UNREDUCED = (
+    "step() was called inside no_sync() or coalesce_grad_reduction(), whose gradients need not be"
+    " reduced yet: call it after the context exits."
+)
+
+
+class EnginePhase(Enum):
+    """The call or context that an engine is in; each begins in ``ACCUMULATING`` alone."""
+
+    ACCUMULATING = 1
+    NO_SYNC = 2
+    COALESCING = 3
+    STEPPING = 4
 
 
 class DeepSpeedEngine(ConfiguredModule):
@@ -100,7 +114,7 @@ class DeepSpeedEngine(ConfiguredModule):
             times=self._times,
         )
         self._boundary: bool | None = None
-        self._in_no_sync = self._is_coalescing = self._is_stepping = self._applied = False
+        self._phase, self._applied = EnginePhase.ACCUMULATING, False
         self._backwards = 0
         """Number of the engine's backwards since the last step."""
         self._micro_batches = micro_batches_of(module)
@@ -261,22 +275,24 @@ class DeepSpeedEngine(ConfiguredModule):
                 has no optimizer.
         """
         _, update = self._trained("step()")
-        if self._in_no_sync:
-            message = (
-                "step() was called inside no_sync() or coalesce_grad_reduction(), whose gradients"
-                " need not be reduced yet: call it after the context exits."
-            )
-            raise OptionError(message)
-        self._applied = False
-        self._is_stepping = True
-        ends_step = self.is_gradient_accumulation_boundary()
-        try:
+        with self._enter(EnginePhase.STEPPING, _UNREDUCED):
+            self._applied = False
+            ends_step = self.is_gradient_accumulation_boundary()
             if ends_step:
                 self._step(update, lr_kwargs)
-        finally:
-            self._is_stepping = False
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends_step)
+
+    @contextmanager
+    def _enter(self, phase: EnginePhase, refusal: str) -> Iterator[None]:
+        """Be in a phase inside the context; raises OptionError inside of another one."""
+        if self._phase is not EnginePhase.ACCUMULATING:
+            raise OptionError(refusal)
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = EnginePhase.ACCUMULATING
 
     def _step(self, update: OptimizerStep, lr_kwargs: dict[str, Any] | None) -> None:
         """Update and step the scheduler; raises BackwardError."""
@@ -320,15 +336,15 @@ class DeepSpeedEngine(ConfiguredModule):
             ``managed_gradient_accumulation`` whether ``step()`` runs.
         """
         if not self.managed_gradient_accumulation():
-            return self._is_stepping
+            return self._phase is EnginePhase.STEPPING
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def _ends_step(self) -> bool:
         """Return whether the next backward reduces the gradients."""
-        managed = self.managed_gradient_accumulation() and not self._is_coalescing
-        return not managed or self.is_gradient_accumulation_boundary()
+        counts = self.managed_gradient_accumulation() and self._phase is not EnginePhase.COALESCING
+        return not counts or self.is_gradient_accumulation_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether this micro-batch, and those after it, end a step.
@@ -368,15 +384,10 @@ class DeepSpeedEngine(ConfiguredModule):
                 " computed: full gradients cannot be accumulated. Use stage 1 or 0."
             )
             raise OptionError(message)
-        if self._in_no_sync:
-            raise OptionError(_NESTED)
-        self._in_no_sync = True
-        try:
-            # Stage 1 always reduces with the last micro-batch only.
-            with nullcontext() if stage else not_reduced(self.module):
-                yield
-        finally:
-            self._in_no_sync = False
+        # Stage 1 always reduces with the last micro-batch only.
+        unreduced = nullcontext() if stage else not_reduced(self.module)
+        with self._enter(EnginePhase.NO_SYNC, _NESTED), unreduced:
+            yield
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -390,8 +401,6 @@ class DeepSpeedEngine(ConfiguredModule):
                 boundary already, or the context is inside of another one.
         """
         optimizer, _ = self._trained("coalesce_grad_reduction()")
-        if self._in_no_sync:
-            raise OptionError(_NESTED)
         without = {
             "ZeRO stage 0": not self.zero_optimization(),
             "managed_gradient_accumulation=false": not self.managed_gradient_accumulation(),
@@ -404,11 +413,8 @@ class DeepSpeedEngine(ConfiguredModule):
                     "_steps, or leave one of both out."
                 )
                 raise OptionError(message)
-        self._in_no_sync = self._is_coalescing = True
-        try:
+        with self._enter(EnginePhase.COALESCING, _NESTED):
             yield
-        finally:
-            self._in_no_sync = self._is_coalescing = False
 
     # --- checkpoints ---
 

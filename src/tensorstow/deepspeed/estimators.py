@@ -72,8 +72,9 @@ def estimate_zero2_model_states_mem_needs_all_live(
         OptionError: A number that is too small.
     """
     total = sum(p.numel() for p in model.parameters())
-    setup = _Setup(total, 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
-    sys.stdout.write(_table(2, setup))
+    estimate_zero2_model_states_mem_needs_all_cold(
+        total, num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
@@ -115,8 +116,9 @@ def estimate_zero3_model_states_mem_needs_all_live(
         OptionError: A number that is too small.
     """
     units = [sum(p.numel() for p in unit.parameters.values()) for unit in units_of(model)]
-    setup = _Setup(sum(units), max(units), num_gpus_per_node, num_nodes, additional_buffer_factor)
-    sys.stdout.write(_table(3, setup))
+    estimate_zero3_model_states_mem_needs_all_cold(
+        sum(units), max(units), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
