@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
+from tensorstow.doorkit.refused_calls import refused_call
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import layout_of
@@ -271,18 +272,9 @@ class OptimizerWrapper(Optimizer):
         )
         raise OptionError(message)
 
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, **kwargs: object) -> None:
-        """Refuse: it is for pipelines, and models are not cut into stages here.
-
-        Args:
-            tensor, grad, kwargs: Not used.
-
-        Raises:
-            OptionError: Always.
-        """
-        del tensor, grad, kwargs
-        message = "backward_by_grad() was called: it is for pipelines, which there are none here."
-        raise OptionError(message)
+    backward_by_grad = refused_call(
+        "backward_by_grad", "it is for pipelines, and models are not cut into stages here"
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state dict, and the loss scale's under fp16; collective.

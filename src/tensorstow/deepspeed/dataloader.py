@@ -1,7 +1,6 @@
 """The loader of training data: each rank's own micro-batches, once or again and again."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Self
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -11,43 +10,33 @@ from tensorstow.deepspeed.plans import world_of
 from tensorstow.fsdp.sharding import rank_here
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Loading:
-    """How a data set is loaded: None of the batch size is the configuration's."""
-
-    batch_size: int | None = None
-    sampler: Sampler[Any] | None = None
-    """None: each rank has a share of the samples."""
-    shuffled: bool = True
-    workers: int = 0
-    pinned: bool = False
-
-
 def make_dataloader(
     data: Dataset[Any],
     settings: Settings,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    loading: Loading | None = None,
+    *,
+    batch_size: int | None = None,
+    sampler: Sampler[Any] | None = None,
+    shuffled: bool = True,
+    workers: int = 0,
+    pinned: bool = False,
 ) -> DataLoader[Any]:
     """Return a dataloader of micro-batches, different ones on each rank.
 
-    ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is, and must
-    select its rank's samples itself.
+    ``batch_size`` None is the configuration's; without a ``sampler`` each rank has a share, and
+    ``loader.sampler.set_epoch`` reshuffles. An iterable dataset is used as it is, and must select
+    its rank's samples itself.
     """
-    loading = loading or Loading()
-    sampler = loading.sampler
     if sampler is None and not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(
-            data, world_of(settings), rank_here(), shuffle=loading.shuffled
-        )
+        sampler = DistributedSampler(data, world_of(settings), rank_here(), shuffle=shuffled)
     return DataLoader(
         data,
-        batch_size=loading.batch_size or settings.batch.micro,
+        batch_size=batch_size or settings.batch.micro,
         sampler=sampler,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
-        num_workers=loading.workers,
-        pin_memory=loading.pinned,
+        num_workers=workers,
+        pin_memory=pinned,
     )
 
 

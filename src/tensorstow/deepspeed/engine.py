@@ -26,7 +26,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
 )
 from tensorstow.deepspeed.checkpoint.zero_checkpoint import open_checkpoint
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.dataloader import Loading, make_dataloader
+from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
 from tensorstow.deepspeed.engine_settings import ConfiguredModule
 from tensorstow.deepspeed.external_parameters import uses_outside_of_blocks_named
@@ -626,14 +626,16 @@ class DeepSpeedEngine(ConfiguredModule):
             collate_fn: Makes a batch of samples. Default: None, that of ``initialize``.
             num_local_io_workers: Processes that load. Default: None, this one does.
         """
-        loading = Loading(
-            batch_size,
-            data_sampler,
+        return make_dataloader(
+            dataset,
+            self.settings,
+            collate_fn or self.collate_fn,
+            batch_size=batch_size,
+            sampler=data_sampler,
             shuffled=route == "train",
             workers=num_local_io_workers or 0,
             pinned=pin_memory and self.device.type != "cpu",
         )
-        return make_dataloader(dataset, self.settings, collate_fn or self.collate_fn, loading)
 
     def offload_states(
         self,

@@ -7,7 +7,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from tensorstow.deepspeed import utils
 from tensorstow.deepspeed.config.settings import Batch, Settings
-from tensorstow.deepspeed.dataloader import Loading, make_dataloader
+from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader
 
 
@@ -40,9 +40,9 @@ def test_an_iterable_is_taken_as_it_is_and_collated() -> None:
 
 def test_samples_come_in_order_or_as_a_sampler_says() -> None:
     data = TensorDataset(torch.arange(6))
-    in_order = make_dataloader(data, settings(1), loading=Loading(3, shuffled=False))
+    in_order = make_dataloader(data, settings(1), batch_size=3, shuffled=False)
     assert [b.tolist() for (b,) in in_order] == [[0, 1, 2], [3, 4, 5]]
-    chosen = make_dataloader(data, settings(1), loading=Loading(sampler=[5, 1]))
+    chosen = make_dataloader(data, settings(1), sampler=[5, 1])
     assert [b.tolist() for (b,) in chosen] == [[5, 1]]
 
 

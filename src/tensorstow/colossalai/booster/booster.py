@@ -1,8 +1,8 @@
 """``Booster``: places a model, its optimizer and its scheduler by a plugin."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, ch
 from tensorstow.colossalai.checkpoint_io import CheckpointCalls
 from tensorstow.colossalai.interface import OptimizerWrapper
 from tensorstow.doorkit.keyword_table import checks_keywords, refused
+from tensorstow.doorkit.refused_calls import refused_call
 
 
 @checks_keywords(refused("pass precision= to the plugin", "mixed_precision"))
@@ -105,45 +106,16 @@ class Booster(CheckpointCalls):
         """
         return self.plugin.no_sync(model, optimizer)
 
-    def execute_pipeline(
-        self,
-        data_iter: Iterator[Any],
-        model: nn.Module,
-        criterion: Callable[..., Any],
-        optimizer: Optimizer | None = None,
-        return_loss: bool = True,
-        return_outputs: bool = False,
-    ) -> NoReturn:
-        """Refuse: models are not cut into stages of a pipeline.
-
-        Args:
-            data_iter, model, criterion, optimizer, return_loss, return_outputs: Not used.
-
-        Raises:
-            OptionError: Always.
-        """
-        del data_iter, model, criterion, optimizer, return_loss, return_outputs
-        message = (
-            "execute_pipeline() was called: pipelines of stages are not supported. Call the model,"
-            " then Booster.backward; GeminiPlugin offloads what one device cannot hold."
-        )
-        raise OptionError(message)
-
-    def enable_lora(self, model: nn.Module, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse: adapters are made by peft, before ``boost``.
-
-        Args:
-            model, args, kwargs: Not used.
-
-        Raises:
-            OptionError: Always.
-        """
-        del model, args, kwargs
-        message = (
-            "enable_lora() was called: pass boost() the model that peft.get_peft_model(model,"
-            " config) returns. Frozen parameters are placed like the others."
-        )
-        raise OptionError(message)
+    execute_pipeline = refused_call(
+        "execute_pipeline",
+        "pipelines of stages are not supported. Call the model, then Booster.backward; GeminiPlugin"
+        " offloads what one device cannot hold",
+    )
+    enable_lora = refused_call(
+        "enable_lora",
+        "pass boost() the model that peft.get_peft_model(model, config) returns. Frozen parameters"
+        " are placed like the others",
+    )
 
 
 def _boosted(optimizer: object, call: str) -> OptimizerWrapper:

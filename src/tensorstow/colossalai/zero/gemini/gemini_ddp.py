@@ -1,7 +1,6 @@
 """``GeminiDDP``: a model that Gemini places once it has its optimizer."""
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from tensorstow.doorkit.keyword_table import (
     no_effect,
     refused,
 )
+from tensorstow.doorkit.refused_calls import refused_call
 from tensorstow.fsdp.sharding import current_device
 
 _TABLE: Table = {
@@ -127,22 +127,13 @@ class GeminiDDP(GeminiModel):
         wrapper: OptimizerWrapper = boosted
         return wrapper
 
-    @staticmethod
-    def set_params_to_ignore(params_to_ignore: Iterable[torch.Tensor]) -> NoReturn:
-        """Refuse: every parameter of the model is placed.
-
-        Args:
-            params_to_ignore: Not used.
-
-        Raises:
-            OptionError: Always.
-        """
-        del params_to_ignore
-        message = (
-            "set_params_to_ignore() was called: every parameter of the model is placed, and those"
-            " that are not trained are frozen by requires_grad_(False)."
+    set_params_to_ignore = staticmethod(
+        refused_call(
+            "set_params_to_ignore",
+            "every parameter of the model is placed, and those that are not trained are frozen by"
+            " requires_grad_(False)",
         )
-        raise OptionError(message)
+    )
 
 
 def _usual_dtype() -> torch.dtype:
