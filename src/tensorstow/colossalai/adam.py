@@ -14,11 +14,11 @@ from tensorstow.base.directories import read_paths
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.fields import read_value
 from tensorstow.base.update_on import Overlap, refuse_delayed
-from tensorstow.checkpoint.run import DEFAULT_EVERY
 from tensorstow.doorkit.adam_keywords import ADAM
 from tensorstow.doorkit.keyword_table import checks_keywords
 from tensorstow.fsdp.validation import KeepsOnDevice, TranslatesPlacement
 from tensorstow.optim import options
+from tensorstow.optim.adam import Adam
 from tensorstow.optim.options import DirectoryOption, StatePlacement
 from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -32,7 +32,7 @@ logger = logging.getLogger("tensorstow")
 
 
 @checks_keywords(ADAM)
-class CPUAdam(StowedAdam):
+class CPUAdam(Adam):
     """ColossalAI's CPUAdam: Adam or AdamW for parameters in host memory.
 
     Unlike upstream, ``amsgrad`` works, states can be saved and loaded, and bfloat16 is exact.
@@ -88,46 +88,31 @@ class CPUAdam(StowedAdam):
             )
             raise OptionError(message)
         self._commits_states = dir is not None
+        read_value(bool, bias_correction, "bias_correction")
         if read_value(bool, simd_log, "simd_log"):
             facts = prepare_kernels(policy)
             logger.warning("Adam runs on %s, %d threads", facts.isa, facts.threads)
         super().__init__(
             model_params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": False,
-                "foreach": None,
-                "capturable": False,
-                "differentiable": False,
-                "fused": None,
-                "decoupled_weight_decay": adamw_mode,
-                "bias_correction": bias_correction,
-            },
-            options.offload_policy(
-                options.placement(
-                    fraction,
-                    dir if dir is not None else (scratch if fraction else None) or None,
-                    ram_budget,
-                    "none" if dir is None else "commit",
-                ),
-                policy=policy,
-                overlap=overlap,
-                state_format=None,
-                amsgrad=amsgrad,
-                update_on=None,
-            ),
-            run=options.run_options(
-                module,
-                accumulation_steps=accumulation_steps,
-                commit_every=DEFAULT_EVERY,
-                extra=None,
-            ),
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            decoupled_weight_decay=adamw_mode,
+            states=fraction,
+            dir=dir if dir is not None else (scratch if fraction else None) or None,
+            durability="none" if dir is None else "commit",
+            ram_budget=ram_budget,
+            overlap=overlap,
+            module=module,
+            accumulation_steps=accumulation_steps,
             grad_dtype=grad_dtype,
+            policy=policy,
         )
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
 
     @staticmethod
     def translate_placement(keywords: Mapping[str, Any]) -> dict[str, Any]:
