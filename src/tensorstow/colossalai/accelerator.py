@@ -5,12 +5,16 @@ from functools import cache
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 from tensorstow.fsdp.sharding import backend_of, current_device
 
 _NO_MEMORY = (
     "{call}() was called on the CPU, and torch does not count host memory: the"
     " optimizer's memory() returns what it holds."
 )
+_KEYWORDS: Table = {
+    "device": honoured("The device or its index. Default: None, this rank's."),
+}
 
 
 class Accelerator:
@@ -66,12 +70,9 @@ class Accelerator:
         """Return the number of accelerators; 1 where the CPU computes."""
         return 1 if self.name == "cpu" else torch.accelerator.device_count()
 
+    @describes(_KEYWORDS)
     def synchronize(self, device: torch.device | int | None = None) -> None:
-        """Wait for what was given to a device.
-
-        Args:
-            device: The device or its index. Default: None, this rank's.
-        """
+        """Wait for what was given to a device."""
         if self.name != "cpu":
             torch.accelerator.synchronize(device)
 
@@ -80,11 +81,9 @@ class Accelerator:
         if self.name != "cpu":
             torch.accelerator.empty_cache()
 
+    @describes(_KEYWORDS)
     def memory_allocated(self, device: torch.device | int | None = None) -> int:
         """Return the bytes that tensors take of a device.
-
-        Args:
-            device: The device or its index. Default: None, this rank's.
 
         Raises:
             OptionError: The CPU computes.
@@ -92,11 +91,9 @@ class Accelerator:
         self._check_counted("memory_allocated")
         return torch.accelerator.memory_allocated(device)
 
+    @describes(_KEYWORDS)
     def max_memory_allocated(self, device: torch.device | int | None = None) -> int:
         """Return the most bytes of tensors since the start, or ``reset_peak_memory_stats``.
-
-        Args:
-            device: The device or its index. Default: None, this rank's.
 
         Raises:
             OptionError: The CPU computes.
@@ -104,11 +101,9 @@ class Accelerator:
         self._check_counted("max_memory_allocated")
         return torch.accelerator.max_memory_allocated(device)
 
+    @describes(_KEYWORDS)
     def reset_peak_memory_stats(self, device: torch.device | int | None = None) -> None:
         """Let ``max_memory_allocated`` begin again.
-
-        Args:
-            device: The device or its index. Default: None, this rank's.
 
         Raises:
             OptionError: The CPU computes.

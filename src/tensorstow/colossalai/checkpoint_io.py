@@ -32,7 +32,7 @@ from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
-from tensorstow.doorkit.keyword_table import checks_keywords, no_effect, refused
+from tensorstow.doorkit.keyword_table import checks_keywords, honoured, no_effect, refused
 from tensorstow.fsdp.export import (
     save_safetensors,
     save_safetensors_file,
@@ -49,6 +49,10 @@ _OF_SAFETENSORS = ".safetensors"
 
 _LOADING = no_effect("one thread reads one file at a time", "low_cpu_mem_mode", "num_threads")
 _SAVING = {
+    "shard": honoured(
+        "Whether there are several files and an index, one tensor at a time in memory."
+    ),
+    "size_per_shard": honoured("The largest size of one of several files, in MiB."),
     **no_effect(
         "the call returns when the files are durable. Commits are written during training:"
         " tensorstow.stow(model, optimizer, dir=...)",
@@ -82,9 +86,7 @@ class CheckpointCalls:
         Args:
             model: What ``boost`` returned.
             checkpoint: A file that torch loads; with ``shard`` a directory.
-            shard: Whether there are several files and an index, one weight at a time in memory.
             prefix: Prefix of each name. Default: None, no prefix.
-            size_per_shard: The largest size of one of several files, in MiB.
             use_safetensors: Whether files are safetensors. A single file also is if its name ends
                 with ".safetensors".
 
@@ -159,7 +161,6 @@ class CheckpointCalls:
         Args:
             optimizer: What ``boost`` returned.
             checkpoint: A file that torch's Adam loads; with ``shard`` a directory.
-            shard, size_per_shard: As of ``save_model``.
             prefix: Prefix of the names of several files. Default: None, no prefix.
 
         Raises:

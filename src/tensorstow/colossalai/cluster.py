@@ -9,10 +9,16 @@ import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 from tensorstow.fsdp.sharding import rank_here, world_size
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_KEYWORDS: Table = {
+    "msg": honoured("What is printed."),
+    "process_group": honoured("The ranks that take part. Default: None, all."),
+}
 
 
 class DistCoordinator:
@@ -38,12 +44,9 @@ class DistCoordinator:
         alone = 0 if self.world_size == 1 else -1
         return alone if rank is None else rank
 
+    @describes(_KEYWORDS)
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Return whether this is rank 0.
-
-        Args:
-            process_group: The ranks that are counted. Default: None, all.
-        """
+        """Return whether this is rank 0."""
         return _place_in(process_group)[0] == 0
 
     def is_node_master(self) -> bool:
@@ -60,30 +63,21 @@ class DistCoordinator:
             raise OptionError(message)
         return self.local_rank == 0
 
+    @describes(_KEYWORDS)
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Return whether this is the last rank.
-
-        Args:
-            process_group: The ranks that are counted. Default: None, all.
-        """
+        """Return whether this is the last rank."""
         rank, size = _place_in(process_group)
         return rank == size - 1
 
+    @describes(_KEYWORDS)
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
-        """Print on rank 0.
-
-        Args:
-            msg: What is printed.
-            process_group: The ranks that are counted. Default: None, all.
-        """
+        """Print on rank 0."""
         if self.is_master(process_group):
             print(msg)  # noqa: T201  # its purpose
 
+    @describes(_KEYWORDS)
     def print_on_node_master(self, msg: str) -> None:
         """Print on local rank 0.
-
-        Args:
-            msg: What is printed.
 
         Raises:
             OptionError: As of ``is_node_master``.
@@ -91,6 +85,7 @@ class DistCoordinator:
         if self.is_node_master():
             print(msg)  # noqa: T201  # its purpose
 
+    @describes(_KEYWORDS)
     @contextmanager
     def priority_execution(
         self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
@@ -99,7 +94,6 @@ class DistCoordinator:
 
         Args:
             executor_rank: The rank that runs first.
-            process_group: The ranks that wait. Default: None, all.
 
         Yields:
             Nothing.
@@ -113,11 +107,9 @@ class DistCoordinator:
             if first:
                 self.block_all(process_group)
 
+    @describes(_KEYWORDS)
     def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Wait until every rank is here.
-
-        Args:
-            process_group: The ranks that wait. Default: None, all.
 
         Raises:
             OptionError: The environment describes several ranks, and there is no process group.
@@ -127,22 +119,17 @@ class DistCoordinator:
         else:
             launched().refuse_unjoined("block_all() was called")
 
+    @describes(_KEYWORDS)
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """End the process group.
-
-        Args:
-            process_group: The group. Default: None, that of all ranks.
-        """
+        """End the process group."""
         if dist.is_initialized():
             dist.destroy_process_group(process_group)
 
+    @describes(_KEYWORDS)
     def on_master_only(
         self, process_group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
         """Return what lets a function run on rank 0 alone.
-
-        Args:
-            process_group: The ranks that are counted. Default: None, all.
 
         Returns:
             A decorator; on the other ranks the function returns None.

@@ -28,6 +28,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.plans import state_format_of
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.sizes import Sizes, UnitSizes
@@ -44,6 +45,15 @@ _PLANS = {
 }
 
 
+_CLUSTER: Table = {
+    "model": honoured("The model."),
+    "total_params": honoured("The number of parameters."),
+    "num_gpus_per_node": honoured("GPUs per node."),
+    "num_nodes": honoured("Nodes."),
+    "additional_buffer_factor": honoured("Bytes are multiplied by it; DeepSpeed's default is 1.5."),
+}
+
+
 class _Setup(NamedTuple):
     """The arguments of an estimate."""
 
@@ -54,6 +64,7 @@ class _Setup(NamedTuple):
     factor: float
 
 
+@describes(_CLUSTER)
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module,
     num_gpus_per_node: int = 1,
@@ -61,12 +72,6 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the memory that a model needs in stage 2.
-
-    Args:
-        model: The model.
-        num_gpus_per_node: GPUs per node.
-        num_nodes: Nodes.
-        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
 
     Raises:
         OptionError: A number that is too small.
@@ -77,6 +82,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     )
 
 
+@describes(_CLUSTER)
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float,
     num_gpus_per_node: int = 1,
@@ -85,12 +91,6 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 ) -> None:
     """Print the memory that a model of a given size needs in stage 2.
 
-    Args:
-        total_params: The number of parameters.
-        num_gpus_per_node: GPUs per node.
-        num_nodes: Nodes.
-        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
-
     Raises:
         OptionError: A number that is too small.
     """
@@ -98,6 +98,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     sys.stdout.write(_table(2, setup))
 
 
+@describes(_CLUSTER)
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module,
     num_gpus_per_node: int = 1,
@@ -105,12 +106,6 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.0,
 ) -> None:
     """Print the memory that a model needs in stage 3; its largest unit is found as ``stow`` does.
-
-    Args:
-        model: The model.
-        num_gpus_per_node: GPUs per node.
-        num_nodes: Nodes.
-        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
 
     Raises:
         OptionError: A number that is too small.
@@ -121,6 +116,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     )
 
 
+@describes(_CLUSTER)
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: float,
     largest_layer_params: float,
@@ -131,12 +127,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     """Print the memory that a model of a given size needs in stage 3.
 
     Args:
-        total_params: The number of parameters.
         largest_layer_params: The parameters of the largest unit: a transformer block, or the
             embeddings with the head.
-        num_gpus_per_node: GPUs per node.
-        num_nodes: Nodes.
-        additional_buffer_factor: Bytes are multiplied by it. Default: 1.0; DeepSpeed's is 1.5.
 
     Raises:
         OptionError: A number that is too small.

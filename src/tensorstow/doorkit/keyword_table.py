@@ -47,6 +47,8 @@ class Keyword:
 
 
 Table = Mapping[str, Keyword]
+_SECTIONS = frozenset({"Returns:", "Yields:", "Raises:"})
+"""What follows the Args in a docstring."""
 
 
 def honoured(meaning: str) -> Keyword:
@@ -83,6 +85,16 @@ def checks_keywords(table: Table) -> Callable[[_Target], _Target]:
             documented.__init__ = checked
             return target if keywords_of(target) is None else names_keywords(target)
         return documented  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def describes(table: Table) -> Callable[[_Target], _Target]:
+    """Return a decorator that adds those of a table's keywords that a function has to its Args."""
+
+    def decorate(target: _Target) -> _Target:
+        target.__doc__ = _documented(target.__doc__, table, defaults_of(target))
+        return target
 
     return decorate
 
@@ -171,6 +183,6 @@ def _documented(text: str | None, table: Table, defaults: Mapping[str, object]) 
         begin = lines.index("Args:")
         at = next((n for n in range(begin, len(lines)) if not lines[n]), len(lines))
     else:
-        at = lines.index("Raises:") if "Raises:" in lines else len(lines)
+        at = next((n for n, line in enumerate(lines) if line in _SECTIONS), len(lines))
         entries = ["", "Args:", *entries] if at == len(lines) else ["Args:", *entries, ""]
     return "\n".join([*lines[:at], *entries, *lines[at:]])

@@ -11,6 +11,7 @@ import torch
 
 from tensorstow.base.directories import make_directories, read_paths
 from tensorstow.base.keywords import names_keywords
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import ALIGN, accepts_direct
 from tensorstow.io.scratch import ScratchFiles
@@ -21,6 +22,17 @@ from tensorstow.tensornvme.offload_table import Callback, OffloadError, OffloadT
 logger = logging.getLogger("tensorstow")
 
 Directory = str | os.PathLike[str]
+
+_WRITES: Table = {
+    "tensor": honoured("A contiguous CPU tensor that has its storage for itself."),
+    "tensors": honoured("Contiguous CPU tensors that have their storages for themselves."),
+    "callback": honoured("Is called without arguments after the write."),
+}
+_READS: Table = {
+    "tensor": honoured("A tensor that was written."),
+    "tensors": honoured("The tensors, in the order in which they were written."),
+    "callback": honoured("Is called without arguments after the read."),
+}
 
 
 @names_keywords
@@ -61,12 +73,9 @@ class DiskOffloader:
         """The backend in use, and why others were refused."""
         self._table = OffloadTable(_make_files(self.backend.name, n_entries, directories))
 
+    @describes(_WRITES)
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start writing a tensor; its memory is freed when the write is done.
-
-        Args:
-            tensor: A contiguous CPU tensor that has its storage for itself.
-            callback: Is called without arguments after the write.
 
         Raises:
             OffloadError: The tensor cannot be written, or is on disk.
@@ -74,23 +83,18 @@ class DiskOffloader:
         """
         self._live().write((tensor,), callback)
 
+    @describes(_READS)
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Allocate a tensor's memory and start reading it back.
-
-        Args:
-            tensor: A tensor that was written.
-            callback: Is called without arguments after the read.
 
         Raises:
             OffloadError: The tensor is not on disk.
         """
         self._live().read((tensor,), callback)
 
+    @describes(_WRITES)
     def sync_write(self, tensor: torch.Tensor) -> None:
         """Write a tensor and free its memory.
-
-        Args:
-            tensor: As for ``async_write``.
 
         Raises:
             OffloadError: The tensor cannot be written, or is on disk.
@@ -99,11 +103,9 @@ class DiskOffloader:
         table = self._live()
         table.wait_for(table.write((tensor,), None))
 
+    @describes(_READS)
     def sync_read(self, tensor: torch.Tensor) -> None:
         """Allocate a tensor's memory and read it back.
-
-        Args:
-            tensor: A tensor that was written.
 
         Raises:
             OffloadError: The tensor is not on disk.
@@ -112,43 +114,29 @@ class DiskOffloader:
         table = self._live()
         table.wait_for(table.read((tensor,), None))
 
+    @describes(_WRITES)
     def async_writev(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
-        """Start writing tensors as one; they can only be read back together, in this order.
-
-        Args:
-            tensors: The tensors.
-            callback: Is called without arguments after the write.
-        """
+        """Start writing tensors as one; they can only be read back together, in this order."""
         self._live().write(_as_tuple(tensors), callback)
 
+    @describes(_READS)
     def async_readv(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
-        """Start reading back tensors that were written in one call.
-
-        Args:
-            tensors: The tensors, in the order in which they were written.
-            callback: Is called without arguments after the read.
-        """
+        """Start reading back tensors that were written in one call."""
         self._live().read(_as_tuple(tensors), callback)
 
+    @describes(_WRITES)
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write tensors as one; they can only be read back together, in this order.
-
-        Args:
-            tensors: The tensors.
-        """
+        """Write tensors as one; they can only be read back together, in this order."""
         table = self._live()
         table.wait_for(table.write(_as_tuple(tensors), None))
 
+    @describes(_READS)
     def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Read back tensors that were written in one call.
-
-        Args:
-            tensors: The tensors, in the order in which they were written.
-        """
+        """Read back tensors that were written in one call."""
         table = self._live()
         table.wait_for(table.read(_as_tuple(tensors), None))
 

@@ -11,6 +11,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.registry import optimizer_of, placed_of
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -21,29 +22,35 @@ from tensorstow.tensors.shares import is_unreduced, share_of
 
 _FP32 = "fp32"
 _MASTER = "master"
+_LOCAL: Table = {
+    "param": honoured("A parameter of an engine."),
+    "value": honoured("A tensor of the shard's shape."),
+    "optim_state_key": honoured('"exp_avg", "exp_avg_sq", or "fp32" for the master weight.'),
+}
+_FULL: Table = {
+    **_LOCAL,
+    "param": honoured("A parameter of an engine. Call it on every rank."),
+    "value": honoured("A tensor of the parameter's full shape, the same on every rank."),
+}
 
 
+@describes(_FULL)
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full fp32 weight, in host memory; None: it is not trained.
 
     Of a 16-bit parameter it is the master weight.
-
-    Args:
-        param: A parameter of an engine. Call it on every rank.
     """
     param = placed_of(param)
     share = safe_get_local_fp32_param(param)
     return None if share is None else full_tensor(share, param)
 
 
+@describes(_FULL)
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full gradient, as fp32 in host memory; None: there is no gradient.
 
     It is the sum so far, between ``backward`` and ``step``; under fp16 it is multiplied by the loss
     scale. One that is not reduced yet, as in ``no_sync()``, is this rank's own.
-
-    Args:
-        param: A parameter of an engine. Call it on every rank.
 
     Raises:
         OptionError: Updates run during backward, and this one has used the gradient.
@@ -55,24 +62,17 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     return None if share is None else full_tensor(share, param)
 
 
+@describes(_FULL)
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a parameter's full state, as fp32 in host memory; None before the first step.
-
-    Args:
-        param: A parameter of an engine. Call it on every rank.
-        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
-    """
+    """Return a parameter's full state, as fp32 in host memory; None before the first step."""
     param = placed_of(param)
     share = safe_get_local_optimizer_state(param, optim_state_key)
     return None if share is None else full_tensor(share, param)
 
 
+@describes(_FULL)
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set a parameter's full fp32 weight, and the master weight of a 16-bit parameter.
-
-    Args:
-        param: A parameter of an engine. Call it on every rank.
-        value: A tensor of the parameter's full shape, the same on every rank.
 
     Raises:
         OptionError: The shape is another one.
@@ -85,13 +85,11 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
             param.copy_(value)
 
 
+@describes(_FULL)
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set a parameter's full gradient, which exists between ``backward`` and ``step``.
 
-    Args:
-        param: A parameter of an engine. Call it on every rank.
-        value: A tensor of the parameter's full shape, the same on every rank; under fp16 it is
-            multiplied by the loss scale.
+    Under fp16 it is multiplied by the loss scale.
 
     Raises:
         OptionError: The shape is another one, or there is no gradient to set.
@@ -122,15 +120,11 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
+@describes(_FULL)
 def safe_set_full_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set a parameter's full state, from the next step on.
-
-    Args:
-        param: A parameter of an engine. Call it on every rank.
-        value: A tensor of the parameter's full shape, the same on every rank.
-        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
 
     Raises:
         OptionError: The shape is another one, or the parameter has no such state.
@@ -140,12 +134,9 @@ def safe_set_full_optimizer_state(
     safe_set_local_optimizer_state(param, share, optim_state_key)
 
 
+@describes(_LOCAL)
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's shard of the fp32 weight; None: no group of the optimizer has it.
-
-    Args:
-        param: A parameter of an engine.
-    """
+    """Return this rank's shard of the fp32 weight; None: no group of the optimizer has it."""
     param = placed_of(param)
     optimizer = optimizer_of(param)
     if not _is_updated(optimizer, param):
@@ -160,11 +151,9 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     return share.clone()
 
 
+@describes(_LOCAL)
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's shard of the gradient, as fp32 in host memory; None: there is none.
-
-    Args:
-        param: A parameter of an engine.
 
     Raises:
         OptionError: Updates run during backward, and this one has used the gradient.
@@ -182,12 +171,9 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     return gradient.detach().cpu().float().clone()
 
 
+@describes(_LOCAL)
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set this rank's shard of the gradient.
-
-    Args:
-        param: A parameter of an engine.
-        value: A tensor of the shard's shape.
 
     Raises:
         OptionError: There is no gradient, or updates run during backward and have used it.
@@ -204,14 +190,11 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
         gradient.copy_(value)
 
 
+@describes(_LOCAL)
 def safe_get_local_optimizer_state(
     param: torch.Tensor, optim_state_key: str
 ) -> torch.Tensor | None:
     """Return this rank's shard of a state, as fp32 in host memory; None before the first step.
-
-    Args:
-        param: A parameter of an engine.
-        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
 
     Raises:
         OptionError: The parameter has no such state.
@@ -227,13 +210,9 @@ def safe_get_local_optimizer_state(
     return _as_tensor(states[name])
 
 
+@describes(_LOCAL)
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's shard of the fp32 weight, and of the master weight of a 16-bit parameter.
-
-    Args:
-        param: A parameter of an engine.
-        value: A tensor of the shard's shape.
-    """
+    """Set this rank's shard of the fp32 weight, and of the master weight of a 16-bit parameter."""
     param = placed_of(param)
     optimizer = optimizer_of(param)
     optimizer.wait()
@@ -244,15 +223,11 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         safe_set_local_optimizer_state(param, value, _MASTER)
 
 
+@describes(_LOCAL)
 def safe_set_local_optimizer_state(
     param: torch.Tensor, value: torch.Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's shard of a state, from the next step on.
-
-    Args:
-        param: A parameter of an engine.
-        value: A tensor of the shard's shape.
-        optim_state_key: "exp_avg", "exp_avg_sq", or "fp32" for the master weight.
 
     Raises:
         OptionError: The parameter has no such state.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from tensorstow.base.errors import OptionError
+from tensorstow.doorkit.keyword_table import Table, describes, honoured
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -24,35 +25,33 @@ __all__ = [
 
 _LEAVES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 LeafClasses = Sequence[type[nn.Module] | str]
+_KEYWORDS: Table = {
+    "model": honoured("A model, or a module."),
+    "leaf_module_classes": honoured(
+        "Classes, their names, or their names with the module's before them."
+    ),
+    "flag": honoured("False: the modules are taken from the leaves."),
+    "raise_if_not_found": honoured("Whether it is an error that the model lacks one."),
+}
 
 
+@describes(_KEYWORDS)
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Return whether a module was set as a leaf.
-
-    Args:
-        model: The module.
-    """
+    """Return whether a module was set as a leaf."""
     return model in _LEAVES
 
 
+@describes(_KEYWORDS)
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the leaves in a model, in the order of ``model.modules()``.
-
-    Args:
-        model: The model.
-    """
+    """Return the leaves in a model, in the order of ``model.modules()``."""
     return [module for module in model.modules() if module in _LEAVES]
 
 
+@describes(_KEYWORDS)
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: LeafClasses, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Set the modules of some classes as leaves.
-
-    Args:
-        model: The model.
-        leaf_module_classes: Classes, their names, or their names with the module's before them.
-        raise_if_not_found: Whether it is an error that the model has none.
 
     Returns:
         The modules.
@@ -65,6 +64,7 @@ def set_z3_leaf_modules(
     return modules
 
 
+@describes(_KEYWORDS)
 def set_z3_leaf_modules_by_name(
     model: nn.Module,
     module_names: Sequence[str],
@@ -74,10 +74,7 @@ def set_z3_leaf_modules_by_name(
     """Set modules as leaves by their names in ``model.named_modules()``.
 
     Args:
-        model: The model.
         module_names: The names.
-        flag: False: they are taken from the leaves.
-        raise_if_not_found: Whether a name that the model has not is an error.
 
     Returns:
         The modules, and the names that the model has not.
@@ -88,6 +85,7 @@ def set_z3_leaf_modules_by_name(
     return _set_by(str.__eq__, model, module_names, (flag, raise_if_not_found))
 
 
+@describes(_KEYWORDS)
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module,
     module_name_suffixes: Sequence[str],
@@ -97,10 +95,7 @@ def set_z3_leaf_modules_by_suffix(
     """Set modules as leaves by what their names in ``model.named_modules()`` end in.
 
     Args:
-        model: The model.
         module_name_suffixes: The ends.
-        flag: False: they are taken from the leaves.
-        raise_if_not_found: Whether an end that no name has is an error.
 
     Returns:
         The modules, and the ends that no name has.
@@ -111,13 +106,11 @@ def set_z3_leaf_modules_by_suffix(
     return _set_by(str.endswith, model, module_name_suffixes, (flag, raise_if_not_found))
 
 
+@describes(_KEYWORDS)
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: LeafClasses, raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take the modules of some classes from the leaves.
-
-    Args:
-        model, leaf_module_classes, raise_if_not_found: As of ``set_z3_leaf_modules``.
 
     Returns:
         The modules that are no leaves any more.
