@@ -252,16 +252,12 @@ class OffloadTable:
             self._drop_expired()
             # Doubled, so that looking at all of them costs little per write.
             self._many_stored = max(_FEW, 2 * len(self._stored))
-        taken: list[tuple[Stripe, ...]] = []
         try:
-            taken.extend(take_stripes(self._scratch, size) for size in sizes)
+            return take_stripes(self._scratch, sizes)
         except DirectoryError:
-            for stripes in taken:
-                release_stripes(self._scratch, stripes)
-            if self._drop_expired():
-                return self._take_stripes(sizes)
-            raise
-        return tuple(taken)
+            if not self._drop_expired():
+                raise
+        return self._take_stripes(sizes)
 
     def _drop_expired(self) -> bool:
         """Free the disk space of tensors that no longer exist; return whether there were any."""
@@ -273,8 +269,7 @@ class OffloadTable:
         return bool(expired)
 
     def _release(self, stored: StoredTensors) -> None:
-        for stripes in stored.stripes:
-            release_stripes(self._scratch, stripes)
+        release_stripes(self._scratch, stored.stripes)
 
     def _why_unreadable(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> str:
         for tensor, key in zip(tensors, keys, strict=True):

@@ -19,24 +19,26 @@ class Stripe:
     stop: int
 
 
-def take_stripes(files: ScratchFiles, nbytes: int) -> tuple[Stripe, ...]:
-    """Return space for a tensor of ``nbytes``; raises DirectoryError if a disk has too little.
+def take_stripes(files: ScratchFiles, sizes: Iterable[int]) -> tuple[tuple[Stripe, ...], ...]:
+    """Return space for tensors of these bytes; raises DirectoryError if a disk has too little.
 
-    Every file gets an equal part, but none of less than 1 MiB.
+    Every file gets an equal part of a tensor, but none of less than 1 MiB.
     """
-    count = max(1, min(len(files.files), nbytes // _LEAST_STRIPE))
-    width = round_up(-(-nbytes // count), ALIGN)
-    taken: list[Stripe] = []
+    taken: list[list[Stripe]] = []
     try:
-        for start in range(0, nbytes, max(width, 1)):
-            stop = min(start + width, nbytes)
-            taken.append(Stripe(files.allocate(stop - start), start, stop))
+        for nbytes in sizes:
+            count = max(1, min(len(files.files), nbytes // _LEAST_STRIPE))
+            width = round_up(-(-nbytes // count), ALIGN)
+            taken.append([])
+            for start in range(0, nbytes, max(width, 1)):
+                stop = min(start + width, nbytes)
+                taken[-1].append(Stripe(files.allocate(stop - start), start, stop))
     except BaseException:
         release_stripes(files, taken)
         raise
-    return tuple(taken)
+    return tuple(map(tuple, taken))
 
 
-def release_stripes(files: ScratchFiles, stripes: Iterable[Stripe]) -> None:
-    """Make the space of ``stripes`` free."""
-    files.release(stripe.extent for stripe in stripes)
+def release_stripes(files: ScratchFiles, tensors: Iterable[Iterable[Stripe]]) -> None:
+    """Free the space of these tensors' stripes."""
+    files.release(stripe.extent for stripes in tensors for stripe in stripes)

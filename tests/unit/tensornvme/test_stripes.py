@@ -23,24 +23,24 @@ def files_in(directories: list[Path]) -> ScratchFiles:
 
 def test_a_large_tensor_is_cut_over_all_files_and_small_ones_take_turns(tmp_path: Path) -> None:
     files = files_in([tmp_path / str(i) for i in range(3)])
-    large = take_stripes(files, 6 * MIB + 5)
+    (large,) = take_stripes(files, [6 * MIB + 5])
     assert [s.extent.file for s in large] == [0, 1, 2]
     assert [(s.start, s.stop) for s in large[1:]] == [
         (large[0].stop, large[1].stop),
         (large[1].stop, 6 * MIB + 5),
     ]
     assert all(s.extent.offset % ALIGN == 0 and s.start % ALIGN == 0 for s in large)
-    assert [take_stripes(files, 100)[0].extent.file for _ in range(4)] == [0, 1, 2, 0]
-    assert take_stripes(files, 0) == ()
+    assert [s[0].extent.file for s in take_stripes(files, [100] * 4)] == [0, 1, 2, 0]
+    assert take_stripes(files, [0]) == ((),)
     files.close()
 
 
 def test_space_is_used_again(tmp_path: Path) -> None:
     files = files_in([tmp_path])
-    first = take_stripes(files, 3 * MIB)
-    take_stripes(files, ALIGN)
+    first = take_stripes(files, [3 * MIB])
+    take_stripes(files, [ALIGN])
     release_stripes(files, first)
-    assert take_stripes(files, 3 * MIB) == first
+    assert take_stripes(files, [3 * MIB]) == first
     files.close()
 
 
@@ -55,7 +55,7 @@ def test_a_full_disk_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(_native, "fallocate", full_at_the_second)
     with pytest.raises(DirectoryError, match="No space left"):
-        take_stripes(files, 40 * MIB)
+        take_stripes(files, [40 * MIB])
     monkeypatch.undo()
-    assert [s.extent.offset for s in take_stripes(files, 40 * MIB)] == [0, 0]
+    assert [s.extent.offset for s in take_stripes(files, [40 * MIB])[0]] == [0, 0]
     files.close()
