@@ -69,7 +69,8 @@ class EnginePhase(Enum):
 class DeepSpeedEngine(ConfiguredModule):
     """A placed model with its optimizer and scheduler: ``engine(...)``, ``backward``, ``step``.
 
-    Attributes that the engine lacks are the module's. ``initialize`` creates it.
+    Attributes that the engine lacks are the module's. ``initialize`` creates it. What trains raises
+    OptionError in an engine without an optimizer.
 
     Args:
         module: The model that ``stow`` returned.
@@ -205,9 +206,6 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Returns:
             The loss, divided by the number of micro-batches unless ``scale_wrt_gas`` is False.
-
-        Raises:
-            OptionError: The engine has no optimizer.
         """
         optimizer, update = self._trained("backward()")
         if scale_wrt_gas:
@@ -271,8 +269,7 @@ class DeepSpeedEngine(ConfiguredModule):
         Raises:
             BackwardError: Some losses of this step were multiplied by the loss scale.
             OptionError: The gradients are not finite, and updates by them run during backward; or
-                it was called inside ``no_sync()`` or ``coalesce_grad_reduction()``; or the engine
-                has no optimizer.
+                it was called inside ``no_sync()`` or ``coalesce_grad_reduction()``.
         """
         _, update = self._trained("step()")
         with self._enter(EnginePhase.STEPPING, _UNREDUCED):
@@ -653,8 +650,8 @@ class DeepSpeedEngine(ConfiguredModule):
             pin_memory, non_blocking: Not used.
 
         Raises:
-            OptionError: ``device`` is another; weights or gradients are asked for that are on an
-                accelerator; or the engine has no optimizer.
+            OptionError: ``device`` is another, or weights or gradients are asked for that are on an
+                accelerator.
         """
         del pin_memory, non_blocking
         self._trained("offload_states()")
@@ -665,9 +662,6 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Args:
             non_blocking: Not used.
-
-        Raises:
-            OptionError: The engine has no optimizer.
         """
         del non_blocking
         self._trained("reload_states()")
@@ -687,9 +681,6 @@ class DeepSpeedEngine(ConfiguredModule):
 
         Args:
             lr: The learning rate.
-
-        Raises:
-            OptionError: The engine has no optimizer.
         """
         optimizer, _ = self._trained("set_lr()")
         for group in optimizer.param_groups:
