@@ -72,9 +72,9 @@ def one_of(*names: str) -> ValueType:
     return ValueType("one of " + ", ".join(f'"{name}"' for name in names), take)
 
 
-def _of(words: str, *types: type) -> ValueType:
+def _of(words: str, kind: type, *, refused: object = None) -> ValueType:
     def take(value: object) -> object:
-        if not isinstance(value, types) or (isinstance(value, str) and not value):
+        if not isinstance(value, kind) or value == refused:
             raise ValueError
         return value
 
@@ -94,19 +94,11 @@ def take_flag(value: object) -> bool:
 
 
 BOOL = ValueType("true or false", take_flag)
-TEXT = _of("a text that is not empty", str)
+TEXT = _of("a text that is not empty", str, refused="")
+STRING = _of("a text", str)
 OBJECT = _of("an object, {...}", Mapping)
 ANYTHING = ValueType("anything", lambda value: value)
 STEPS = ValueType("a whole number, at least 1, or inf for never", _steps)
-
-
-def _string(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError  # noqa: TRY004  # as the other kinds
-    return value
-
-
-STRING = ValueType("a text", _string)
 
 
 def is_off(value: object) -> bool:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.gemini_plugin import PLACEMENT, GeminiPlugin
-from tensorstow.colossalai.booster.plugin.place_model import DTYPES
+from tensorstow.colossalai.booster.plugin.place_model import DTYPES, TrainingOptions
 from tensorstow.colossalai.gemini import GeminiModel
 from tensorstow.colossalai.interface import OptimizerWrapper
 from tensorstow.doorkit.keyword_table import (
@@ -20,7 +20,6 @@ from tensorstow.doorkit.keyword_table import (
     refused,
 )
 from tensorstow.doorkit.refused_calls import refused_call
-from tensorstow.fsdp.sharding import current_device
 
 _TABLE: Table = {
     **PLACEMENT,
@@ -78,7 +77,7 @@ class GeminiDDP(GeminiModel):
         use_fp8: bool = False,
     ) -> None:
         arguments = locals()
-        dtype = mixed_precision or _usual_dtype()
+        dtype = mixed_precision or DTYPES[TrainingOptions().meant]
         precisions = {dtype: name for name, dtype in DTYPES.items()}
         if dtype not in precisions:
             message = (
@@ -134,7 +133,3 @@ class GeminiDDP(GeminiModel):
             " requires_grad_(False)",
         )
     )
-
-
-def _usual_dtype() -> torch.dtype:
-    return torch.float32 if current_device().type == "cpu" else torch.float16
