@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tensorstow
 from tensorstow.base.sizes import format_bytes
 from tensorstow.losses import chunk_loss
-from tensorstow.report.rss import RssSampler
+from tensorstow.report.samples import MemorySampler
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def train(args: argparse.Namespace) -> list[float]:
     )
     tokens = torch.randint(args.vocabulary, (1, args.tokens))
     losses = []
-    with optimizer, RssSampler() as memory:
+    with optimizer, MemorySampler({}) as memory:
         for step in range(1, args.steps + 1):
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> list[float]:
             optimizer.zero_grad()
             losses.append(loss.item())
             print(f"step {step}: loss {losses[-1]:.3f}")
-    resident = [nbytes for _, nbytes in memory.samples]
+    resident = [sample.nbytes for sample in memory.held["process"].kept]
     print(
         f"training took {format_bytes(max(resident) - resident[0])} of resident memory at its peak;"
         f" the logits would be {format_bytes(4 * args.tokens * args.vocabulary)}"

@@ -34,7 +34,8 @@ from tensorstow.cli.digests import checksum
 from tensorstow.cli.process import say, teller
 from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.stowed_adam import StowedAdam
-from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.report.samples import MemorySampler
 from tensorstow.report.spans import Sample, TimeSpan, span_of
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import StateMemory, predict_memory
@@ -111,7 +112,7 @@ def run_row(
     clock, mine, taken = Clock(progress), TurnClock(), []
     training = Training(model, optimizer, scale, clock)
     checksums = []
-    with RssSampler() as sampler:
+    with MemorySampler({}) as sampler:
         if stowed is not None:
             stowed.start_trace()
         for steps in turns:
@@ -128,10 +129,11 @@ def run_row(
             if row.key == ANCHOR:
                 checksums.append(checksum(model))
         end = resident_bytes()
-    peak = peak_bytes() or max(nbytes for _, nbytes in sampler.samples)
+    resident = sorted(sampler.held["process"].kept, key=lambda sample: sample.time)
+    peak = peak_bytes() or max(sample.nbytes for sample in resident)
     events = stowed.trace() if stowed is not None else []
     traffic = stowed.traffic() if stowed is not None else Traffic(0, 0, 0, 0, 0.0)
-    moments = [(mine.moment(time), nbytes) for time, nbytes in sorted(sampler.samples)]
+    moments = [(mine.moment(sample.time), sample.nbytes) for sample in resident]
     return RunResult(
         key=row.key,
         parameters=scale.parameters,

@@ -61,16 +61,9 @@ def inspect_directory(
 ) -> DirectoryFacts:
     """Find out about ``path``, or raise DirectoryError if there is no such directory."""
     resolved = resolve_path(path)
-    try:
+    with named("Directory", resolved):
         is_directory, is_there = resolved.is_dir(), resolved.exists()
         space = os.statvfs(resolved) if is_directory else None
-    except OSError as error:
-        code = error.errno or codes.EIO
-        message = (
-            f"Directory {resolved} was requested but cannot be looked at: {os.strerror(code)}."
-            f" {advice_for(code)}"
-        )
-        raise DirectoryError(message) from error
     if space is None:
         _refuse_kernel_files(resolved)
         problem = "is not a directory" if is_there else "does not exist"
@@ -177,25 +170,18 @@ def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryF
 
 def _made(path: Path, created: list[Path]) -> DirectoryFacts:
     _refuse_kernel_files(path)
-    try:
+    # Other ranks and runs make theirs at the same time; or it is a link to nowhere.
+    with named("Directory", path), contextlib.suppress(FileExistsError):
         if not path.exists():
+            missing = next((p for p in reversed(path.parents) if not p.exists()), None)
+            if missing is not None:
+                message = (
+                    f"Directory {path} was requested, and {missing} does not exist. If the path is"
+                    f" right and its disk mounted, make it: mkdir -p {shlex.quote(str(path))}"
+                )
+                raise DirectoryError(message)
             path.mkdir()
             created.append(path)
-    except FileExistsError:
-        pass  # other ranks and runs make theirs at the same time; or it is a link to nowhere
-    except FileNotFoundError as error:
-        missing = next((p for p in reversed(path.parents) if not p.exists()), path.parent)
-        message = (
-            f"Directory {path} was requested, and {missing} does not exist. If the path is right"
-            f" and its disk mounted, make it: mkdir -p {shlex.quote(str(path))}"
-        )
-        raise DirectoryError(message) from error
-    except OSError as error:
-        message = (
-            f"Directory {path} was requested and cannot be made: {error.strerror}."
-            f" {advice_for(error.errno or codes.EIO)}"
-        )
-        raise DirectoryError(message) from error
     return check_directory(path)
 
 

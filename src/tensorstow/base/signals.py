@@ -8,7 +8,7 @@ thread, and Python runs the handler in the main one all the same.
 import _signal  # type: ignore[import-not-found]  # signal.py wraps its results in enumerations
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = sorted(
@@ -57,12 +57,7 @@ class SignalsDeferred:
             raise
         self._deferring = True
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Restore the handlers, and run those whose signals were received."""
         self._deferring = False
         raised = self._put_back()

@@ -3,9 +3,6 @@
 import argparse
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-
-from rich.status import Status
 
 from tensorstow.base.cores import process_cores
 from tensorstow.base.directories import choose_directory
@@ -23,10 +20,14 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     load = os.getloadavg()[0] / process_cores()  # before measuring, which is a load itself
     console = make_console(to_stderr=True)
-    with _progress() as status:
+    console.quiet = not console.is_terminal
+    with console.status("measuring") as status:
         directories = options.directories or [choose_directory().path]
         profile = calibrate(directories, lambda subject: status.update(f"measuring: {subject}"))
-    path = write_profile(_with_earlier(profile))
+    console.quiet = False
+    earlier = read_profile()
+    measured_before = {} if earlier is None else earlier.directories
+    path = write_profile(profile.but(directories={**measured_before, **profile.directories}))
     if options.json:
         print_json(profile.as_dict())
     else:
@@ -39,23 +40,6 @@ def run(options: argparse.Namespace) -> int:
         )
         print_line(console, message)
     return 0
-
-
-def _with_earlier(profile: Profile) -> Profile:
-    """Return a profile that also has the directories measured earlier."""
-    earlier = read_profile()
-    if earlier is None:
-        return profile
-    return profile.but(directories={**earlier.directories, **profile.directories})
-
-
-@contextmanager
-def _progress() -> Iterator[Status]:
-    """Show progress on standard error if it is a terminal."""
-    console = make_console(to_stderr=True)
-    console.quiet = not console.is_terminal
-    with console.status("measuring") as status:
-        yield status
 
 
 def print_profile(profile: Profile) -> None:

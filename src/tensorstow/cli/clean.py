@@ -3,7 +3,6 @@
 import argparse
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import print_by_rank
@@ -20,19 +19,14 @@ def run(options: argparse.Namespace) -> int:
         for removal in removals if options.yes else ():
             remove(removal)
     if options.json:
-        facts = [_facts(removal, is_removed=options.yes) for removal in removals]
+        facts = [{"removed": options.yes, **asdict(removal)} for removal in removals]
         print_by_rank(facts, directories, first)
         return 0
     for removal in removals:
-        for line in _lines(removal, "removed" if options.yes else "would remove"):
-            print(line)
+        print(*_lines(removal, "removed" if options.yes else "would remove"), sep="\n")
     if not options.yes:
         print("nothing was touched: add --yes to remove it")
     return 0
-
-
-def _facts(removal: Removal, *, is_removed: bool) -> dict[str, Any]:
-    return {"removed": is_removed, **asdict(removal)}
 
 
 def _lines(removal: Removal, verb: str) -> list[str]:

@@ -98,10 +98,11 @@ def print_table(
     if fits(console, table):
         console.print(table)
         return
+    widest = max(map(len, heads))
     for row in rows:
         console.print()
         named = zip(heads, row, strict=True)
-        print_facts(console, [(head, cell) for head, cell in named if cell], _widest(heads) + 2)
+        print_facts(console, [(head, cell) for head, cell in named if cell], widest + 2)
 
 
 def format_rate(rate: float) -> str:
@@ -113,7 +114,3 @@ def fits(console: Console, table: Table) -> bool:
     """Return whether ``table`` fits the width of the console."""
     unbounded = console.options.update(max_width=1 << 20)
     return console.measure(table, options=unbounded).maximum <= console.width
-
-
-def _widest(heads: Sequence[str]) -> int:
-    return max(len(head) for head in heads)

@@ -8,19 +8,6 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.plan_output import describe, other_placements, show_seconds
 from tensorstow.report.page import definitions, document, faint
 
-_STYLE = """
-.bar{display:flex;height:2.2em;border-radius:4px;overflow:hidden;background:#8883;position:relative}
-.bar>span{min-width:1px}
-.lane{display:grid;grid-template-columns:11em 1fr;gap:.6em;align-items:center;margin:.25em 0}
-.lane .bar{height:1.5em;border-radius:3px;background:none}
-.lane .gap{background:#8882}
-.lane .cell{display:flex;background:#8882;border-right:2px solid #8886}
-.items{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.2em 1.2em;margin:.4em 0 1.2em}
-.items i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.4em}
-.marks{display:flex;font-size:.85em}
-.marks span{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
-@media(max-width:600px){.lane{grid-template-columns:1fr;gap:0}.marks{font-size:.75em}}
-"""
 _COLORS = (
     "#2f7fb5", "#cf8a1d", "#1f9484", "#a9659f", "#6f953c", "#c4553f", "#6c7fa6", "#8a919c",
 )  # fmt: skip
@@ -39,7 +26,6 @@ def compose(facts: dict[str, Any]) -> str:
     """Return the page of what ``plan.examine`` returned."""
     name = facts["model"]["name"]
     body = [
-        f"<style>{_STYLE}</style>",
         f"<h1>The plan of {escape(name)}</h1>",
         definitions(describe(facts)),
         "<h2>Memory of one rank</h2>",

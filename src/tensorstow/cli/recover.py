@@ -37,10 +37,8 @@ def run(options: argparse.Namespace) -> int:
         facts = [_facts(recovery, is_recovered=is_done) for recovery in recoveries]
         print_by_rank(facts, directories, first)
     else:
-        for line in (
-            line for recovery in recoveries for line in _lines(recovery, is_recovered=is_done)
-        ):
-            print(line)
+        for recovery in recoveries:
+            print(*_lines(recovery, is_recovered=is_done), sep="\n")
         if damaged and not is_done:
             print(f"nothing was touched: add {_advice(damaged, is_lossy=is_lossy)}")
     if damaged and not is_done:

@@ -161,13 +161,7 @@ class _Count(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch is untyped here
         self.calls = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,  # noqa: ANN401  # torch's own signature
-        types: Any,  # noqa: ANN401
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Run ``func`` and count it."""
         self.calls += 1
         return func(*args, **(kwargs or {}))

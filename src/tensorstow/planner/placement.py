@@ -231,13 +231,14 @@ def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
 
 def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dtype, Family]:
     dtypes = {dtype for unit in sizes.units for dtype in unit.by_dtype}
-    return {dtype: _family(dtype, plan, conditions) for dtype in dtypes}
+    formats = {dtype: state_format_of(dtype, plan, conditions) for dtype in dtypes}
+    return {dtype: Family(dtype, amsgrad=False, format=formats[dtype]) for dtype in dtypes}
 
 
-def _family(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> Family:
+def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> StateFormat:
+    """Return the format of the states of parameters of a dtype."""
     moving = plan.states == Tier.DISK or conditions.commits
-    state_format = format_of(dtype, conditions.state_format, moving=moving)
-    return Family(dtype, amsgrad=False, format=state_format)
+    return format_of(dtype, conditions.state_format, moving=moving)
 
 
 @lru_cache(maxsize=64)

@@ -25,11 +25,11 @@ from tensorstow.planner.placement import (
     MovedActivations,
     in_memory_bytes,
     moved_activations,
+    state_format_of,
     states_of,
     units_on,
 )
 from tensorstow.planner.sizes import Sizes
-from tensorstow.states.offload_policy import format_of
 
 _FORWARD = 1 / 3
 """Forward's share of the time of forward and backward."""
@@ -166,9 +166,8 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
     # Passes alternate direction: each begins with the units that the one before it ended with.
     still_in_memory = min(in_memory_bytes(plan, units), sum(on_disk)) if on_disk else 0
     updates: dict[str, int] = {}
-    moving = plan.states == Tier.DISK or conditions.commits
     for dtype, elements in sizes.trained:
-        key = update_key(dtype, format_of(dtype, conditions.state_format, moving=moving))
+        key = update_key(dtype, state_format_of(dtype, plan, conditions))
         updates[key] = updates.get(key, 0) + elements
     written = read = 0
     memory = states_of(plan, sizes, conditions)

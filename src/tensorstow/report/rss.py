@@ -1,12 +1,10 @@
-"""The resident memory of this process: now, at its peak, and sampled over time."""
+"""The resident memory of this process, now and at its peak, and a thread that samples."""
 
 import ctypes
 import mmap
 import re
 import threading
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 SAMPLES_PER_SECOND = 20
@@ -54,12 +52,7 @@ class PeriodicSampler:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Stop, with a last sample."""
         self._stop.set()
         self._thread.join()
@@ -68,16 +61,3 @@ class PeriodicSampler:
     def _run(self) -> None:
         while not self._stop.wait(1 / SAMPLES_PER_SECOND):
             self.take()
-
-
-class RssSampler(PeriodicSampler):
-    """Samples the resident memory in a thread while the block runs."""
-
-    def __init__(self) -> None:
-        super().__init__("rss")
-        self.samples: list[tuple[float, int]] = []
-        """(time.monotonic(), bytes) pairs."""
-
-    def take(self) -> None:
-        """Take a sample now, for phases shorter than a sampling interval."""
-        self.samples.append((time.monotonic(), resident_bytes()))

@@ -121,7 +121,7 @@ def test_a_missing_directory_is_made_and_its_parents_are_not(tmp_path: Path) -> 
 def test_what_was_made_for_one_that_is_refused_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(DirectoryError, match=f"{file}/run was requested and cannot be made"):
+    with pytest.raises(DirectoryError, match=f"{file}/run was requested: Not a directory"):
         make_directories([tmp_path / "nvme", file / "run"])
     assert sorted(tmp_path.iterdir()) == [file]
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")

@@ -1,10 +1,8 @@
-import itertools
 import mmap
-import time
 
 import pytest
 
-from tensorstow.report.rss import RssSampler, peak_bytes, resident_bytes, return_freed_memory
+from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
 SIZE = 64 << 20
 
@@ -20,14 +18,3 @@ def test_touched_memory_is_seen_now_and_at_the_peak() -> None:
     assert peak is None or peak >= before + 0.9 * SIZE
     return_freed_memory()
     assert resident_bytes() - before < 0.5 * SIZE
-
-
-def test_the_curve_is_sampled_while_the_block_runs() -> None:
-    start = time.monotonic()
-    with RssSampler() as sampler:
-        time.sleep(0.3)
-    times = [moment for moment, _ in sampler.samples]
-    assert len(times) >= 3
-    assert start <= times[0]
-    assert all(a < b for a, b in itertools.pairwise(times))
-    assert all(nbytes > 0 for _, nbytes in sampler.samples)

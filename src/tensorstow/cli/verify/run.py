@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
+from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
 from tensorstow.cli.output import (
@@ -41,7 +41,8 @@ def run(options: argparse.Namespace) -> int:
     )
     device = _device(options.device)
     console = make_console(to_stderr=options.json)
-    heading = _heading(subject, facts, device)
+    model = f"{subject.name}, {subject.note}" if subject.note else subject.name
+    heading = f"{model}; on {device}; states on disk in {facts.path} ({facts.filesystem})"
     if not options.json:
         print_line(console, heading, "dim")
     with tempfile.TemporaryDirectory(prefix="tensorstow-verify-", dir=facts.path) as folder:
@@ -82,13 +83,6 @@ def _device(asked: str | None) -> torch.device:
         message = f"--device {asked} was given: {error}"
         raise OptionError(message) from error
     return device
-
-
-def _heading(subject: Subject, facts: DirectoryFacts, device: torch.device) -> str:
-    model = subject.name
-    if subject.note:
-        model += f", {subject.note}"
-    return f"{model}; on {device}; states on disk in {facts.path} ({facts.filesystem})"
 
 
 def _run_all(
