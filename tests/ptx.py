@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 
-from tensorstow.states.layout import Family
+from tensorstow.states.layout import STREAMS, Family
 
 FLOATS = re.compile(
     r"^\s+(?:@%?\S+ )?([a-z][a-z0-9_.:]*\.(?:b?f16(?:x2)?|f32(?:x2)?|f64)\b[a-z0-9_.]*)",
@@ -48,7 +48,7 @@ def compiled(family: Family, capability: int) -> str:
         for spec in family.specs
     }
     kinds = ["*i64", "*fp32", "i32"]
-    kinds += ["*" + streams.get(name, "i64") for name in fused_kernel.STREAMS]
+    kinds += ["*" + streams.get(name, "i64") for name in STREAMS]
     names = kernel.arg_names
     signature = dict(zip(names, [*kinds, *["constexpr"] * 3], strict=True))
     constants = {

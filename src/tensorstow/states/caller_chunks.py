@@ -20,13 +20,9 @@ class CallerChunks:
     def acquire(self, *, wait: bool) -> tuple[int, int] | None:
         """Return the next (chunk, slot) whose states are in memory and verified.
 
-        Args:
-            wait: Block until there is one. The caller must hold no chunk then, or it may block
-                for ever.
-
-        Returns:
-            Slot -1 means memory of the chunk's own. None if the step is over or has failed (``end``
-            raises the error), or if no chunk is ready and ``wait`` is False.
+        Slot -1 means memory of the chunk's own. None: the step is over or has failed (``end``
+        raises the error), or no chunk is ready and ``wait`` is False. A caller that holds a chunk
+        must not wait, or it may block for ever.
         """
         chunk, slot = self._handle.live().acquire_chunk(wait=wait)
         return None if chunk < 0 else (chunk, slot)

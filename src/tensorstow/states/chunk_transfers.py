@@ -1,44 +1,18 @@
 """Reads and writes of single chunks on disk through the ring, outside steps."""
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
-import tensorstow._native as _native
-from tensorstow.io.files import File, IoFuture
+from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.layout import parts_of
-from tensorstow.states.stored_chunks import FilePosition, StoredChunks
+from tensorstow.states.scratch import ScratchStorage
+from tensorstow.states.stored import StoreStorage
+from tensorstow.states.stored_chunks import StoredChunks
 
 Transferring = Callable[[torch.Tensor, int], IoFuture]
-
-
-class ChunkStorage(Protocol):
-    """The interface of disk space for chunks."""
-
-    engine: _native.Engine | None
-    durable: bool
-
-    def open_engine(self) -> _native.Engine:
-        """Return the engine that serves its files."""
-
-    def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
-        """Return a place on disk for each chunk of ``widths`` bytes."""
-
-    def file(self, number: int) -> File:
-        """Return the file that the engine calls ``number``."""
-
-    def path(self, number: int) -> Path:
-        """Return the path of that file, for messages."""
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Return the directories of its files."""
-
-    def close(self) -> None:
-        """Close all files."""
+ChunkStorage = ScratchStorage | StoreStorage
 
 
 class ChunkTransfers:

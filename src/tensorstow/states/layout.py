@@ -26,8 +26,15 @@ RESIDENT_CAPACITY = 16 << 20
 less than the ring takes to fill, so that no read waits for it."""
 LEAST_SLOTS = 2
 DEFAULT_RING_BYTES = 48 << 20
-
-
+STREAMS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "max_exp_avg_sq",
+    "master",
+    "exp_avg_scale",
+    "exp_avg_sq_scale",
+)
+"""All streams of states, in the order of the kernels' arguments."""
 STATE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Parameters that a kernel takes."""
 
@@ -167,18 +174,11 @@ def cut(runs: Sequence[Segment], capacity: int) -> Iterator[ChunkPlan]:
 
 
 def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPlan, int]]:
-    """Cut a space every ``capacity`` elements; return chunks of one large parameter together.
+    """Cut a space every ``capacity`` elements; yield chunks of one large parameter together.
 
-    Args:
-        runs: The space.
-        capacity: A multiple of LANE.
-
-    Returns:
-        A chunk, and the number of consecutive chunks of its size: more than one only if each has
-        ``capacity`` elements of one parameter and nothing else.
-
-    Raises:
-        OptionError: ``capacity`` is not a positive multiple of LANE.
+    With each chunk comes the number of consecutive chunks of its size: more than one only if each
+    has ``capacity`` elements of one parameter and nothing else. Raises OptionError unless
+    ``capacity`` is a positive multiple of LANE.
     """
     if capacity <= 0 or capacity % LANE:
         message = (

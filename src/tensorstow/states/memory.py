@@ -63,16 +63,8 @@ class StateMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class StagingPlan:
+class StagingPlan(RingPlan):
     """The host memory for copies of gradients: ``slots`` of one chunk's gradients each."""
-
-    slots: int
-    slot_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Return the host memory of all slots."""
-        return self.slots * self.slot_bytes
 
     def offset(self, slot: int, position: int) -> int:
         """Return the offset in a slot of the gradient at ``position`` of its chunk."""
@@ -182,12 +174,7 @@ def predict_whole(
 def chunks_of(
     lines: Sequence[tuple[Family, Sequence[int]]], chunk_elements: int
 ) -> list[AlikeChunks]:
-    """Return the chunks of a whole model's states.
-
-    Args:
-        lines: As ``predict_whole`` takes them.
-        chunk_elements: Elements of a chunk.
-    """
+    """Return the chunks of a whole model's states; ``lines`` as ``predict_whole`` takes them."""
     chunks: list[AlikeChunks] = []
     for family, sizes in lines:
         chunks += [(family, *alike) for alike in _cut(tuple(sizes), chunk_elements)]
@@ -203,8 +190,7 @@ def _cut(sizes: tuple[int, ...], chunk_elements: int) -> tuple[tuple[ChunkPlan, 
 def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:
     """Return the number of slots for states in an accelerator's memory, and a slot's bytes.
 
-    Args:
-        chunks: The family and the elements of each chunk that the accelerator may update.
+    ``chunks``: the family and the elements of each chunk that the accelerator may update.
     """
     widest = max((parts_of(family, n)[-1].file_at for family, n in chunks), default=0)
     return min(MOST_DEVICE_SLOTS, len(chunks)), round_up(widest, _DEVICE_ALIGN)

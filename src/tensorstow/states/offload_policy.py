@@ -46,12 +46,9 @@ class OffloadPolicy:
 
 
 def format_of(dtype: torch.dtype, wanted: StateFormat | None, *, moving: bool) -> StateFormat:
-    """Return the format of the states of a parameter.
+    """Return the format of the states of a parameter of ``dtype``.
 
-    Args:
-        dtype: The parameter's.
-        wanted: The user's choice; None: the smallest exact format if states move.
-        moving: Whether any states pass through the ring.
+    Without a ``wanted`` one it is the smallest exact format if states move.
     """
     if wanted is None:
         wanted = StateFormat.SPLIT if moving else StateFormat.FP32

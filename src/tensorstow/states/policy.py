@@ -1,11 +1,16 @@
 """``PipelinePolicy``: chunk size, threads, backend, depth; none changes a result."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
+import tensorstow._native as _native
 from tensorstow.base.errors import OptionError
 from tensorstow.base.fields import PositiveInt, check_fields, whole_number
 from tensorstow.base.keywords import names_keywords
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import backend_for
 from tensorstow.io.numa_binding import NodeChoice
 from tensorstow.states.layout import LANE
 
@@ -63,3 +68,9 @@ class PipelinePolicy:
     def most_slots(self) -> int | None:
         """Return how many chunks may be in memory at once; None if only the budget limits it."""
         return 1 if self.schedule == "naive" else None
+
+
+def engine_for(directories: Iterable[Path], policy: PipelinePolicy) -> _native.Engine:
+    """Return a new I/O engine for files in ``directories``."""
+    backend = backend_for(directories, policy.backend)
+    return open_engine(backend, depth=policy.depth, node=policy.node)

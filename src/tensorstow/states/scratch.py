@@ -7,17 +7,16 @@ from pathlib import Path
 import tensorstow._native as _native
 from tensorstow.base.directories import choose_directory
 from tensorstow.base.sizes import format_bytes, round_up
-from tensorstow.io.engine import open_engine
-from tensorstow.io.files import ALIGN, GROWTH_BYTES, File, backend_for
+from tensorstow.io.files import ALIGN, GROWTH_BYTES, File
 from tensorstow.io.scratch import ScratchFiles
-from tensorstow.states.policy import PipelinePolicy
+from tensorstow.states.policy import PipelinePolicy, engine_for
 from tensorstow.states.stored_chunks import FilePosition
 
 logger = logging.getLogger("tensorstow")
 
 
 class ScratchStorage:
-    """``ChunkStorage`` in scratch files; a chunk never changes its position.
+    """Disk space for chunks in scratch files; a chunk never changes its position.
 
     Chunks that come later get scratch files of their own.
     """
@@ -40,9 +39,7 @@ class ScratchStorage:
         if self.engine is None:
             # With all states in RAM nothing is moved: the least of engines will do.
             self.engine = (
-                self._start(self._policy.backend)
-                if self._moving
-                else _native.Engine("threads", 1, 4096)
+                engine_for((), self._policy) if self._moving else _native.Engine("threads", 1, 4096)
             )
         return self.engine
 
@@ -55,7 +52,7 @@ class ScratchStorage:
             return []
         directories = self._directories or (choose_scratch(sum(widths)),)
         if self.engine is None:
-            self.engine = self._start(backend_for(directories, self._policy.backend))
+            self.engine = engine_for(directories, self._policy)
         turns, padded = len(directories), [round_up(width, ALIGN) for width in widths]
         scratch = ScratchFiles(
             self.engine, directories, [sum(padded[turn::turns]) for turn in range(turns)]
@@ -64,9 +61,6 @@ class ScratchStorage:
         self._files |= {file.number: file for file in scratch.files}
         extents = [scratch.allocate(width) for width in widths]
         return [(scratch.files[extent.file].number, extent.offset) for extent in extents]
-
-    def _start(self, backend: str | None) -> _native.Engine:
-        return open_engine(backend, depth=self._policy.depth, node=self._policy.node)
 
     def file(self, number: int) -> File:
         """Return the file that the engine calls ``number``."""
@@ -92,21 +86,14 @@ class ScratchStorage:
 def open_scratch(
     directories: Sequence[Path], expected: int, policy: PipelinePolicy
 ) -> ScratchFiles:
-    """Return scratch files for optimizer states, with their own I/O engine.
+    """Return scratch files with their own I/O engine, and ``expected`` bytes reserved.
 
-    Args:
-        directories: Where; empty: one is chosen and logged.
-        expected: The bytes that are reserved, over all directories.
-        policy: Has the engine's backend, depth and node.
-
-    Raises:
-        DirectoryError: A directory is missing, read-only, in RAM or too full.
+    Without ``directories`` one is chosen and logged. Raises DirectoryError if one is missing,
+    read-only, in RAM or too full.
     """
     chosen = tuple(directories) or (choose_scratch(expected),)
-    backend = backend_for(chosen, policy.backend)
-    engine = open_engine(backend, depth=policy.depth, node=policy.node)
     share = round_up(-(-expected // len(chosen)), GROWTH_BYTES)
-    return ScratchFiles(engine, chosen, [share] * len(chosen))
+    return ScratchFiles(engine_for(chosen, policy), chosen, [share] * len(chosen))
 
 
 def choose_scratch(nbytes: int) -> Path:

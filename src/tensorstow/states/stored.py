@@ -8,9 +8,8 @@ import torch.distributed as dist
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import LockedError, OptionError
-from tensorstow.io.engine import open_engine
-from tensorstow.io.files import File, backend_for
-from tensorstow.states.policy import PipelinePolicy
+from tensorstow.io.files import File
+from tensorstow.states.policy import PipelinePolicy, engine_for
 from tensorstow.states.stored_chunks import FilePosition
 from tensorstow.store.records import Extent
 from tensorstow.store.store import Store
@@ -30,10 +29,7 @@ class StoreStorage:
             )
             raise OptionError(message)
         make_directories(directories)
-        backend = backend_for(directories, policy.backend)
-        self.engine: _native.Engine | None = open_engine(
-            backend, depth=policy.depth, node=policy.node
-        )
+        self.engine: _native.Engine | None = engine_for(directories, policy)
         self.store = _open_store(directories, self.engine)
         self._numbers = [file.number for file in self.store.files]
         self._extents: dict[FilePosition, Extent] = {}

@@ -10,21 +10,12 @@ from tensorstow.formats.reference import adam_scalars
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.arena import Arena
 from tensorstow.states.kernels import prepare_kernels
-from tensorstow.states.layout import Family
+from tensorstow.states.layout import STREAMS, Family
 
 PARAMETERS = 8 << 20
 """Parameters of a trial: their bytes exceed any cache."""
 _APART = (4 << 20) + 3 * 4096
 """Gap between streams: a power of two would cost up to two thirds of the bandwidth."""
-_STREAMS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "master",
-    "exp_avg_scale",
-    "exp_avg_sq_scale",
-)
-"""Streams in the order of the kernel's arguments."""
 FAMILIES = (
     (torch.float32, StateFormat.FP32),
     (torch.float32, StateFormat.BF16),
@@ -39,11 +30,7 @@ FAMILIES = (
 
 
 def checksum_trial(nbytes: int) -> Callable[[], None]:
-    """Return a function that computes the checksum of ``nbytes`` bytes on one core.
-
-    Args:
-        nbytes: The number of bytes.
-    """
+    """Return a function that computes the checksum of ``nbytes`` bytes on one core."""
     data = torch.ones(nbytes, dtype=torch.uint8)
 
     def run() -> None:
@@ -53,12 +40,7 @@ def checksum_trial(nbytes: int) -> Callable[[], None]:
 
 
 def update_trial(dtype: torch.dtype, state_format: StateFormat) -> Callable[[], None]:
-    """Return a function that updates ``PARAMETERS`` parameters with the kernel, as a run does.
-
-    Args:
-        dtype: The dtype of the parameters and their gradients.
-        state_format: The format of their states.
-    """
+    """Return a function that updates ``PARAMETERS`` parameters with the kernel, as a run does."""
     prepare_kernels()
     family = Family(dtype, amsgrad=False, format=state_format)
     kinds = [("param", dtype, 1), ("grad", dtype, 1)]
@@ -85,7 +67,7 @@ def update_trial(dtype: torch.dtype, state_format: StateFormat) -> Callable[[], 
         _native.adam_update(
             param=address("param"),
             grad=address("grad"),
-            states=[address(name) for name in _STREAMS],
+            states=[address(name) for name in STREAMS],
             n=PARAMETERS,
             param_dtype=dtype_key(dtype),
             grad_dtype=dtype_key(dtype),

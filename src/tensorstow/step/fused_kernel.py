@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.stochastic_rounding import key_words
-from tensorstow.states.layout import Family
+from tensorstow.states.layout import STREAMS, Family
 from tensorstow.step.segment_update import SegmentUpdate
 
 BLOCK = 1024
@@ -92,13 +92,7 @@ def update(
 ) -> None:
     """Update the segments of ``table`` and their ``streams`` in place, on the current stream.
 
-    Args:
-        table: What ``fill_table`` wrote, on the device.
-        segments: Its rows, 1 or more.
-        blocks: What ``fill_table`` returned, 1 or more.
-        streams: The chunk's states, 1-D each.
-        family: The chunk's family.
-
+    ``fill_table`` wrote the table, which is on the device, and returned its ``blocks``.
     """
     integers = table[: segments * 8 * len(COLUMNS)].view(torch.int64)
     scalars = table[integers.nbytes : table_bytes(segments)].view(torch.float32)
@@ -115,17 +109,6 @@ def update(
             AMSGRAD=family.amsgrad,
             **OPTIONS,
         )
-
-
-STREAMS = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "master",
-    "exp_avg_scale",
-    "exp_avg_sq_scale",
-)
-"""The kernel's pointers to states, in the order of its arguments."""
 
 
 def _words(stream: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,43 +53,25 @@ def update_by_reference(
         )
 
 
-class UpdateRule(Protocol):
-    """One way to update the segments of a chunk, all of which are on one device."""
-
-    name: str
-    """For users."""
-
-    def table_bytes(self, segments: int) -> int:
-        """Return the bytes that this number of segments needs, on the host and on the device."""
-
-    def prepare(
-        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
-    ) -> tuple[Pairs, Update]:
-        """Return copies to the device that precede the update, and the update.
-
-        Args:
-            segments: One or more.
-            family: The chunk's family.
-            on_host: ``table_bytes`` of host memory, unchanged until the copy is over.
-            on_device: The same number of bytes on the device, unchanged until the update is over.
-
-        """
-
-
 class TorchRule:
     """The reference: plain torch operations, each part of a parameter by itself."""
 
     name = "torch's operations"
+    """For users."""
 
     def table_bytes(self, segments: int) -> int:
-        """Return 0: launches take arguments and need no table."""
+        """Return the bytes that this number of segments needs, on the host and on the device."""
         del segments
         return 0
 
     def prepare(
         self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
     ) -> tuple[Pairs, Update]:
-        """Return the update alone."""
+        """Return copies to the device that precede the update of a chunk, and the update.
+
+        ``on_host`` and ``on_device`` are ``table_bytes`` of memory, unchanged until the copy and
+        the update are over.
+        """
         del on_host, on_device
         return (), lambda streams: update_by_reference(segments, streams, family)
 
@@ -121,6 +103,10 @@ class FusedRule:
                 self._kernel.update(on_device, len(segments), blocks, streams, family)
 
         return [(on_device, on_host)], launch
+
+
+UpdateRule = TorchRule | FusedRule
+"""Two ways to update the segments of a chunk, all of which are on one device."""
 
 
 @dataclass(frozen=True, slots=True)
