@@ -6,8 +6,9 @@ checked as well, whatever the digests say: its type, its range, and that what is
 equal. `checkpoint.stored_layout` checks the rest, which only the model's parameters can tell.
 """
 
+import math
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import attrgetter
@@ -158,6 +159,19 @@ def without_overlaps(generations: Sequence[Generation]) -> list[Generation]:
 
 def check_inside(generation: Generation, sizes: Sequence[int]) -> None:
     """Raise DamageError if ``generation`` has bytes beyond the end of a data file."""
+    for extent, nbytes in outside(generation, sizes):
+        message = (
+            f"Generation {generation.number} (step {generation.step}) has {nbytes} bytes at"
+            f" offset {extent.offset} of states-{extent.file}.bin, which ends at"
+            f" {sizes[extent.file]}: the file was cut short, or the manifest is another's."
+            " Resume another generation (`tensorstow inspect` prints them), or put the file"
+            " back from a copy."
+        )
+        raise DamageError(message)
+
+
+def outside(generation: Generation, sizes: Sequence[int]) -> Iterator[tuple[Extent, int]]:
+    """Yield the extents that end after their data file does, and the bytes needed of each."""
     shapes = chunk_shapes(generation.layout)
     ends = [
         (chunk.extent, shape.weight_offset + shape.weight.span(shape.elements))
@@ -167,14 +181,7 @@ def check_inside(generation: Generation, sizes: Sequence[int]) -> None:
     ends += [(tensor.extent, plain_bytes(tensor)) for tensor in generation.tensors]
     for extent, nbytes in ends:  # without padding, which nobody may have written
         if nbytes and extent.offset + nbytes > sizes[extent.file]:
-            message = (
-                f"Generation {generation.number} (step {generation.step}) has {nbytes} bytes at"
-                f" offset {extent.offset} of states-{extent.file}.bin, which ends at"
-                f" {sizes[extent.file]}: the file was cut short, or the manifest is another's."
-                " Resume another generation (`tensorstow inspect` prints them), or put the file"
-                " back from a copy."
-            )
-            raise DamageError(message)
+            yield extent, nbytes
 
 
 def _check_chunk(record: ChunkRecord, whose: str, shapes: Sequence[ChunkShape], files: int) -> None:
@@ -200,6 +207,9 @@ def _check_tensor(record: TensorRecord, whose: str, files: int) -> None:
     check(len(record.shape), "the dimensions", whose, is_possible=is_shape)
     for count in record.shape:
         check_whole(count, "the shape", whose, 0, MOST_BYTES)
+    # Of no elements too: torch multiplies the others.
+    is_size = math.prod(max(1, count) for count in record.shape) <= MOST_BYTES
+    check(record.shape, "the shape", whose, is_possible=is_size)
     _check_extent(record.extent, whose, files)
     is_room = record.extent.nbytes == padded(plain_bytes(record))
     check(record.extent, "the extent", whose, is_possible=is_room)

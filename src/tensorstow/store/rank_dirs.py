@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tensorstow.base.errors import OptionError, named
+from tensorstow.base.errors import DirectoryError, OptionError, named
 from tensorstow.base.sizes import format_count
 from tensorstow.store.schema import MANIFEST_NAME
 
@@ -50,7 +50,19 @@ def _has_store(directory: Path) -> bool:
 
 
 def _ranks_in(base: Path) -> list[tuple[int, int, Path]]:
-    """Return number of ranks, rank and directory of each store of a rank, in that order."""
+    """Return number of ranks, rank and directory of each store of a rank, in that order.
+
+    Raises:
+        DirectoryError: One is a symbolic link: whoever gave the directory away chose its target.
+    """
     with named("Directory", base):
         matches = [(m, path) for path in base.glob("rank-*") if (m := _NAME.fullmatch(path.name))]
+        linked = sorted(path.name for _, path in matches if path.is_symlink())
+        if linked:
+            message = (
+                f"{base} was named, and {', '.join(linked)} in it is a symbolic link: no run makes"
+                " one, and nothing is read or changed through it. Put the directory there, or name"
+                " the one that the link leads to."
+            )
+            raise DirectoryError(message)
         return sorted((int(m[2]), int(m[1]), path) for m, path in matches if _has_store(path))

@@ -4,19 +4,20 @@ All bytes that the new manifest refers to are read first. The old one is kept ne
 data files only the heads are written; what the new manifest does not refer to is free from then on.
 """
 
+import errno as codes
 import os
-import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
 from tensorstow.base.regular_file import regular_stream
-from tensorstow.store.bounds import without_overlaps
+from tensorstow.store.bounds import check_schema, without_overlaps
 from tensorstow.store.datafiles import check_files, data_path, data_paths, read_label
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head, find_head, put_head
@@ -30,7 +31,14 @@ from tensorstow.store.manifest_copy import (
 )
 from tensorstow.store.records import Generation
 from tensorstow.store.rows import read_names
-from tensorstow.store.schema import MANIFEST_NAME, MOST_BYTES, check_marks, connect, with_suffix
+from tensorstow.store.schema import (
+    MANIFEST_NAME,
+    MOST_BYTES,
+    check_database,
+    check_marks,
+    connect,
+    with_suffix,
+)
 from tensorstow.store.scrub import ScrubProgress, open_for_reading, scrub
 from tensorstow.store.verify import MALFORMED, check_all, check_heads, whole_generations
 
@@ -182,13 +190,15 @@ def recover(recovery: Recovery) -> None:
 
 def _read_rows(first: Path, name: str, run: str, data_files: Sequence[Path]) -> _Rows:
     """Return what is whole of the manifest ``name``, from a copy, as SQLite writes to its log."""
+    check_database(first / name)
     with tempfile.TemporaryDirectory(dir=first) as scratch:
         copy = _copy_manifest(first, name, Path(scratch))
         with closing(connect(copy)) as connection:
             whole = whole_generations(connection, run)
             try:
+                check_schema(connection)
                 names = read_names(connection, run)
-            except MALFORMED:
+            except (StowError, *MALFORMED):
                 names = []
             damage = _find_damage(connection, first / name, data_files)
     return _Rows(tuple(whole), tuple(names), damage)
@@ -208,8 +218,26 @@ def _copy_manifest(first: Path, name: str, scratch: Path) -> Path:
                 regular_stream(source, flags, most=MOST_BYTES) as old,
                 with_suffix(copy, suffix).open("xb") as new,
             ):
-                shutil.copyfileobj(old, new, 1 << 20)
+                _copy_data(old, new)
     return copy
+
+
+def _copy_data(old: BinaryIO, new: BinaryIO) -> None:
+    """Copy a file without its holes: a sparse one has more bytes than the disk."""
+    size = os.fstat(old.fileno()).st_size
+    start = end = 0
+    while end < size:
+        try:
+            start = os.lseek(old.fileno(), end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != codes.ENXIO:
+                raise
+            break  # only a hole is left
+        end = os.lseek(old.fileno(), start, os.SEEK_HOLE)
+        for at in range(start, end, 1 << 20):
+            data = os.pread(old.fileno(), min(1 << 20, end - at), at)
+            os.pwrite(new.fileno(), data, at)
+    new.truncate(size)
 
 
 def _unnamed(first: Path, count: int) -> str:

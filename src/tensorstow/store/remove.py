@@ -1,5 +1,6 @@
 """Removes the files of a dead run's store, and nothing else."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -58,7 +59,9 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
     unnamed = {
         label: path
         for label, path in paths.items()
-        if path.parent != first and not any(path.is_relative_to(other) for other in rest)
+        # Resolved, as the others are: a link in a directory that is named may lead out of it.
+        if (parent := Path(os.path.realpath(path.parent))) != first
+        and not any(parent.is_relative_to(other) for other in rest)
     }
     # A store that was moved or copied names the files of the original.
     if noted[0] == first and any(is_file_of(label, path) for label, path in unnamed.items()):
@@ -69,7 +72,12 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
             f" If they are its own, name all directories: tensorstow clean {listed}"
         )
         raise OptionError(message)
-    mine = {label: path for label, path in paths.items() if label not in unnamed}
+    # A directory without a file of this run is not locked, and its lock is not removed.
+    mine = {
+        label: path
+        for label, path in paths.items()
+        if label not in unnamed and (path.parent == first or is_file_of(label, path))
+    }
     with ExitStack() as locks:
         for parent in dict.fromkeys(p.parent for p in mine.values() if p.parent.is_dir()):
             locks.callback(DirectoryLock(parent).release)

@@ -71,7 +71,8 @@ def read_directories(connection: sqlite3.Connection) -> list[Path]:
     rows = connection.execute("SELECT file, directory FROM files ORDER BY file").fetchall()
     for number, (file, directory) in enumerate(rows):
         is_path = type(directory) is str and directory.startswith("/") and "\0" not in directory
-        if file != number or not is_path:
+        # Stores are opened by resolved paths. ".." would lead out of a directory that is named.
+        if file != number or not is_path or ".." in Path(directory).parts:
             message = f"{repr(directory)[:80]} cannot be the directory of data file {file}"
             raise DamageError(message)
     return [Path(directory) for _, directory in rows]

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno as codes
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from tensorstow.base.errors import (
     SyncError,
     advice_for,
 )
-from tensorstow.base.regular_file import check_regular
+from tensorstow.base.regular_file import check_regular, regular_stream
 from tensorstow.store import at_fork
 from tensorstow.store.durability import SystemDisk
 
@@ -28,6 +29,7 @@ MOST_BYTES = 16 << 30
 """No manifest is larger: it has 4 bytes of checksums for each block of each kept generation."""
 FORMAT = 2
 """Counts up with every change that an older reader would misread."""
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")
 APPLICATION = 0x73746F77  # "stow": distinguishes a manifest from other SQLite files
 
 TABLES = """
@@ -67,11 +69,26 @@ def with_suffix(path: Path, suffix: str) -> Path:
 def check_database(path: Path) -> None:
     """Raise DirectoryError unless a database and the files next to it are plausible files.
 
-    Files that do not exist are. They are not opened: closing one would end SQLite's locks of it.
+    Files that do not exist are. The database is not opened: closing it would end SQLite's locks.
+
+    Raises:
+        DirectoryError: One is no regular file, or too large.
+        DamageError: The journal names a file that SQLite would delete.
     """
     for suffix in SUFFIXES:
         with suppress(FileNotFoundError):
             check_regular(with_suffix(path, suffix), most=MOST_BYTES, follow_links=False)
+    journal = with_suffix(path, "-journal")
+    with suppress(FileNotFoundError), regular_stream(journal, os.O_RDONLY | os.O_NOFOLLOW) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_JOURNAL_MAGIC)))
+        # The magic number ends the name of a super-journal, which SQLite deletes after a rollback.
+        # It writes one for transactions over several databases, and this project has none.
+        if file.tell() > 0 and file.read() == _JOURNAL_MAGIC:
+            message = (
+                f"{journal} was found, and it names a file for SQLite to delete: this program"
+                " never writes such a journal. Remove it if you do not know where it is from."
+            )
+            raise DamageError(message)
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -15,6 +15,7 @@ from tensorstow.base.errors import LockedError, TransferError, named
 from tensorstow.io.arena import Arena
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import File, IoFuture, open_file
+from tensorstow.store.bounds import outside
 from tensorstow.store.checksums import (
     PIECE_BYTES,
     block_checksums,
@@ -124,13 +125,29 @@ def open_for_reading(paths: Iterable[Path]) -> Iterator[tuple[File, ...]]:
         )
 
 
-def scrub(files: Sequence[File], generations: Iterable[Generation]) -> Iterator[ScrubProgress]:
+def scrub(files: Sequence[File], generations: Sequence[Generation]) -> Iterator[ScrubProgress]:
     """Read back the bytes of ``generations`` in ``files``, each once.
 
-    Memory: two extents of the largest chunk. Nothing is written.
+    Memory: two extents of the largest chunk. Nothing is written. Of a generation with bytes beyond
+    the end of a file nothing is read: how much that would be is only what its rows say.
     """
-    pieces = _list_pieces(generations)
+    sizes = [os.fstat(file.fd).st_size for file in files]
+    beyond = [
+        Damage(
+            files[extent.file].path,
+            extent.offset,
+            nbytes,
+            "beyond the end of the file",
+            (generation.number,),
+        )
+        for generation in generations
+        for extent, nbytes in outside(generation, sizes)
+    ]
+    numbers = {number for damage in beyond for number in damage.generations}
+    pieces = _list_pieces(each for each in generations if each.number not in numbers)
     total = sum(piece.nbytes for piece, _ in pieces)
+    if beyond:
+        yield ScrubProgress(0, total, tuple(beyond))
     largest = max((piece.nbytes for piece, _ in pieces), default=0)
     arena = Arena(2 * largest, in_children=False)
     futures: deque[IoFuture] = deque()

@@ -55,6 +55,10 @@ def check_all(connection: sqlite3.Connection, path: Path) -> int:
     """Return the number of the last transaction; raise DamageError unless all rows are whole."""
     try:
         check_schema(connection)
+    except (StowError, *MALFORMED) as error:
+        # No row of other tables is read, not for the message either: a view may have no end.
+        raise damaged(path, str(error)) from error
+    try:
         _check_pages(connection)
         check_seal(connection)
         run = read_meta(connection, "run")
@@ -142,8 +146,9 @@ def whole_generations(connection: sqlite3.Connection, run: str) -> list[Generati
     """Return the generations of ``run`` whose rows are whole, oldest first."""
     whole: list[Generation] = []
     try:
+        check_schema(connection)
         numbers = _numbers(connection)
-    except MALFORMED:
+    except (StowError, *MALFORMED):
         return whole
     for number in numbers:
         with suppress(StowError, *MALFORMED):

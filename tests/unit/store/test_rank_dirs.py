@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.io.engine import open_engine
 from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds, stores_in
 from tensorstow.store.store import Store
@@ -30,6 +30,16 @@ def test_stores_come_by_rank(tmp_path: Path) -> None:
     assert stores_in(tmp_path) == [made[0], made[2], made[1]]
     make(tmp_path, 0, 1)
     assert stores_in(tmp_path) == [tmp_path]
+
+
+def test_a_link_leads_to_no_other_run(tmp_path: Path) -> None:
+    own, given = make(tmp_path, 0, 1), tmp_path / "given"
+    given.mkdir()
+    (given / "rank-0-of-2").symlink_to(own)
+    with pytest.raises(DirectoryError, match="rank-0-of-2 in it is a symbolic link"):
+        stores_in(given)
+    with pytest.raises(DirectoryError, match="rank-0-of-2 in it is a symbolic link"):
+        refuse_other_worlds(given, 2)
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (4, 2)])
