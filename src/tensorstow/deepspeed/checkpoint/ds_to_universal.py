@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.directories import make_folder
+from tensorstow.base.directories import make_folder, path_inside
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.deepspeed.checkpoint.sharded import (
@@ -88,12 +88,13 @@ def _write_states(
                 " are written."
             )
             raise OptionError(message)
-        (zero / name).mkdir()
+        of_weight = path_inside(zero, name, source)
+        of_weight.mkdir()
         shapes[name] = weight.shape
         whole = {key: states.get(key, torch.zeros_like(weight)) for key in _STATES}
         for key, values in {"fp32": weight, **whole}.items():
-            torch.save({"cat_dim": 0, "param": values}, zero / name / f"{key}.pt")
-        torch.save(torch.tensor(step), zero / name / "step.pt")
+            torch.save({"cat_dim": 0, "param": values}, of_weight / f"{key}.pt")
+        torch.save(torch.tensor(step), of_weight / "step.pt")
     return shapes
 
 

@@ -5,6 +5,7 @@ Torch opens ``.metadata`` with pickle, and entries that are no tensors by ``torc
 there and no others, and entries are tensors.
 """
 
+import math
 import pickle
 from contextlib import suppress
 from io import BytesIO
@@ -184,7 +185,33 @@ def _is_entry(entry: object) -> bool:
             for chunk in chunks
             for name in ("offsets", "sizes")
         )
+        and _are_all_of(entry.size, chunks)
     )
+
+
+def _are_all_of(size: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
+    """Return whether each element of a tensor is in one chunk: torch leaves others as they are."""
+    boxes = [(*chunk.offsets, *chunk.sizes) for chunk in chunks]
+    numbers = [*size, *(number for box in boxes for number in box)]
+    if any(len(box) != 2 * len(size) for box in boxes) or not all(
+        0 <= n < 1 << 62 for n in numbers
+    ):
+        return False
+    if sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        return False
+    starts, lengths = (
+        torch.tensor(boxes, dtype=torch.int64).view(len(boxes), 2, len(size)).unbind(1)
+    )
+    ends = starts + lengths
+    if (ends > torch.tensor(size, dtype=torch.int64)).any():
+        return False
+    # Those of no elements share none.
+    starts, ends = (at[(lengths > 0).all(1)] for at in (starts, ends))
+    for index in range(1, len(starts)):
+        meets = (starts[:index] < ends[index]) & (starts[index] < ends[:index])
+        if meets.all(1).any():
+            return False
+    return True
 
 
 def _is_in_folder(place: object) -> bool:

@@ -24,7 +24,9 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
+from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import StoreFormatError
+from tensorstow.base.regular_file import check_regular
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.doorkit.checkpoint_checks import reading
 
@@ -276,7 +278,8 @@ def _universal(folder: Path, shapes: Sequence[Mapping[str, torch.Size]]) -> Part
     for number, group in enumerate(shapes):
         for name in group:
             step: Any = None
-            for file in sorted((folder / name).glob("*.pt")):
+            for file in sorted(path_inside(folder, name, folder.parent).glob("*.pt")):
+                check_regular(file)
                 saved: Any = read_file(file)
                 if file.stem == "step":
                     step = saved

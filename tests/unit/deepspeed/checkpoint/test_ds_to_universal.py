@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ranks.driven import closing
 from ranks.pool import Ranks
 from ranks.zero_read import engine_for, loaded_from, saved_by_engine
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.checkpoint import ds_to_universal
 from tensorstow.deepspeed.checkpoint.ds_to_universal import main
+
+ENTRIES = [("module", ""), ("optimizer", ".exp_avg")]
 
 
 @pytest.mark.parametrize(("world", "stage", "dtype"), [(1, 2, "bf16"), (2, 3, "fp32")])
@@ -70,6 +73,24 @@ def test_files_have_upstreams_names_and_keys(
         assert model["module"]["frozen.weight"].shape == (5, 5)
     with pytest.raises(OptionError, match="is not empty"):
         main(Namespace(input_folder=tmp_path / "own" / "one", output_folder=tmp_path / "to"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["../../../victim/planted", "/victim/planted"])
+def test_a_name_that_leads_out_of_the_folder_is_an_error(tmp_path: Path, name: str) -> None:
+    source, victim = tmp_path / "own" / "one", tmp_path / "victim"
+    victim.mkdir()
+    name = name.replace("/victim", str(victim), 1) if name.startswith("/") else name
+    values = {f"{of}.{name}{end}": torch.ones(2) for of, end in ENTRIES}
+    save(values, checkpoint_id=source, no_dist=True)
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [name]}
+    kept = {"groups": [group], "steps": {name: 1.0}, "numbers": {}, "frozen": [], "tied": {}}
+    counts = dict.fromkeys(("global_steps", "global_samples", "skipped_steps", "micro_steps"), 1)
+    more = {"class": None, "scale": None, "scheduler": None, "client_state": ({}, {})}
+    torch.save(kept | counts | more, source / "engine.pt")
+    with pytest.raises(StoreFormatError, match="which is no file in"):
+        main(Namespace(input_folder=source, output_folder=tmp_path / "out" / "to"))
+    assert list(victim.iterdir()) == []
 
 
 def test_counts_of_updates_are_a_groups(tmp_path: Path) -> None:

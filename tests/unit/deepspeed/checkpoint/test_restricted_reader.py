@@ -80,6 +80,12 @@ def test_metadata_that_names_code_runs_none(
     assert not proof.exists()
 
 
+def twice(entry: Any) -> None:  # noqa: ANN401
+    """Cover the first row twice and the second one not at all."""
+    row = type(entry.chunks[0])(offsets=torch.Size([0, 0]), sizes=torch.Size([1, 3]))
+    entry.chunks[:] = [row, row]
+
+
 def outside(metadata: Metadata) -> None:
     for place in metadata.storage_data.values():
         place.relative_path = f"../{place.relative_path}"
@@ -98,6 +104,14 @@ def outside(metadata: Metadata) -> None:
         lambda m: setattr(m.state_dict_metadata["a"].chunks[0], "sizes", -1),
         lambda m: setattr(next(iter(m.storage_data.values())), "offset", -8),
         lambda m: m.storage_data.clear() or m.storage_data.update(a="a file"),
+        # Elements that no chunk has would stay what memory was.
+        lambda m: m.state_dict_metadata["a"].chunks.clear(),
+        lambda m: setattr(m.state_dict_metadata["a"].chunks[0], "sizes", torch.Size([1, 3])),
+        lambda m: setattr(m.state_dict_metadata["a"].chunks[0], "offsets", torch.Size([1, 0])),
+        lambda m: setattr(m.state_dict_metadata["a"].chunks[0], "sizes", torch.Size([6])),
+        lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([1 << 40, 1 << 10])),
+        lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([-2, -3])),
+        lambda m: twice(m.state_dict_metadata["a"]),
     ],
 )
 def test_metadata_is_checked_whole(folder: Path, change: Callable[[Any], object]) -> None:

@@ -56,6 +56,20 @@ def test_files_that_are_damaged_or_of_something_else_are_named(tmp_path: Path) -
                 _ = ZeroCheckpoint(folder).scale
 
 
+@pytest.mark.parametrize("name", ["../../../secret", "/secret"])
+def test_a_name_that_leads_out_of_a_universal_folder_is_an_error(tmp_path: Path, name: str) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    torch.save({"param": torch.ones(3)}, secret / "key.pt")
+    run_of().write_universal(tmp_path / "at" / "saved", 2)
+    (file,) = model_files(tmp_path / "at" / "saved")[:1]
+    common = read_file(file)
+    name = str(secret) if name.startswith("/") else name
+    common["param_shapes"][0][name] = torch.Size([3])
+    with pytest.raises(StoreFormatError, match="which is no file in"):
+        partitions_of(tmp_path / "at" / "saved", [common])
+
+
 def test_files_of_before_torch_1_6_are_read(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "file", _use_new_zipfile_serialization=False)
     assert torch.equal(read_file(tmp_path / "file")["a"], torch.ones(3))
