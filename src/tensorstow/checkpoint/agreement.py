@@ -5,7 +5,7 @@ Ranks number their generations each for itself; what they committed together has
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from tensorstow.base.errors import OptionError, RankError
@@ -26,7 +26,7 @@ class _RankGeneration:
     id: str | None
     number: int
     step: int
-    names: tuple[str, ...]
+    names: Sequence[str]
     first: bool
 
     def called(self, which: str | int) -> bool:
@@ -93,24 +93,21 @@ def _drop_unless_all(store: Store, name: str, ranks: Ranks, operation: str) -> b
 
 def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[_RankGeneration]]:
     with ranks.reporting_errors(operation):
-        mine = [_described(store.load(summary)) for summary in store.generations()]
-    gathered: list[list[dict[str, Any]]] = ranks.all_gather(operation, mine)
-    return [
-        [_RankGeneration(**{**k, "names": tuple(k["names"])}) for k in of_rank]
-        for of_rank in gathered
-    ]
+        mine = [astuple(_of(store.load(summary))) for summary in store.generations()]
+    gathered: list[list[list[Any]]] = ranks.all_gather(operation, mine)
+    return [[_RankGeneration(*row) for row in of_rank] for of_rank in gathered]
 
 
-def _described(generation: Generation) -> dict[str, Any]:
+def _of(generation: Generation) -> _RankGeneration:
     hyper: Mapping[str, Any] = generation.hyper if isinstance(generation.hyper, dict) else {}
-    number = hyper.get(COMMIT)
-    return {
-        "id": number if isinstance(number, str) else None,
-        "number": generation.number,
-        "step": generation.step,
-        "names": generation.names,
-        "first": bool(hyper.get(FIRST)),
-    }
+    commit_id, is_first = hyper.get(COMMIT), bool(hyper.get(FIRST))
+    return _RankGeneration(
+        commit_id if isinstance(commit_id, str) else None,
+        generation.number,
+        generation.step,
+        generation.names,
+        is_first,
+    )
 
 
 def _named(generations: Sequence[Sequence[_RankGeneration]], which: str | int) -> str | None:

@@ -10,7 +10,8 @@ import torch
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.sizes import format_bytes, round_up
-from tensorstow.io.mapped import ALIGN, scratch_pieces
+from tensorstow.io.arena import TENSOR_ALIGN
+from tensorstow.io.mapped import scratch_pieces
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.param_table import ParamTable
@@ -39,7 +40,7 @@ def read_full_states(
     end = 0
     for key in names:
         places[key] = end
-        end = round_up(end + _WIDTH * store.sizes[key[0]], ALIGN)
+        end = round_up(end + _WIDTH * store.sizes[key[0]], TENSOR_ALIGN)
     directory = _roomiest(store.storage.directories, end)
     with scratch_pieces(directory, end) as file, closing(store.pieces(numbers)) as pieces:
         for piece in pieces:

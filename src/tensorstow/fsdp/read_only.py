@@ -28,8 +28,8 @@ from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.units import note_read_only
 from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
 from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
+from tensorstow.io.arena import TENSOR_ALIGN
 from tensorstow.io.device_link import open_link
-from tensorstow.io.file_runs import TENSOR_ALIGN
 from tensorstow.planner.resident import UnitBytes, passing_bytes
 
 _Version = tuple[str, "weakref.ref[nn.Parameter]", int]

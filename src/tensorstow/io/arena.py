@@ -10,6 +10,8 @@ from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.numa_binding import prefer_own_node
 
 PAGE = mmap.PAGESIZE
+TENSOR_ALIGN = 64
+"""Tensors in memory begin at multiples of this, as torch's own do."""
 _HUGE_PAGE = 2 << 20
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK, linux/mman.h: Linux 4.14
 _MOVE_PAGES = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: Linux 5.7
@@ -64,9 +66,7 @@ class Arena:
         """Have the pages of an arena of the same size, and their bytes; it has none then.
 
         Fresh pages are filled with zeros by the kernel, which takes as long as a copy of them.
-
-        Returns:
-            Whether they are here; older kernels cannot move them, and nothing has changed.
+        Returns False where an older kernel cannot move them: nothing has changed.
         """
         moved = _libc.mremap(other.address, self.nbytes, self.nbytes, _MOVE_PAGES, self.address)
         if moved == self.address:

@@ -8,11 +8,9 @@ from typing import Protocol
 import torch
 
 from tensorstow.base.sizes import round_up
+from tensorstow.io.arena import TENSOR_ALIGN
 from tensorstow.io.files import ALIGN, IoFuture
 from tensorstow.io.safetensors import Entry
-
-TENSOR_ALIGN = 64
-"""Tensors in memory begin at multiples of this, as torch's own do."""
 
 
 class SourceFile(Protocol):
@@ -68,8 +66,7 @@ class BufferLayout:
 def runs_of(tensors: Iterable[tuple[SourceFile, Entry, int]]) -> list[Run]:
     """Return what is read for tensors: those that follow each other in file and buffer at once.
 
-    Args:
-        tensors: Their files, what they are there, and where they begin in the buffer; in its order.
+    ``tensors`` are in the order of the buffer, each with its place there.
     """
     runs: list[Run] = []
     for file, entry, at in tensors:

@@ -201,19 +201,13 @@ def open_file(engine: _native.Engine, path: Path, *, access: int = os.O_RDWR) ->
 
     ``access``: ``os.O_RDONLY`` for a file that is only read.
     """
-    try:
+    with named("File", path):
         fd = open_regular(path, access)
-    except DirectoryError:
-        raise
-    except OSError as error:
-        message = f"File {path} was requested: {error.strerror}. {advice_for(error.errno or 0)}"
-        raise DirectoryError(message) from error
-    try:
-        with named("File", path):
+        try:
             direct = _go_direct(fd, _reads_a_block)
-    except BaseException:
-        os.close(fd)
-        raise
+        except BaseException:
+            os.close(fd)
+            raise
     if not direct:
         _warn_buffered(inspect_directory(path.parent))
     return File(engine, fd, path, direct=direct)

@@ -27,8 +27,6 @@ from tensorstow.io.safetensors import Table
 
 _libc = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-ALIGN = 64
-"""Tensors in memory begin at multiples of this, as torch's own do."""
 _WINDOW = 32 << 20
 """Bytes after which write-back is started."""
 
@@ -134,9 +132,7 @@ def scratch_pieces(directory: Path, nbytes: int) -> PieceFile:
 def drop_pages(mapped: torch.Tensor) -> None:
     """Let the memory of a tensor over a mapped file go, which reads the file again when it is used.
 
-    Args:
-        mapped: Contiguous, with the bytes that the file has there: what was written to a private
-            mapping is lost.
+    It is contiguous. What was written to a private mapping is lost.
     """
     # Whole pages only: neighbours in the first and the last one may have been written to.
     begin = round_up(mapped.data_ptr(), mmap.PAGESIZE)

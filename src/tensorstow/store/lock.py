@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, advice_for
+from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, named
 from tensorstow.base.regular_file import open_regular, read_regular
 from tensorstow.store import at_fork
 
@@ -118,18 +118,10 @@ def read_holder(path: Path) -> str:
 
 
 def _open(path: Path) -> int:
-    try:
-        # Through a link, the holder's name would be written over another file.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    # Through a link, the holder's name would be written over another file.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with named("The lock", path):
         return open_regular(path, flags, 0o600, most=_MOST_BYTES)
-    except DirectoryError:
-        raise
-    except OSError as error:
-        message = (
-            f"The lock {path} was requested: {error.strerror}."
-            f" {advice_for(error.errno or codes.EIO)}"
-        )
-        raise DirectoryError(message) from error
 
 
 def _lock(fd: int, kind: int, path: Path) -> bool:

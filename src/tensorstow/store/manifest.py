@@ -283,22 +283,8 @@ class SecondManifest:
     def keep(self) -> None:
         """Keep a copy of it from now on: [Note: Two manifests]. A full disk is logged."""
         path = self.path.with_name(COPY_NAME)
-        failure: Exception
-        try:
+        with _without_copy(path, f"until {path} is opened again"):
             self._copy = ManifestCopy(self.path, self._disk, self._journal.value)
-        except sqlite3.Error as error:
-            failure = write_failure(path, error)
-            if not isinstance(failure, CommitError):
-                raise failure from error
-        except OSError as error:
-            if error.errno not in {codes.ENOSPC, codes.EDQUOT}:
-                raise
-            failure = error
-        else:
-            return
-        logger.warning(
-            "The manifest has no second copy until %s is opened again: %s", path, failure
-        )
 
     def checkpoint(self) -> None:
         """Write the log of the copy into it."""
@@ -341,15 +327,9 @@ class SecondManifest:
             raise error
 
     def _update_copy(self) -> None:
-        if self._copy is None:
-            return
-        try:
-            self._copy.update()
-        except sqlite3.Error as error:
-            failure = write_failure(self._copy.path, error)
-            if not isinstance(failure, CommitError):
-                raise failure from error
-            logger.warning("The manifest has no second copy of its last transaction: %s", failure)
+        if self._copy is not None:
+            with _without_copy(self._copy.path, "of its last transaction"):
+                self._copy.update()
 
     def _check_drive(self) -> None:
         """Raise SyncError unless the drive returns what was written since the last time."""
@@ -370,3 +350,20 @@ class SecondManifest:
                 )
                 raise SyncError(message) from error
             self._read_back[written] = size
+
+
+@contextmanager
+def _without_copy(path: Path, lacking: str) -> Iterator[None]:
+    """Log an error of writing the copy that leaves the manifest as it is, such as a full disk."""
+    message = "The manifest has no second copy %s: %s"
+    try:
+        yield
+    except sqlite3.Error as error:
+        failure = write_failure(path, error)
+        if not isinstance(failure, CommitError):
+            raise failure from error
+        logger.warning(message, lacking, failure)
+    except OSError as error:
+        if error.errno not in {codes.ENOSPC, codes.EDQUOT}:
+            raise
+        logger.warning(message, lacking, error)

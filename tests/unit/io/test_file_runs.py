@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from tensorstow.io.file_runs import TENSOR_ALIGN, BufferLayout, Run, runs_of
+from tensorstow.io.arena import TENSOR_ALIGN
+from tensorstow.io.file_runs import BufferLayout, Run, runs_of
 from tensorstow.io.files import ALIGN, IoFuture
 from tensorstow.io.safetensors import Entry
 

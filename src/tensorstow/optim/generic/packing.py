@@ -13,12 +13,12 @@ import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.sizes import round_up
+from tensorstow.io.arena import TENSOR_ALIGN
 from tensorstow.io.files import ALIGN
 
 LARGE_BYTES = 16 << 10
 """A tensor of fewer bytes stays in RAM: a disk's latency would exceed the time of the copy."""
 
-_TENSOR_ALIGN = 64  # as torch aligns its own
 _STAGGERED_BYTES = 1 << 20
 _STAGGER = 3 * 4096
 
@@ -90,7 +90,7 @@ def pack(entry: Mapping[str, Any], least: int = LARGE_BYTES) -> PackedEntry:
         _refuse_layout(leaf)
         slot = TensorSlot(end, leaf.dtype, tuple(leaf.shape), leaf.stride())
         # Streams of one update must not sit a power of two apart, which large ones would.
-        end += round_up(slot.nbytes, _TENSOR_ALIGN)
+        end += round_up(slot.nbytes, TENSOR_ALIGN)
         end += _STAGGER if slot.nbytes >= _STAGGERED_BYTES else 0
         packed.tensors.append((slot, leaf))
         return slot
