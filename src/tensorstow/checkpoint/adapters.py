@@ -56,14 +56,10 @@ class Adapters:
             _initialize(layer, adapter, configurations[adapter].init_lora_weights)
 
     def validate(self, is_in_files: Callable[[str], bool] | None) -> None:
-        """Check that adapters have values or can be initialized, before anything is changed.
+        """Raise OptionError if peft computes an adapter from the base's weights, or changes those.
 
-        Args:
-            is_in_files: Whether files that are read have a tensor of the model's name; None: no
-                files are read.
-
-        Raises:
-            OptionError: peft computes an adapter from the weights of the base, or changes those.
+        ``is_in_files``: whether the files that are read have a tensor of the model's name; None: no
+        files are read.
         """
         if not self.names or (is_in_files is not None and all(map(is_in_files, self.names))):
             return  # the files are of the model with its adapters

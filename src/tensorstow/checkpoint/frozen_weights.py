@@ -50,14 +50,9 @@ def read_checksums(hyper: Mapping[str, Any]) -> dict[str, int]:
 def validate_checksums(
     tensors: Iterable[tuple[str, torch.Tensor]], checksums: Mapping[str, int]
 ) -> None:
-    """Check that frozen weights are those of a commit.
+    """Raise OptionError if a frozen weight, by name, has other values than in a commit.
 
-    Args:
-        tensors: Tensors of the model, by name.
-        checksums: The commit's, by name; tensors without one are not compared.
-
-    Raises:
-        OptionError: A weight has other values.
+    Tensors without one of the commit's ``checksums`` are not compared.
     """
     for name, tensor in tensors:
         if name in checksums and checksum_of(tensor) != checksums[name]:

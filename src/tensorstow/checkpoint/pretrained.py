@@ -49,12 +49,8 @@ class PretrainedFiles:
     def __init__(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> None:
         """Read the names and shapes in a file, or in all files of a directory.
 
-        Args:
-            path: A safetensors file, or a directory of some, with or without an index.
-            model: The unsharded model whose names are used; None: the names in the files.
-
-        Raises:
-            StoreFormatError: There is none, or one cannot be read.
+        The names are those of the unsharded ``model``; None: those in the files. Raises
+        StoreFormatError if there is no file, or one cannot be read.
         """
         self.entries: dict[str, Entry] = {}
         """The tensors by their names in the files."""
@@ -93,15 +89,8 @@ class PretrainedFiles:
     def verify(self, ranks: LocalRanks | None = None) -> None:
         """Raise DamageError unless the files have their digests; each is read once for that.
 
-        Files without digests are not read; the first one in this process is logged.
-
-        Args:
-            ranks: The ranks of this machine, if all of them make this call: each reads some files.
-                Default: None, this process reads all of them.
-
-        Raises:
-            DamageError: A file is not what was written, or a list of digests is damaged.
-            DirectoryError: A file cannot be read.
+        Files without digests are not read; the first one in this process is logged. ``ranks``: the
+        ranks of this machine, if all of them make this call: each reads some files.
         """
         verify_each(self._mains, ranks)
 
@@ -110,15 +99,7 @@ class PretrainedFiles:
         return name in self._origins
 
     def reader(self, names: list[str], like: torch.Tensor) -> RowReader:
-        """Return a reader of a tensor's rows.
-
-        Args:
-            names: Names that the tensor may have; the first that the files have is taken.
-            like: A tensor of the shape that is expected, and of the dtype that is read.
-
-        Raises:
-            StoreFormatError: The files have none, or it has another shape.
-        """
+        """Return a reader of a tensor's rows in the dtype of ``like``; otherwise as ``origin``."""
         origin = self.origin(names, like)
 
         def read(start: int, stop: int) -> torch.Tensor:
@@ -136,12 +117,8 @@ class PretrainedFiles:
     def origin(self, names: Sequence[str], like: torch.Tensor) -> "Origin":
         """Return the tensors of the files that a tensor is made of.
 
-        Args:
-            names: Names that the tensor may have; the first that the files have is taken.
-            like: A tensor of the shape that is expected.
-
-        Raises:
-            StoreFormatError: The files have none, or it has another shape.
+        The first of ``names`` that the files have is taken. Raises StoreFormatError if they have
+        none, or it has another shape than ``like``.
         """
         name = next((n for n in names if n in self._origins), None)
         if name is None:
@@ -278,12 +255,7 @@ def is_of_transformers(model: nn.Module) -> bool:
 def origins_of(model: nn.Module | None, shapes: Mapping[str, Sequence[int]]) -> dict[str, Origin]:
     """Map each tensor of the model to the tensors of the files that it is made of.
 
-    Args:
-        model: The model; None: the names in the files are used.
-        shapes: Shapes of the tensors in the files, by name.
-
-    Returns:
-        Origins by the model's names; other tensors of the files are under their own names.
+    Other tensors of the files, whose ``shapes`` are by name, are under their own names.
     """
     origins = {name: Origin(tuple(shape), (name,)) for name, shape in shapes.items()}
     if model is None:

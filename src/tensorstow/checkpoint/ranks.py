@@ -25,13 +25,9 @@ _T = TypeVar("_T")
 
 
 def refuse_unjoined(operation: str) -> None:
-    """Check that the ranks that a launcher started have met, if it started several.
+    """Raise OptionError if this is one of several ranks that a launcher started, without a group.
 
-    Args:
-        operation: The request, as the start of a sentence.
-
-    Raises:
-        OptionError: There is no process group, and this is one of several ranks.
+    ``operation``: the request, as the start of a sentence.
     """
     if not dist.is_initialized():
         launched().refuse_unjoined(operation)

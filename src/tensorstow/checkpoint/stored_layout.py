@@ -87,11 +87,7 @@ def naming(generation: Generation) -> Iterator[None]:
 
 
 def read_layout(generation: Generation) -> StoredLayout:
-    """Return the layout; raise DamageError if it cannot be one, StoreFormatError for other blocks.
-
-    Args:
-        generation: What a store returned.
-    """
+    """Return the layout; raise DamageError if impossible, StoreFormatError for other blocks."""
     shapes = chunk_shapes(generation.layout)
     blocks = {shape.block for shape in shapes} - {_native.UPDATE_BLOCK}
     if blocks:
@@ -117,12 +113,7 @@ def read_layout(generation: Generation) -> StoredLayout:
 
 
 def read_hyper(generation: Generation, parameters: int) -> StoredHyper:
-    """Return the groups and steps; raise DamageError if they are impossible.
-
-    Args:
-        generation: What a store returned.
-        parameters: The number of its parameters.
-    """
+    """Return the groups and steps, of so many parameters; raise DamageError if impossible."""
     last = parameters - 1
     with naming(generation):
         hyper = _dict(generation.hyper, "the hyper-parameters", "the generation")

@@ -74,17 +74,9 @@ def is_ticket(state_dict: object) -> bool:
 
 
 def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
-    """Check a whole ticket, and return its fields.
+    """Return the fields of a ticket; raise DamageError if it is not what was saved.
 
-    Args:
-        state_dict: What ``state_dict()`` of an optimizer with ``checkpoints="ticket"`` returned.
-
-    Returns:
-        The ticket.
-
-    Raises:
-        OptionError: No ticket, or one of a newer version.
-        DamageError: The ticket is not what was saved.
+    Raises OptionError if it is none, or one of a newer version.
     """
     fields, groups = state_dict.get(KEY), state_dict.get("param_groups")
     if not isinstance(fields, Mapping) or fields.get("format") != FORMAT:

@@ -10,17 +10,10 @@ from tensorstow.base.regular_file import check_regular, memory_bytes
 
 
 def load_torch_file(path: Path, *, maps: bool = False) -> Any:  # noqa: ANN401  # whatever was saved
-    """Return the contents of a file of ``torch.save``, on the CPU.
+    """Return the contents of a file of ``torch.save``, on the CPU; ``maps``: tensors are mapped.
 
-    Args:
-        path: The file.
-        maps: Whether tensors are mapped from the file, if its format allows it. Default: False,
-            the file is read whole.
-
-    Raises:
-        DirectoryError: It is no regular file, or it is read whole and larger than this machine's
-            memory.
-        Exception: Errors of any kind from ``torch.load``, if the file is damaged.
+    Raises DirectoryError if it is no regular file, or is read whole and larger than this machine's
+    memory, and errors of any kind from ``torch.load`` if it is damaged.
     """
     check_regular(path)
     is_mapped = maps and is_zipfile(path)

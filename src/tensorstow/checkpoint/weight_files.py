@@ -43,16 +43,10 @@ class SeenFile:
     """
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
-        """Remember the facts of a file.
+        """Remember the facts of a file, which is read by ``fd``.
 
-        Args:
-            path: The file.
-            fd: The descriptor that it is read by. Default: None, it is opened again for each read,
-                and must be the same file each time.
-
-        Raises:
-            DirectoryError: There is no such file.
-            DamageError: The list of its digest is damaged.
+        None: it is opened again for each read, and must be the same file each time. Raises
+        DirectoryError if there is no such file, DamageError if the list of its digest is damaged.
         """
         self.path = path
         self._is_reopened = fd is None
@@ -123,12 +117,7 @@ class WeightFiles:
     """All files of one model, read through one I/O engine."""
 
     def __init__(self, tables: Iterable[Path], plain: Iterable[Path] = ()) -> None:
-        """Open every file; raises as ``WeightFile``.
-
-        Args:
-            tables: Safetensors files.
-            plain: Files of any other kind; the caller knows the offsets of their tensors.
-        """
+        """Open safetensors files, and ``plain`` ones of other kinds; raises as ``WeightFile``."""
         safetensors = set(tables)
         paths = sorted(safetensors.union(plain))
         # Through the page cache threads are faster.

@@ -16,11 +16,7 @@ _LEAST = 2.0**-100
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 codes and the scales of rows.
-
-    Args:
-        values: A finite matrix in fp32.
-    """
+    """Return int8 codes and the scales of the rows of a finite matrix in fp32."""
     most = values.abs().amax(1)
     # A smaller scale has a half below the magnitudes of rows stored as zeros: the bound would fail.
     scale = torch.where(most > _LEAST, most / _MOST, 2 * most)

@@ -92,14 +92,10 @@ class _DigestedFile(io.FileIO):
 
 
 class DigestList:
-    """The digests of the files of a checkpoint, which are in the directory of one of them.
-
-    Args:
-        main: The file that is named to load the checkpoint.
-    """
+    """The digests of the files of a checkpoint, which are in the directory of one of them."""
 
     def __init__(self, main: Path) -> None:
-        """Begin without files."""
+        """Begin without files; ``main`` is the one that is named to load the checkpoint."""
         self.main = main
         self.path = main.with_name(main.name + SUFFIX)
         self.digests: dict[str, Digest] = {}
@@ -143,16 +139,9 @@ class DigestList:
 def verify(main: Path, ranks: LocalRanks | None = None) -> None:
     """Raise DamageError unless the files of a checkpoint have what was written to them.
 
-    A checkpoint without a list is logged, the first one of this process.
-
-    Args:
-        main: The file that is named to load the checkpoint.
-        ranks: The ranks of this machine, if all of them make this call: each reads some files.
-            Default: None, this process reads all of them.
-
-    Raises:
-        DamageError: A file differs or is gone, or the list is damaged.
-        DirectoryError: A file cannot be read.
+    ``main`` is the file that is named to load it. The first checkpoint of this process without a
+    list is logged. ``ranks``: the ranks of this machine, if all of them make this call: each reads
+    some files. Raises DirectoryError if a file cannot be read.
     """
     path = DigestList(main).path
     if not os.path.lexists(path):
@@ -166,15 +155,8 @@ def verify(main: Path, ranks: LocalRanks | None = None) -> None:
 def verify_each(mains: Mapping[Path, Sequence[Path]], ranks: LocalRanks | None = None) -> None:
     """Raise DamageError unless each of some files has its digest; they may be links.
 
-    Of those without one, the first of this process is logged.
-
-    Args:
-        mains: By each file the files that it may have been listed with, as of ``listed_digest``.
-        ranks: As of ``verify``.
-
-    Raises:
-        DamageError: A file differs, or a list is damaged.
-        DirectoryError: A file cannot be read.
+    ``mains`` has, by each file, the files that it may have been listed with. The rest is as of
+    ``verify``.
     """
     for file, places in _share_of(sorted(mains.items()), ranks):
         path = _list_of(places)
@@ -207,31 +189,17 @@ def _list_of(mains: Iterable[Path]) -> Path | None:
 
 
 def listed_digest(file: Path, mains: Iterable[Path]) -> Digest | None:
-    """Return the digest that a file was written with, by the first list that exists.
+    """Return the digest that a file was written with, by the first list that exists; None: none.
 
-    Args:
-        file: The file.
-        mains: Files that it may have been listed with, in the same directory.
-
-    Returns:
-        None: it has none.
-
-    Raises:
-        DamageError: The list is damaged.
+    ``mains``: files of its directory that it may have been listed with. Raises DamageError if the
+    list is damaged.
     """
     path = _list_of(mains)
     return None if path is None else _read(path).get(file.name)
 
 
 def digest_of(path: Path) -> Digest:
-    """Return the digest of a file, which is read once, in pieces.
-
-    Args:
-        path: A regular file.
-
-    Raises:
-        DirectoryError: It is no regular file, or cannot be read.
-    """
+    """Return the digest of a file; raise DirectoryError if it is no regular file, or unreadable."""
     with named("File", path):
         fd = open_regular(path)
         try:
@@ -241,14 +209,7 @@ def digest_of(path: Path) -> Digest:
 
 
 def digest_of_descriptor(fd: int) -> Digest:
-    """Return the digest of an open file, which is read once, in pieces.
-
-    Args:
-        fd: Its descriptor.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the digest of an open file, which is read once, in pieces."""
     running, piece = RunningDigest(), memoryview(bytearray(_PIECE_BYTES))
     done = 0
     while count := os.preadv(fd, [piece], done):

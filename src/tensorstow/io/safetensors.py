@@ -99,11 +99,9 @@ def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str] = METADATA
 
 
 def read_table(path: Path) -> Table:
-    """Return the table of the file ``path``.
+    """Return the table of a file; raise OptionError if it is gone, cut short or of another kind.
 
-    Raises:
-        OptionError: It does not exist, is no safetensors file, or is cut short.
-        DirectoryError: It is a pipe, a device or a directory.
+    Raises DirectoryError for a pipe, a device or a directory.
     """
     try:
         with regular_stream(path) as file:

@@ -39,11 +39,7 @@ class CopyTimes:
     """When copies over a link to an accelerator began and ended there, by its own events."""
 
     def __init__(self, device: torch.device) -> None:
-        """Wait for the work of the current stream, and relate the device's time to the host's.
-
-        Args:
-            device: The accelerator.
-        """
+        """Wait for the work of the current stream, and relate the device's time to the host's."""
         self._device = device
         self._copies: list[tuple[str, int, torch.Event, torch.Event]] = []
         self._dropped = 0

@@ -71,10 +71,9 @@ class MovingBytes:
             raise failure
 
     def settle(self, check: Callable[[], object] | None = None) -> None:
-        """Wait for the transfers, if any are under way; the bytes are PRESENT then.
+        """Wait for the transfers, if any are under way, and call ``check``; then be PRESENT.
 
-        Args:
-            check: Called before that. If it or a transfer raises an error, the state stays.
+        If it or a transfer raises an error, the state stays.
         """
         if self.state in {ByteState.READING, ByteState.WRITING}:
             self.wait()

@@ -34,13 +34,10 @@ class UnitBuffers(Generic[U, B]):
         settle: Callable[[U, B], object],
         upcoming: Callable[[], Iterator[U]],
     ) -> None:
-        """Hold up to ``capacity`` bytes.
+        """Hold up to ``capacity`` bytes in buffers that ``allocate`` makes.
 
-        Args:
-            capacity: The bytes of all buffers.
-            allocate: Returns a buffer of so many bytes.
-            settle: Called before a unit loses its buffer: waits for what still uses that.
-            upcoming: Returns the units in the order of their next use, for one pass.
+        ``settle`` is called before a unit loses its buffer: it waits for what still uses that.
+        ``upcoming`` returns the units in the order of their next use, for one pass.
         """
         self.memory = BoundedBytes(capacity)
         """All buffers, those of units and free ones."""
@@ -62,15 +59,10 @@ class UnitBuffers(Generic[U, B]):
         return self._of.get(unit)
 
     def take(self, unit: U, keep: Iterable[U] | None) -> B | None:
-        """Return a buffer for a unit; idle units may lose theirs for it.
+        """Return a buffer for a unit that has none; idle units may lose theirs for it.
 
-        Args:
-            unit: The unit, which has none.
-            keep: Units that keep theirs; if that leaves no room, None is returned. None: the unit
-                must get one, at the cost of every idle unit.
-
-        Raises:
-            BudgetError: It must get one, and units in use leave no room.
+        Units in ``keep`` keep theirs, and None is returned if that leaves no room. If ``keep`` is
+        None, the unit must get one: raises BudgetError if units in use leave no room.
         """
         for leaving in self.leaving_for(unit, keep or ()):
             self.drop(leaving)

@@ -37,9 +37,7 @@ class UseOrder(Generic[T]):
 def in_order_of_leaving(candidates: Iterable[T], upcoming: Iterable[T]) -> list[T]:
     """Return first the candidates without a next use, as they come; then the farthest use first.
 
-    Args:
-        candidates: What may leave memory.
-        upcoming: The next uses, the nearest first; their number is finite.
+    ``upcoming`` are the next uses, the nearest first; their number is finite.
     """
     ranks: dict[T, int] = {}
     for rank, used in enumerate(upcoming):

@@ -101,10 +101,7 @@ def check_shared_rows(connection: sqlite3.Connection, run: str) -> int:
 def check_generation(generation: Generation, shapes: Sequence[ChunkShape], files: int) -> None:
     """Raise DamageError unless a writer of ours can have written ``generation``.
 
-    Args:
-        generation: What was read.
-        shapes: Of the chunks of its layout.
-        files: The number of the store's data files.
+    ``shapes`` are of the chunks of its layout; ``files`` is the number of the store's data files.
     """
     whose = f"generation {generation.number!r}"
     check_whole(generation.number, "the number", whose, 1, MOST_BYTES)
