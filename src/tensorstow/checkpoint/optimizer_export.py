@@ -227,10 +227,7 @@ def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) ->
         with named("File", path):
             # Read back: states on disk come in the order of the ring, not of the file.
             digests.note(path, digest_of_descriptor(new_file.fd))
-        new_file.seal()
-        digests.remove()
-        new_file.publish()
-    digests.write()
+        digests.publish(new_file)
 
 
 def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -88,7 +88,7 @@ class SeenFile:
         return is_same, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 
 
-class WeightFile:
+class WeightFile(SeenFile):
     """One file of weights, open for asynchronous reads."""
 
     def __init__(self, files: "WeightFiles", path: Path, *, has_table: bool = True) -> None:
@@ -96,21 +96,16 @@ class WeightFile:
 
         Raises DirectoryError if it cannot be opened, OptionError if it is no safetensors.
         """
-        self.path = path
         self.engine = files.engine
         self._file = open_file(files.engine, path, access=os.O_RDONLY)
         weakref.finalize(self, self._file.close)
-        self._seen = SeenFile(path, self._file.fd)
+        super().__init__(path, self._file.fd)
         self.entries = read_table(path).entries if has_table else {}
         self.validate_unchanged()
 
     def read(self, offset: int, into: torch.Tensor) -> IoFuture:
         """Start filling ``into``, bytes in host memory, from byte ``offset``."""
         return self._file.read(into, offset)
-
-    def validate_unchanged(self) -> None:
-        """Raise DamageError if somebody has written to the file since it was opened."""
-        self._seen.validate_unchanged()
 
 
 class WeightFiles:

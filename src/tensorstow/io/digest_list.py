@@ -122,8 +122,13 @@ class DigestList:
         with NewFile(self.main) as file:
             with self.stream(file) as stream:
                 write(stream)
-            self.remove()  # first: an older list would call the new file damaged
-            file.publish()
+            self.publish(file)
+
+    def publish(self, main: NewFile) -> None:
+        """Give the main file its name, and write the list of all that were noted."""
+        main.seal()
+        self.remove()  # before that: an older list would call the new file damaged
+        main.publish()
         self.write()
 
     def write(self) -> None:

@@ -82,8 +82,14 @@ def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str] = METADATA
     # The widest first: so every tensor begins at a multiple of its own width, without gaps.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     for name, entry in ordered:
+        if entry.dtype not in _NAMES.values():
+            message = (
+                f"{name} has dtype {entry.dtype}, which is not written to safetensors here. Save"
+                " the state_dict by torch.save."
+            )
+            raise OptionError(message)
         rows[name] = {
-            "dtype": _dtype_name(entry.dtype, name),
+            "dtype": NAME_OF[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [end, end + entry.nbytes],
         }
@@ -165,13 +171,3 @@ def _malformed(path: Path, why: str) -> OptionError:
         " was cut short: take the original."
     )
     return OptionError(message)
-
-
-def _dtype_name(dtype: torch.dtype, name: str) -> str:
-    if dtype not in _NAMES.values():
-        message = (
-            f"{name} has dtype {dtype}, which is not written to safetensors here. Save the"
-            " state_dict by torch.save."
-        )
-        raise OptionError(message)
-    return NAME_OF[dtype]

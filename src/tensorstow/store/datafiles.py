@@ -91,7 +91,13 @@ def check_files(run: str, directories: Sequence[Path]) -> None:
         if label == wanted:
             continue
         if label is None and os.path.lexists(path):
-            raise _damaged(path, wanted)
+            message = (
+                f"{path} was requested as file {wanted.index} of {wanted.count} of run {run}, and"
+                f" its header, {PAGE} bytes at offset 0, is damaged: it names no run. Look at"
+                " `dmesg` and the drive's health; put the file back from a copy of the directories,"
+                " or go on from a checkpoint elsewhere in another directory."
+            )
+            raise DamageError(message)
         message = (
             f"{path} was requested as file {wanted.index} of {wanted.count} of run {run};"
             f" {_describe(path, label)}. Name the directories of one run, in the order in which"
@@ -138,13 +144,3 @@ def _describe(path: Path, label: Label | None) -> str:
     if label is None:
         return "its header is damaged, or it is no data file of a store"
     return f"it is file {label.index} of {label.count} of run {label.run}"
-
-
-def _damaged(path: Path, wanted: Label) -> DamageError:
-    message = (
-        f"{path} was requested as file {wanted.index} of {wanted.count} of run {wanted.run}, and"
-        f" its header, {PAGE} bytes at offset 0, is damaged: it names no run. Look at `dmesg` and"
-        " the drive's health; put the file back from a copy of the directories, or go on from a"
-        " checkpoint elsewhere in another directory."
-    )
-    return DamageError(message)

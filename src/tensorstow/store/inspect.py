@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, named
 from tensorstow.store.datafiles import Label, is_file_of, labelled
 from tensorstow.store.lock import peek
-from tensorstow.store.records import HEADER_BYTES, Extent, Summary, chunk_shapes
+from tensorstow.store.records import HEADER_BYTES, Summary, chunk_shapes
 from tensorstow.store.rows import read_directories, read_extents, read_summaries
 from tensorstow.store.schema import (
     MANIFEST_NAME,
@@ -79,7 +80,9 @@ def inspect_store(directory: Path) -> StoreInfo:
     path = inspect_directory(directory).path
     with named("The store in", path), read_only(path) as (connection, holder):
         summaries = read_summaries(connection)
-        used = _used_bytes(read_extents(connection))
+        used: Counter[int] = Counter()
+        for extent in {extent for listed in read_extents(connection).values() for extent in listed}:
+            used[extent.file] += extent.nbytes
         run = read_meta(connection, "run")
         newest = load(connection, path, run, summaries[-1].number) if summaries else None
         return StoreInfo(
@@ -93,7 +96,7 @@ def inspect_store(directory: Path) -> StoreInfo:
                 DataFileInfo(
                     name,
                     name.stat().st_size if is_file_of(label, name) else None,
-                    used.get(label.index, 0),
+                    used[label.index],
                 )
                 for label, name in data_files(connection, path).items()
             ),
@@ -148,13 +151,6 @@ def _connect(path: Path, holder: str | None) -> Iterator[sqlite3.Connection]:
         yield connection
     finally:
         connection.close()
-
-
-def _used_bytes(extents: dict[int, list[Extent]]) -> dict[int, int]:
-    used: dict[int, int] = {}
-    for extent in {extent for listed in extents.values() for extent in listed}:
-        used[extent.file] = used.get(extent.file, 0) + extent.nbytes
-    return used
 
 
 def _look_at(layout: dict[str, Any]) -> LayoutInfo:

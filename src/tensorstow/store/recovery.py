@@ -93,7 +93,12 @@ def hold_recovery(
             raise StoreFormatError(message)
         resources.callback(DirectoryLock(first).release)
         if label.count > 1 and not rest:
-            raise StoreFormatError(_unnamed(first, label.count))
+            message = (
+                f"A recovery was requested of the store in {first}, which has {label.count}"
+                " directories: only directories that are named are changed. Name all of them, in"
+                " their order (`tensorstow inspect` prints them)."
+            )
+            raise StoreFormatError(message)
         paths = [first, *rest]
         check_files(label.run, paths)
         for path in paths[1:]:
@@ -238,14 +243,6 @@ def _copy_data(old: BinaryIO, new: BinaryIO) -> None:
             data = os.pread(old.fileno(), min(1 << 20, end - at), at)
             os.pwrite(new.fileno(), data, at)
     new.truncate(size)
-
-
-def _unnamed(first: Path, count: int) -> str:
-    return (
-        f"A recovery was requested of the store in {first}, which has {count} directories: only"
-        " directories that are named are changed. Name all of them, in their order (`tensorstow"
-        " inspect` prints them)."
-    )
 
 
 def _find_damage(

@@ -59,7 +59,9 @@ def check_all(connection: sqlite3.Connection, path: Path) -> int:
         # No row of other tables is read, not for the message either: a view may have no end.
         raise damaged(path, str(error)) from error
     try:
-        _check_pages(connection)
+        (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if result != "ok":
+            raise DamageError(str(result).replace("\n", " "))
         check_seal(connection)
         run = read_meta(connection, "run")
         check_disjoint([_read(connection, run, number) for number in _numbers(connection)])
@@ -80,12 +82,6 @@ def _read(connection: sqlite3.Connection, run: str, number: int) -> Generation:
     shapes = chunk_shapes(generation.layout)
     check_generation(generation, shapes, len(read_directories(connection)))
     return generation
-
-
-def _check_pages(connection: sqlite3.Connection) -> None:
-    (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-    if result != "ok":
-        raise DamageError(str(result).replace("\n", " "))
 
 
 def check_heads(
