@@ -435,7 +435,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tensors/dtensor.py",
-        "if isinstance(local, OffloadedGradient) and not local.copied.query():",
+        "if isinstance(local, OffloadedGradient) and not local.host.query():",
         "if gradient is None:",
         _BUSY,
     ),

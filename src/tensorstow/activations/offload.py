@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -115,19 +114,9 @@ class ActivationOffload:
         self._handles: list[RemovableHandle] = []
         if model not in modules:
             # Several units of one forward save the same storage; it is moved once.
-            self._handles += [
-                model.register_forward_pre_hook(partial(apart_from_graphs, self._enter_model)),
-                model.register_forward_hook(
-                    partial(apart_from_graphs, self._leave_model), always_call=True
-                ),
-            ]
+            self._register(model, self._enter_model, self._leave_model)
         for module in modules:
-            self._handles += [
-                module.register_forward_pre_hook(partial(apart_from_graphs, self._enter)),
-                module.register_forward_hook(
-                    partial(apart_from_graphs, self._leave), always_call=True
-                ),
-            ]
+            self._register(module, self._enter, self._leave)
             for part in module.modules():
                 self._handles.append(part.register_forward_pre_hook(self._note_parameters))
 
@@ -164,16 +153,18 @@ class ActivationOffload:
         """Return the object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
     # --- hooks of modules ---
+
+    def _register(
+        self, module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+    ) -> None:
+        before, after = partial(apart_from_graphs, enter), partial(apart_from_graphs, leave)
+        self._handles.append(module.register_forward_pre_hook(before))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter_model(self, model: nn.Module, _: object) -> None:
         del model
@@ -280,7 +271,7 @@ class ActivationOffload:
         if isinstance(saved, KeptTensor):
             check_version(saved.tensor, saved.version)
             return saved.tensor
-        backward = _current_backward()
+        backward = int(torch._C._current_graph_task_id())  # noqa: SLF001
         if backward >= 0:  # -1: a user reads it outside backward
             if saved.backward not in {None, backward}:
                 message = (
@@ -338,11 +329,6 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a wrapper of torch.func, or zeros that torch never wrote."""
     is_wrapper: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
     return is_wrapper or tensor._is_zerotensor()  # noqa: SLF001
-
-
-def _current_backward() -> int:
-    """Return the number of the backward pass that this thread is in, or -1."""
-    return int(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
 def _chosen_directory() -> Path:

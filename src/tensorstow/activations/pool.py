@@ -77,15 +77,10 @@ class ActivationPool:
     """Saved storages, and a bound on the host memory that they take."""
 
     def __init__(self, budget: int | None, directories: Sequence[Path], *, to_disk: bool) -> None:
-        """Hold nothing yet.
+        """Hold nothing yet, and later up to ``budget`` bytes of host memory; None: no bound.
 
-        Args:
-            budget: Bytes of host memory; None: no bound.
-            directories: Directories for scratch files; empty: one is chosen and logged.
-            to_disk: Whether storages go on to disk.
-
-        Raises:
-            DirectoryError: A directory is missing, read-only, in RAM or too full.
+        Raises DirectoryError if a directory of scratch files is missing, read-only, in RAM or too
+        full; without directories one is chosen and logged.
         """
         self._budget = budget
         self._scratch: ScratchFiles | None = None

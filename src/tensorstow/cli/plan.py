@@ -21,7 +21,7 @@ from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.placed_activations import blocks_with_activations
-from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, placed_elsewhere
+from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, count_of, placed_elsewhere
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import NamedModel, build_model, is_causal
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
@@ -99,7 +99,7 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": _describe(model, sizes),
         "trace_with": _TOKENS if _takes_tokens(model) else _FUNCTION,
-        "counted_in": "tokens" if model.inputs is None else _count_of(model)[0],
+        "counted_in": "tokens" if model.inputs is None else count_of(model.inputs)[0],
         "activations": _activations(chosen_request, plan, traced, options, batch),
         "plan": fields_of(plan),
         "state_format": None if state_format is None else str(state_format),
@@ -242,18 +242,6 @@ def _traced(
     return trace(model, options.batch, options.seq, placed)
 
 
-def _count_of(model: NamedModel) -> tuple[str, int]:
-    """Return the unit of a function's inputs, tokens or samples, and their number."""
-    positional, keywords = model.inputs or ((), {})
-    tensors = [
-        tensor for tensor in (*positional, *keywords.values()) if isinstance(tensor, torch.Tensor)
-    ]
-    for tensor in tensors:
-        if not tensor.is_floating_point():
-            return "tokens", tensor.numel()
-    return "samples", next((len(tensor) for tensor in tensors if tensor.ndim), 1)
-
-
 def _batch(
     model: NamedModel, traced: "Activations | None", options: argparse.Namespace
 ) -> MicroBatch:
@@ -261,7 +249,7 @@ def _batch(
     if traced is None:
         parameters = sum(p.numel() for p in model.module.parameters())
         return MicroBatch.estimate(parameters, _ANY_TOKENS)
-    tokens = _count_of(model)[1] if model.inputs is not None else options.batch * options.seq
+    tokens = count_of(model.inputs)[1] if model.inputs is not None else options.batch * options.seq
     return traced.micro_batch(tokens)
 
 

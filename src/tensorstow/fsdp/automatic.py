@@ -101,11 +101,10 @@ def plan_request(
 
 def choose_plan(
     request: PlanRequest,
-    units: Sequence[Unit],
+    example: ExampleBatch,
     budget: Budget | None,
     device: torch.device,
     directory: str | os.PathLike[str] | None,
-    example: ExampleBatch,
 ) -> tuple[Plan, PredictedStep | None]:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
 
@@ -117,7 +116,8 @@ def choose_plan(
     """
     traced, memory = example.trace(KEPT), budget
     if memory is None:
-        memory = machine_budget(units, device, directory, with_activations=traced is not None)
+        counted = traced is not None
+        memory = machine_budget(example.units, device, directory, with_activations=counted)
     limit = _device_limit(device) if budget is None else memory.bytes_of(Tier.DEVICE)
     facts = _agree(_RankFacts(memory, read_profile(), limit, traced, example.tokens), device)
     parameters = sum(n for _, n in request.sizes.trained) * request.sizes.ranks

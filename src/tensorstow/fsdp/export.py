@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
@@ -30,6 +29,7 @@ from tensorstow.base.sizes import parts_within
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of, shard_name
+from tensorstow.fsdp.full_tensors import whole_on_host
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank
 from tensorstow.io.digest_list import DigestList, RunningDigest
 from tensorstow.io.mapped import NewSafetensors
@@ -157,12 +157,6 @@ def _shard_of(name: str, part: Mapping[str, torch.Tensor]) -> _Shard:
     return _Shard(name, part, lay_out(entries))
 
 
-@torch.no_grad()
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return full.cpu()
-
-
 def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: NewFiles) -> None:
     """Write files in parallel, each by one rank, and note their digests.
 
@@ -179,7 +173,7 @@ def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: N
                 file = opened.enter_context(NewSafetensors(new, shard_of_rank.table, running))
             while turns:
                 shard, name = turns.popleft()
-                tensor = _whole(shard.tensors[name])
+                tensor = whole_on_host(shard.tensors[name])
                 if file is not None and shard is shard_of_rank:
                     file.put(name, tensor)
         if new is not None:
@@ -187,7 +181,7 @@ def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: N
             listed.note(new.path, running.digest())
     except Exception:
         for shard, name in turns:  # take part in the gathers that the other ranks wait for
-            _whole(shard.tensors[name])
+            whole_on_host(shard.tensors[name])
         raise
 
 

@@ -15,7 +15,6 @@ accelerator follow its memory by themselves (``fsdp.device_cache``). Ranks decid
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.fsdp.automatic import free_host_bytes
-from tensorstow.fsdp.shard_storage import DiskShard
 from tensorstow.fsdp.sharding import rank_here
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import Unit
@@ -44,16 +42,6 @@ _OFF = 0.2
 """Share of a prediction; a larger difference is logged as a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenPlan:
-    """The prediction and the budget of a plan that ``plan="auto"`` chose."""
-
-    step: PredictedStep | None
-    """The prediction for a step; None: there is none."""
-    is_of_machine: bool
-    """Whether the machine was the budget."""
-
-
 def buffers_of(units: Iterable[Unit]) -> dict[str, Sequence[PooledBuffer]]:
     """Return the buffers of a placed model's units on disk, by the units' names, in their order.
 
@@ -62,7 +50,7 @@ def buffers_of(units: Iterable[Unit]) -> dict[str, Sequence[PooledBuffer]]:
     by_unit: dict[str, Sequence[PooledBuffer]] = {}
     for unit in units:
         shards = [storage_of(parameter) for parameter in unit.module.parameters()]
-        all_below = [shard.unit for shard in shards if isinstance(shard, DiskShard)]
+        all_below = [shard.unit for shard in shards if shard is not None and shard.unit]
         # Buffers of inner units are in the dictionary already.
         buffers = next((b for b in all_below if b not in by_unit.values()), None)
         if buffers is not None:

@@ -1,8 +1,7 @@
-"""Hooks that sum gradients of several micro-batches in fp32 on the device."""
+"""Sums of gradients over several micro-batches that are not autograd's: in fp32, on the device."""
 
 import weakref
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -10,35 +9,53 @@ import torch
 from tensorstow.tensors.dtensor import set_gradient
 
 
-def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
-    """Make autograd sum the gradients of unsharded parameters over backward passes in fp32.
+class SumAside:
+    """Keeps the sum of earlier backward passes out of ``.grad`` while autograd sums the next one.
 
     Within one backward the sum keeps the gradient's dtype, like sums of FSDP2.
     """
+
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        add: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+        is_aside: Callable[[torch.Tensor], bool] = lambda _: True,
+    ) -> None:
+        """Watch an unsharded parameter, which is trained, by two hooks of autograd's.
+
+        ``add`` returns the sum of a gradient and the earlier sum, which ``is_aside`` tells from a
+        gradient that autograd is to add to.
+        """
+        self._parameter = weakref.ref(parameter)
+        self._add, self._is_aside = add, is_aside
+        self._sum: torch.Tensor | None = None
+        hooked: Any = parameter
+        hooked.register_hook(self._set_aside)
+        hooked.register_post_accumulate_grad_hook(self._put_back)
+
+    def _set_aside(self, _: torch.Tensor) -> None:
+        parameter = self._parameter()
+        self._sum = None  # drops the sum of a backward that raised
+        if parameter is None or parameter.grad is None or not self._is_aside(parameter.grad):
+            return
+        self._sum, parameter.grad = parameter.grad, None
+
+    @torch.no_grad()
+    def _put_back(self, parameter: torch.Tensor) -> None:
+        gradient, earlier, self._sum = parameter.grad, self._sum, None
+        if gradient is not None:
+            set_gradient(parameter, self._add(gradient, earlier))
+
+
+def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
+    """Make autograd sum the gradients of unsharded parameters over backward passes in fp32."""
     for parameter in parameters:
-        if parameter.dtype != torch.float32:
-            sums: dict[str, torch.Tensor] = {}
-            hook: Any = parameter.register_post_accumulate_grad_hook
-            if parameter.requires_grad:
-                before: Any = parameter.register_hook
-                before(partial(_set_aside, weakref.ref(parameter), sums))
-                hook(partial(_put_back, sums))
+        if parameter.dtype != torch.float32 and parameter.requires_grad:
+            SumAside(parameter, _in_fp32)
 
 
-@torch.no_grad()
-def _set_aside(
-    reference: "weakref.ref[torch.Tensor]", sums: dict[str, torch.Tensor], gradient: torch.Tensor
-) -> None:
-    parameter = reference()
-    if parameter is not None and parameter.grad is not None:
-        sums["wide"] = parameter.grad.float().add_(gradient)
-        parameter.grad = None
-
-
-@torch.no_grad()
-def _put_back(sums: dict[str, torch.Tensor], parameter: torch.Tensor) -> None:
-    if "wide" in sums:
-        set_gradient(parameter, sums.pop("wide"))
+def _in_fp32(gradient: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+    return gradient if earlier is None else earlier.float().add_(gradient)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ attribute shows that. So its bytes are compared with the file's. A weight that d
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from torch import nn
 
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import format_bytes
-from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.shard_storage import FrozenLayout
@@ -64,20 +63,14 @@ class FrozenFiles:
             self._files = WeightFiles(tables, mapped_paths).by_path
         if files is not None:
             for name in frozen.keys() - mapped.keys():
-                self._find_in(files, values.names_of(name), frozen[name])
+                # One that is computed from other values is in no file as it is.
+                origin = files.origin(values.names_of(name), frozen[name])
+                path = files.path_of(origin.sources[0])
+                entry = self._files[path].entries[origin.sources[0]]
+                is_same = origin.make is None and origin.scale is None
+                if is_same and entry.dtype == frozen[name].dtype:
+                    self._places[name] = _Place(path, entry.offset)
         _log_copied({n: p for n, p in frozen.items() if n not in self._places})
-
-    def _find_in(
-        self, files: PretrainedFiles, names: Sequence[str], parameter: nn.Parameter
-    ) -> None:
-        """Note the place of a weight in ``weights=``, unless it is computed from other values."""
-        origin = files.origin(names, parameter)
-        source = origin.sources[0]
-        path = files.path_of(source)
-        entry = self._files[path].entries[source]
-        is_same = origin.make is None and origin.scale is None
-        if is_same and entry.dtype == parameter.dtype:
-            self._places[names[0]] = _Place(path, entry.offset)
 
     def layout(self, unit: Unit, rank: int, ranks: int) -> FrozenLayout:
         """Return the buffer for one rank's rows of the weights of a unit that are in files."""
@@ -125,7 +118,7 @@ class _Mapping:
 def _places_of_mapped(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Place]:
     """Return the places of parameters that are mapped from files and have the files' bytes."""
     places: dict[str, _Place] = {}
-    mappings = _private_mappings() if parameters else []
+    mappings = list(_private_mappings()) if parameters else []
     starts = [mapping.start for mapping in mappings]
     for name, parameter in parameters.items():
         if parameter.device.type != "cpu" or not parameter.is_contiguous() or parameter.is_neg():
@@ -156,12 +149,8 @@ def _is_as_in_file(parameter: nn.Parameter, place: _Place) -> bool:
     return True
 
 
-def _private_mappings() -> list[_Mapping]:
-    """Return the private mappings of files in this process, by address."""
-    return sorted(_read_mappings(), key=lambda mapping: mapping.start)
-
-
-def _read_mappings() -> Iterable[_Mapping]:
+def _private_mappings() -> Iterator[_Mapping]:
+    """Yield the private mappings of files in this process, which the kernel has by address."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, modes, offset, _, inode, *rest = line.split(maxsplit=5)
         if inode != "0" and rest and modes.endswith("p"):

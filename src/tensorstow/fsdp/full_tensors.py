@@ -32,8 +32,14 @@ def whole_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     rank, tensors of parameters in host memory share their memory.
     """
     for name, values in resharded(module).state_dict().items():
-        whole = values.full_tensor() if isinstance(values, DTensor) else values
-        yield name, whole.detach().cpu()
+        yield name, whole_on_host(values)
+
+
+@torch.no_grad()
+def whole_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor in host memory; collective."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return whole.cpu()
 
 
 def host_dtensor(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import round_up
+from tensorstow.fsdp.fp32_sums import SumAside
 from tensorstow.fsdp.units import found_in
 from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
@@ -285,16 +286,6 @@ class HostGradient(OffloadedGradient):
         """The elements in host memory; waits until they are copied."""
         return self.host.elements
 
-    @property
-    def copied(self) -> HostSum:
-        """The sum, with ``query`` and ``synchronize`` for its copies."""
-        return self.host
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The memory of ``elements``; does not wait."""
-        return self.host.memory
-
     def __repr__(self) -> str:  # type: ignore[override]
         """Return the elements as text."""
         return f"HostGradient({self.elements!r})"
@@ -443,40 +434,19 @@ def _offload_sharded(
         set_gradient(parameter, _widened(gradient, local))
 
 
-class UnshardedOffload:
-    """Offloads the gradient of a parameter that is not sharded, by two hooks of autograd's.
+def _offload_whole(
+    queue: D2HQueue, memory: GradientMemory, gradient: torch.Tensor, total: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the offloaded gradient of a parameter that is not sharded, added to the earlier one.
 
     A later micro-batch's gradient is added in host memory, in fp32.
     """
-
-    def __init__(self, parameter: torch.Tensor, queue: D2HQueue, memory: GradientMemory) -> None:
-        """Watch ``parameter``, which is trained."""
-        self._parameter = weakref.ref(parameter)
-        self._queue, self._memory = queue, memory
-        self._sum: HostGradient | None = None
-        register_before: Any = parameter.register_hook
-        register_before(self._set_aside)
-        register_after: Any = parameter.register_post_accumulate_grad_hook
-        register_after(self._offload)
-
-    def _set_aside(self, _: torch.Tensor) -> None:
-        """Remove an offloaded gradient from ``.grad``: autograd would add to it on the device."""
-        parameter = self._parameter()
-        self._sum = None  # drops the sum of a backward that raised
-        if parameter is not None and isinstance(parameter.grad, HostGradient):
-            self._sum, parameter.grad = parameter.grad, None
-
-    @torch.no_grad()
-    def _offload(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        total, self._sum = self._sum, None
-        if gradient is None or gradient.layout != torch.strided:  # the optimizer raises the error
-            return
-        if total is None:
-            parameter.grad = HostGradient(gradient, self._queue.copy(gradient, self._memory))
-            return
-        total.accumulate(gradient)
-        set_gradient(parameter, _summed(gradient, total.host))
+    if gradient.layout != torch.strided:  # the optimizer raises the error
+        return gradient
+    if not isinstance(total, HostGradient):
+        return HostGradient(gradient, queue.copy(gradient, memory))
+    total.accumulate(gradient)
+    return _summed(gradient, total.host)
 
 
 def _widened(gradient: DTensor, local: HostGradient) -> DTensor:
@@ -559,7 +529,8 @@ class GradientOffload:
 
     def _register(self, parameter: Any, memory: GradientMemory | None) -> None:  # noqa: ANN401  # hooks
         if self._queue is not None and memory is not None and not isinstance(parameter, DTensor):
-            UnshardedOffload(parameter, self._queue, memory)
+            add = partial(_offload_whole, self._queue, memory)
+            SumAside(parameter, add, is_aside=lambda earlier: isinstance(earlier, HostGradient))
         else:
             hook = partial(_offload_sharded, self._queue, memory)
             parameter.register_post_accumulate_grad_hook(hook)

@@ -41,7 +41,7 @@ from torch import nn
 from tensorstow.base.sizes import round_up
 from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.fsdp.device_cache import DeviceCache
-from tensorstow.fsdp.shard_storage import DiskShard, Prefetcher, ShardStorage
+from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.units import found_in
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
 from tensorstow.io.pinned import PinnedBlock
@@ -72,8 +72,7 @@ class _Unit:
     @property
     def pagers(self) -> Sequence[PooledBuffer]:
         """Return the buffers of shards on disk; empty: the shards stay in host memory."""
-        first = self.shards[0]
-        return first.unit if isinstance(first, DiskShard) else ()
+        return self.shards[0].unit
 
     @property
     def sizes(self) -> list[int]:
@@ -351,29 +350,25 @@ class H2DPrefetcher:
     @torch.no_grad()
     def all_gather_input(self, shard: ShardStorage, dtype: torch.dtype) -> torch.Tensor:
         """Return the newest padded weight on the device, for the caller's stream to copy from."""
+        unit = self._units[id(shard)]
         with self._alone():
-            return self._all_gather_input(self._units[id(shard)], shard, dtype)
-
-    def _all_gather_input(
-        self, unit: _Unit, shard: ShardStorage, dtype: torch.dtype
-    ) -> torch.Tensor:
-        copied = self._copies.get(unit)
-        is_old = copied is not None and not copied.gathered and copied.is_old
-        if copied is None or is_old or id(shard) in copied.gathered:  # another all-gather
-            if copied is not None:
-                self._release(copied)  # the earlier all-gather was ended by an exception
-            copied = self._copy(unit)
-        shard.before_read()
-        if copied is None or copied.on_device[id(shard)].dtype != dtype:
-            return _copy_and_wait(shard, dtype, self.link.device)
-        if not copied.gathered:
-            self.link.join(copied.complete)
-            self._record_all_gather(unit)
-        copied.gathered.add(id(shard))
-        weight = copied.on_device[id(shard)]
-        if is_away(self.link.device):
-            weight.record_stream(torch.accelerator.current_stream(self.link.device))
-        return weight
+            copied = self._copies.get(unit)
+            is_old = copied is not None and not copied.gathered and copied.is_old
+            if copied is None or is_old or id(shard) in copied.gathered:  # another all-gather
+                if copied is not None:
+                    self._release(copied)  # the earlier all-gather was ended by an exception
+                copied = self._copy(unit)
+            shard.before_read()
+            if copied is None or copied.on_device[id(shard)].dtype != dtype:
+                return _copy_and_wait(shard, dtype, self.link.device)
+            if not copied.gathered:
+                self.link.join(copied.complete)
+                self._record_all_gather(unit)
+            copied.gathered.add(id(shard))
+            weight = copied.on_device[id(shard)]
+            if is_away(self.link.device):
+                weight.record_stream(torch.accelerator.current_stream(self.link.device))
+            return weight
 
     def record_copied(self, shard: ShardStorage) -> None:
         """Record that the caller's stream has read the copy of ``shard``."""

@@ -51,9 +51,6 @@ class InitialValues:
             init: Initializes one module; None: the module's ``reset_parameters``.
             group: Ranks that get the same values; None: a single rank.
             model: The model, before its parameters are replaced.
-
-        Raises:
-            StoreFormatError: ``weights`` cannot be read.
         """
         self.files = None if weights is None else PretrainedFiles(weights, model)
         """The files with the values; None: they come from the model or its initializers."""

@@ -95,7 +95,8 @@ def guard_modules(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and module is not model:
             _init_root_first(module, model)
-        if isinstance(module, FSDPModule) or _has_shards(module):
+        has_shards = any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
+        if isinstance(module, FSDPModule) or has_shards:
             refuse_copies(module)
     if hasattr(model, "resize_token_embeddings"):
         pretrained: Any = model
@@ -129,15 +130,15 @@ class ModelHook:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise OptionError."""
-        _refuse_to_save(protocol)
+        _refuse(_PICKLED, protocol)
 
 
 def refuse_copies(module: nn.Module) -> None:
     """Make copies, casts, moves and pickling of a placed module raise OptionError."""
     reference: weakref.ref[nn.Module] = weakref.ref(module)
     patched: Any = module
-    patched.__deepcopy__ = _refuse_copy
-    patched.__reduce_ex__ = _refuse_to_save
+    patched.__deepcopy__ = partial(_refuse, _COPIED)
+    patched.__reduce_ex__ = partial(_refuse, _PICKLED)
     patched._apply = partial(_apply_if_unchanged, reference)  # noqa: SLF001  # to(), half() and the like call it
     _refuse_files_of_parameters(module)
 
@@ -300,10 +301,6 @@ def _refuse_create_graph(_: torch.Tensor) -> None:
 # --- calls of submodules, embeddings ---
 
 
-def _has_shards(module: nn.Module) -> bool:
-    return any(isinstance(p, DTensor) for p in module.parameters(recurse=False))
-
-
 def _init_root_first(unit: nn.Module, model: nn.Module) -> None:
     """Initialize FSDP2's root before the first call of ``unit``, by itself or in ``model``."""
     if not isinstance(model, FSDPModule):
@@ -413,37 +410,31 @@ def _refuse_files_of_parameters(module: nn.Module) -> None:
     for parameter in module.parameters(recurse=False):
         if isinstance(parameter, DTensor):
             patched: Any = parameter
-            patched.__reduce_ex__ = _refuse_to_save_parameter
+            patched.__reduce_ex__ = partial(_refuse, _PICKLED_PARAMETER)
 
 
-def _refuse_copy(_: dict[int, Any]) -> NoReturn:
-    message = (
-        "A stowed model, or a part of one, cannot be copied (by copy.deepcopy, AveragedModel or an"
-        " EMA): its weights belong to an optimizer or to files. Keep averages by name, of"
-        " p.full_tensor() if p is a DTensor and of p if not; or copy a model that is not stowed,"
-        " and load model.state_dict() into it."
-    )
-    raise OptionError(message)
+_COPIED = (
+    "A stowed model, or a part of one, cannot be copied (by copy.deepcopy, AveragedModel or an"
+    " EMA): its weights belong to an optimizer or to files. Keep averages by name, of"
+    " p.full_tensor() if p is a DTensor and of p if not; or copy a model that is not stowed,"
+    " and load model.state_dict() into it."
+)
+_PICKLED = (
+    "A stowed model, or a part of one, cannot be pickled (by torch.save(model), pickle or a"
+    " process that is spawned): its weights belong to an optimizer or to files. Save"
+    " model.state_dict(); or call tensorstow.save_safetensors(model, directory), on every rank"
+    " if there are several. optimizer.state_dict() has the states."
+)
+_PICKLED_PARAMETER = (
+    "A parameter of a stowed model, or a copy of one, was to be pickled, as in"
+    " torch.save(dict(model.named_parameters())): it is this rank's shard, and the file would"
+    " have no whole tensor. Save model.state_dict(); or call"
+    " tensorstow.save_safetensors(model, directory), on every rank if there are several."
+    " p.full_tensor(), on every rank, returns one whole parameter."
+)
 
 
-def _refuse_to_save(_: object) -> NoReturn:
-    message = (
-        "A stowed model, or a part of one, cannot be pickled (by torch.save(model), pickle or a"
-        " process that is spawned): its weights belong to an optimizer or to files. Save"
-        " model.state_dict(); or call tensorstow.save_safetensors(model, directory), on every rank"
-        " if there are several. optimizer.state_dict() has the states."
-    )
-    raise OptionError(message)
-
-
-def _refuse_to_save_parameter(_: object) -> NoReturn:
-    message = (
-        "A parameter of a stowed model, or a copy of one, was to be pickled, as in"
-        " torch.save(dict(model.named_parameters())): it is this rank's shard, and the file would"
-        " have no whole tensor. Save model.state_dict(); or call"
-        " tensorstow.save_safetensors(model, directory), on every rank if there are several."
-        " p.full_tensor(), on every rank, returns one whole parameter."
-    )
+def _refuse(message: str, *_: object) -> NoReturn:
     raise OptionError(message)
 
 

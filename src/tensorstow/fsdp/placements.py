@@ -35,7 +35,7 @@ from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, watch_backwards
-from tensorstow.fsdp.shard_storage import FrozenLayout, Prefetcher, ShardStorage
+from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
     Sharding,
@@ -51,14 +51,14 @@ from tensorstow.fsdp.state_dicts import register_state_dict_hooks
 from tensorstow.fsdp.units import ROOT, Unit
 from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
 from tensorstow.fsdp.validation import (
+    DEFAULTS,
     OptimizerFactory,
     describe_units,
     given_keywords,
     stays_on_device,
-    takes_scalars,
     validate_class,
     validate_mesh,
-    validate_no_hooks_of,
+    validate_no_hooks,
     validate_optimizer,
     validate_parameters,
     validate_same_on_ranks,
@@ -103,6 +103,12 @@ class StowRequest:
         return not self.plan.timing.begins_early and not reaches_device(self.plan.update_on)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether weights need no casts, updates in backward or sums of micro-batches by FSDP2."""
+        within_step = not self.plan.timing.begins_early and self.plan.micro_batches == 1
+        return self.compute_dtype is None and within_step
+
+    @property
     def reduce_dtype(self) -> torch.dtype | None:
         """The dtype of gradients that wait unreduced; None: their own."""
         waits = self.plan.stage <= 1 and self.plan.accumulation_steps > 1
@@ -112,20 +118,16 @@ class StowRequest:
     def keywords(self) -> dict[str, Any]:
         """The optimizer's keywords by the plan, without those at their defaults."""
         plan = self.plan
-        placed: dict[str, Any] = {"module": self.model}
-        if plan.states == Tier.DISK:
-            placed["states"] = "disk"
-        if plan.timing.is_overlapped:
-            placed["overlap"] = plan.overlap
-        if plan.update_on is not None:
-            placed["update_on"] = plan.update_on
-        if plan.timing.begins_early and plan.accumulation_steps > 1:
-            placed["accumulation_steps"] = plan.accumulation_steps
-        if plan.ram_budget is not None:
-            placed["ram_budget"] = plan.ram_budget
-        if self.directory is not None and not self._is_for_scratch_alone():
-            placed["dir"] = self.directory
-        return placed
+        decided = {
+            "states": "disk" if plan.states == Tier.DISK else "host",
+            "overlap": plan.overlap,
+            "update_on": plan.update_on,
+            "accumulation_steps": plan.accumulation_steps if plan.timing.begins_early else 1,
+            "ram_budget": plan.ram_budget,
+            "dir": None if self._is_for_scratch_alone() else self.directory,
+        }
+        placed = {name: value for name, value in decided.items() if value != DEFAULTS[name]}
+        return {"module": self.model, **placed}
 
     def _is_for_scratch_alone(self) -> bool:
         """Return whether the directory is for parameters or activations alone.
@@ -189,9 +191,11 @@ def choose_placement(
     place = _place_sharded
     if (world_size() if mesh is None else mesh.size()) > 1 and _is_shared(request):
         place = _place_shared
-        validate_no_hooks_of(request.units)
+        for unit in request.units:
+            for name, parameter in unit.parameters.items():
+                validate_no_hooks(parameter, name)
     else:
-        scalars = takes_scalars(request.plan, request.device, request.compute_dtype)
+        scalars = request.device.type == "cpu" and request.is_plain  # see [Note: Scalars]
         validate_parameters(request.units, scalars=scalars)
     row = _mesh_of(request, mesh)
     return partial(place, request, row), row.size(row.ndim - 1)
@@ -214,9 +218,7 @@ def _is_shared(request: StowRequest) -> bool:
     return (
         plan.stage < 3
         and not is_away(request.device)
-        and request.compute_dtype is None
-        and not plan.timing.begins_early
-        and plan.micro_batches == 1
+        and request.is_plain
         and Tier.DISK not in request.tiers
     )
 
@@ -369,13 +371,11 @@ def _make_disk_pool(
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
     if not on_disk:
         return None
-    frozen: dict[str, FrozenLayout] = {}
-    if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
-        files = FrozenFiles(on_disk, values)
-        frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
+    files = FrozenFiles(on_disk, values)
+    frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
     units, total = [], 0
     for unit in on_disk:
-        read = frozen.get(unit.name, FrozenLayout({}))
+        read = frozen[unit.name]
         unread = {n: p for n, p in unit.parameters.items() if n not in read.at}
         stored = UnitSizes.of(replace(unit, parameters=unread), sharding.ranks).share_bytes
         whole = stored + round_up(read.nbytes, ALIGN)

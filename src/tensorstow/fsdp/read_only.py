@@ -25,7 +25,7 @@ from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
 from tensorstow.fsdp.read_sources import ReadOptions, Sources
 from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
 from tensorstow.fsdp.sharding import move_buffers
-from tensorstow.fsdp.units import note_read_only
+from tensorstow.fsdp.units import READ_ONLY
 from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
 from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
 from tensorstow.io.arena import TENSOR_ALIGN
@@ -34,18 +34,17 @@ from tensorstow.planner.resident import UnitBytes, passing_bytes
 
 _Version = tuple[str, "weakref.ref[nn.Parameter]", int]
 """A parameter's name, itself, and the number of writes to it."""
-_STREAMS: "weakref.WeakKeyDictionary[nn.Module, WeightStream | None]" = weakref.WeakKeyDictionary()
-"""The streams of read-only models; None: all of a model's weights stay in memory."""
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
     """Return the stream that reads a read-only model's weights; None: all stay in memory."""
-    return _STREAMS[model]
+    stream: WeightStream | None = READ_ONLY[model]
+    return stream
 
 
 def streams_in(model: nn.Module) -> list[WeightStream]:
     """Return the streams of the read-only models in a module, itself included."""
-    streams = (_STREAMS.get(module) for module in model.modules())
+    streams = (READ_ONLY.get(module) for module in model.modules())
     return [stream for stream in streams if stream is not None]
 
 
@@ -96,8 +95,7 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
     if options.device.type != "cuda":
         refuse = partial(_refuse_cache_of_cuda, options.device)
         model.register_forward_pre_hook(refuse, with_kwargs=True)
-    _STREAMS[model] = stream
-    note_read_only(model)
+    READ_ONLY[model] = stream
     return plan
 
 
@@ -212,7 +210,7 @@ def _limits(
 def _register(stream: WeightStream) -> None:
     """Attach weights before a module runs, and take them back after it, also after an error."""
     for call in stream.calls:
-        enter, leave = partial(_enter, stream, call), partial(_leave, stream, call)
+        enter, leave = partial(_enter, stream, call), partial(apart_from_graphs, stream.leave, call)
         call.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         call.module.register_forward_hook(leave, always_call=True)
 
@@ -236,10 +234,6 @@ def _enter(
         )
         raise OptionError(message)
     apart_from_graphs(stream.enter, call)
-
-
-def _leave(stream: WeightStream, call: Call, *_: object) -> None:
-    apart_from_graphs(stream.leave, call)
 
 
 def _refuse_cache_of_cuda(

@@ -11,7 +11,7 @@ from tensorstow.base.keywords import names_keywords
 from tensorstow.fsdp.gradient_offload import gradient_offload_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.read_only import streams_in
-from tensorstow.fsdp.shard_storage import HostShard, ShardStorage
+from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import is_read_only
 from tensorstow.io.device_link import DeviceLink
@@ -71,7 +71,7 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
     pools = _pools_of(shards)
-    blocks = {s.block for s in shards if isinstance(s, HostShard) and s.block is not None}
+    blocks = {s.block for s in shards if s.block is not None}
     h2d, gradients = h2d_prefetcher_of(model), gradient_offload_of(model)
     plain = _own_bytes(p for p in model.parameters() if storage_of(p) is None)
     return ParameterBytes(
@@ -138,14 +138,7 @@ def _pools_of(shards: Iterable[ShardStorage]) -> list[BufferPool]:
 
 
 class ParameterPart:
-    """What a model that ``stow`` placed holds and moves, apart from its optimizer's states.
-
-    Args:
-        model: The model.
-        links: The links that its weights and gradients go over.
-        predict: Returns what its plan holds on each tier.
-        step: The predicted step; None: nothing was predicted.
-    """
+    """What a model that ``stow`` placed holds and moves, apart from its optimizer's states."""
 
     def __init__(
         self,
@@ -154,7 +147,10 @@ class ParameterPart:
         predict: Callable[[], Sequence[Item]],
         step: PredictedStep | None = None,
     ) -> None:
-        """Log nothing yet; the class documents the arguments."""
+        """Log nothing yet; ``links``: those that the model's weights and gradients go over.
+
+        ``predict`` returns what the plan holds on each tier; ``step`` is the prediction for a step.
+        """
         self._model = model
         self._links = tuple(links)
         self._predict = predict

@@ -8,7 +8,6 @@ if FSDP2 gathers a unit ahead and never uses it.
 updates pin the one with its other weights alone. What computes uses both.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,14 +32,19 @@ class FrozenLayout:
     runs: Sequence[Run] = ()
 
 
-class ShardStorage(ABC):
+class ShardStorage:
     """This rank's shard of one parameter, padded to the size that all ranks' shards have.
 
-    Padding is the last rows of the first dimension; FSDP2 gathers it too.
+    Padding is the last rows of the first dimension; FSDP2 gathers it too. The bytes stay in memory,
+    unless a subclass has them elsewhere.
     """
 
     pager: PooledBuffer | None = None
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
+    unit: Sequence[PooledBuffer] = ()
+    """All buffers of the unit ([Note: Two buffers]); empty: the bytes stay in host memory."""
+    block: PinnedBlock | None = None
+    """The page-locked memory that the bytes are part of; None: they are on disk, or pageable."""
 
     def __init__(self, padded: torch.Tensor, rows: int) -> None:
         """Use the memory of the shard.
@@ -67,21 +71,20 @@ class ShardStorage(ABC):
     @property
     def is_page_locked(self) -> bool:
         """Return whether a device can copy from these bytes while the host does other work."""
-        return False
+        return self.block is not None and self.block.pinned
 
-    @abstractmethod
     def pin(self) -> torch.Tensor:
         """Return the newest padded weight, which stays in memory until ``unpin``."""
+        self.before_read()
+        return self.padded
 
-    @abstractmethod
     def unpin(self, *, dirty: bool = False) -> None:
         """Undo ``pin``; ``dirty``: the bytes were changed and must be written back."""
 
-    @abstractmethod
     def pin_for_copy(self) -> torch.Tensor:
         """Return the newest padded weight, to be copied before the next unit's is pinned."""
+        return self.pin()
 
-    @abstractmethod
     def unpin_after_copy(self) -> None:
         """Undo ``pin_for_copy``, for all shards of the unit."""
 
@@ -107,26 +110,6 @@ class HostShard(ShardStorage):
         super().__init__(padded, rows)
         self.block = block
 
-    @property
-    def is_page_locked(self) -> bool:
-        """Return whether a device can copy from these bytes while the host does other work."""
-        return self.block is not None and self.block.pinned
-
-    def pin(self) -> torch.Tensor:
-        """Return the newest padded weight."""
-        self.before_read()
-        return self.padded
-
-    def unpin(self, *, dirty: bool = False) -> None:
-        """Do nothing: the bytes stay in memory."""
-
-    def pin_for_copy(self) -> torch.Tensor:
-        """Return the newest padded weight."""
-        return self.pin()
-
-    def unpin_after_copy(self) -> None:
-        """Do nothing: the bytes stay in memory."""
-
 
 class DiskShard(ShardStorage):
     """A shard that is on disk, and in memory while it is pinned."""
@@ -141,10 +124,7 @@ class DiskShard(ShardStorage):
         prefetcher: "Prefetcher",
         unit: Sequence[PooledBuffer] = (),
     ) -> None:
-        """Use the part of ``buffer`` that ``padded`` is over.
-
-        ``unit``: all buffers of the unit ([Note: Two buffers]). Default: this one.
-        """
+        """Use the part of ``buffer`` that ``padded`` is over; by itself it is the whole unit."""
         super().__init__(padded, rows)
         self.pager = buffer
         self.unit = tuple(unit) or (buffer,)

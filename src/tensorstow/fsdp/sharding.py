@@ -51,7 +51,6 @@ from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 
 logger = logging.getLogger("tensorstow")
 
-_Result = TypeVar("_Result")
 _Value = TypeVar("_Value")
 
 # --- ranks ---
@@ -128,7 +127,7 @@ def from_every_rank(value: _Value) -> list[_Value]:
     return values
 
 
-def on_every_rank(act: Callable[[], _Result], task: str) -> _Result:
+def on_every_rank(act: Callable[[], _Value], task: str) -> _Value:
     """Call a function on every rank, and raise on all of them if it fails on one; collective.
 
     Args:
@@ -244,6 +243,10 @@ class Sharding:
         """Return whether weights are whole where they are computed with ([Note: Single rank])."""
         return self.ranks == 1 and not is_away(self.device)
 
+    def reshards(self, unit: Unit) -> bool:
+        """Return whether a unit is resharded after its forward."""
+        return self.reshard_after_forward and unit.name not in self.unsharded
+
     def rows(self, shape: torch.Size) -> tuple[int, int, int]:
         """Return this rank's first row of a parameter of this shape, and the one after its last.
 
@@ -259,12 +262,8 @@ class DiskPool:
 
     buffers: BufferPool
     prefetcher: Prefetcher
-    frozen: Mapping[str, FrozenLayout] = field(default_factory=dict)
+    frozen: Mapping[str, FrozenLayout]
     """Weights that stay in the user's files, by the units' names."""
-
-    def frozen_of(self, unit: Unit) -> FrozenLayout:
-        """Return the layout of a unit's weights that stay in the user's files."""
-        return self.frozen.get(unit.name, FrozenLayout({}))
 
 
 def shard_unit(
@@ -300,8 +299,7 @@ def shard_unit(
             list(storages.values()),
             [sharding.precision.param_dtype or s.padded.dtype for s in storages.values()],
             None if pool is None else pool.prefetcher,
-            is_gathered_twice=sharding.reshard_after_forward
-            and unit.name not in sharding.unsharded,
+            is_gathered_twice=sharding.reshards(unit),
         )
     storage_ids = {id(storage) for storage in storages.values()}
     stored: list[tuple[DTensor, ShardStorage]] = []
@@ -355,7 +353,7 @@ def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str
 
 def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[str, ShardStorage]:
     """Return storage of each parameter: in the user's files, or in a buffer of zeros."""
-    frozen = pool.frozen_of(unit)
+    frozen = pool.frozen[unit.name]
     places, at = dict(frozen.at), 0
     for name, parameter in unit.parameters.items():
         if name not in frozen.at:
@@ -386,7 +384,7 @@ def _read_values(
     pool: DiskPool | None,
 ) -> None:
     """Copy the first values to storage, except those that are in the user's files."""
-    in_files = {} if pool is None else pool.frozen_of(unit).at
+    in_files = {} if pool is None else pool.frozen[unit.name].at
     with ExitStack() as accessed:
         for name, storage in storages.items():
             if name not in in_files:
@@ -422,8 +420,7 @@ def _fully_shard(unit: Unit, sharding: Sharding) -> None:
     fully_shard(
         unit.module,
         mesh=sharding.mesh,
-        reshard_after_forward=sharding.reshard_after_forward
-        and unit.name not in sharding.unsharded,
+        reshard_after_forward=sharding.reshards(unit),
         mp_policy=sharding.precision,
         ignored_params=set(sharding.scalars) or None,
     )

@@ -15,7 +15,7 @@ from tensorstow.base.keywords import names_keywords
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
-from tensorstow.fsdp.first_steps import ChosenPlan, FirstSteps, HostRoom, buffers_of
+from tensorstow.fsdp.first_steps import FirstSteps, HostRoom, buffers_of
 from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
 from tensorstow.fsdp.placements import Path, StowRequest, choose_placement
 from tensorstow.fsdp.read_only import stow_read_only
@@ -39,6 +39,7 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.sizes import Sizes
+from tensorstow.report.run_record import PredictedStep
 
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
 
@@ -170,19 +171,18 @@ def stow(  # noqa: PLR0913  # the one door to everything
     """
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init, dir=dir)
-    device, choice = current_device(), None
+    device, step = current_device(), None
     if optimizer is None:
         refuse_given(WITHOUT_OPTIMIZER, dir=dir, mesh=mesh, tokens=tokens, batch=batch)
         explicit_plan = None if plan == "auto" else plan
         options = ReadOptions(explicit_plan, budget, compute_dtype, units, weights, init, device)
         _PLANS[model] = stow_read_only(model, options)
         return model, None
-    chosen = units_of(model, units)
+    chosen, is_auto = units_of(model, units), plan == "auto"
     if plan == "auto":
         example = ExampleBatch(model, chosen, batch, compute_dtype, tokens)
         undecided = plan_request(chosen, device, mesh, optimizer, dir)
-        plan, step = choose_plan(undecided, chosen, budget, device, dir, example)
-        choice = ChosenPlan(step, is_of_machine=budget is None)
+        plan, step = choose_plan(undecided, example, budget, device, dir)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
     validate_units(plan, [unit.name for unit in chosen])
@@ -194,12 +194,12 @@ def stow(  # noqa: PLR0913  # the one door to everything
     place, ranks = choose_placement(request, mesh)
     sizes = Sizes.of(chosen, ranks)  # placing takes the parameters out of their units
     placed = place()
-    part = _report_of(placed, request, sizes, choice)
+    part = _report_of(placed, request, sizes, step)
     placed.recorded_parts.append(part)
     _place_activations(request, placed)
-    if choice is not None:
-        room = HostRoom(buffers_of(chosen)) if choice.is_of_machine else None
-        first = FirstSteps(lambda trained: part().compared(trained.memory()), choice.step, room)
+    if is_auto:  # a budget of the user's stays as it is
+        room = HostRoom(buffers_of(chosen)) if budget is None else None
+        first = FirstSteps(lambda trained: part().compared(trained.memory()), step, room)
         first.watch(model, placed)
     if plan.micro_batches > 1:  # outside of recomputation: that is for each micro-batch
         VerticalOrder(model, chosen, plan.micro_batches, device).register()
@@ -208,7 +208,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
 
 
 def _report_of(
-    optimizer: PlacedOptimizer, request: StowRequest, sizes: Sizes, choice: ChosenPlan | None
+    optimizer: PlacedOptimizer, request: StowRequest, sizes: Sizes, step: PredictedStep | None
 ) -> Callable[[], ParameterPart]:
     """Return a factory of the part of reports that has the parameters, and the predictions."""
     policy, plan = optimizer.offload_policy, request.plan
@@ -224,7 +224,6 @@ def _report_of(
         follows = follows and not isinstance(optimizer, StowedOptimizer)  # its states differ
         return items_of(plan, sizes, conditions) if follows else []
 
-    step = None if choice is None else choice.step
     model = weakref.ref(request.model)
     return partial(ParameterPart, model, request.links, predict, step)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_activations import Activations, loss_of, tracer_quiet, watch
-from tensorstow.fsdp.traced_placement import TracedPlacement
+from tensorstow.fsdp.traced_placement import TracedPlacement, count_of
 from tensorstow.fsdp.units import ROOT, Unit, units_of
 
 logger = logging.getLogger("tensorstow")
@@ -37,9 +37,7 @@ class ExampleBatch:
         """Return its tokens, or its samples if no tensor in it holds integers."""
         if self.given_tokens is not None or self.batch is None:
             return self.given_tokens
-        tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, torch.Tensor)]
-        tokens = (tensor.numel() for tensor in tensors if not tensor.is_floating_point())
-        return next(tokens, next((len(tensor) for tensor in tensors if tensor.ndim), 1))
+        return count_of(self.batch)[1]
 
     @property
     def has_blocks(self) -> bool:

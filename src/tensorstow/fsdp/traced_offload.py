@@ -22,15 +22,6 @@ class _TracedStorage:
     restored: torch.Tensor | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _TracedTensor:
-    storage: _TracedStorage
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
 class TracedOffload:
     """Hooks on blocks like those of ``ActivationOffload``, which count and move nothing.
 
@@ -77,14 +68,14 @@ class TracedOffload:
             self.saved_bytes += nbytes
             self.largest_bytes = max(self.largest_bytes, nbytes)
         offset = int(tensor.storage_offset())
-        return _TracedTensor(storage, tensor.dtype, tensor.size(), tensor.stride(), offset)
+        return storage, tensor.dtype, (tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, saved: Any) -> torch.Tensor:  # noqa: ANN401
         if isinstance(saved, torch.Tensor):
             return saved
-        storage = saved.storage
+        storage, dtype, layout = saved
         if storage.restored is None:
             storage.restored = torch.empty(storage.nbytes, dtype=torch.uint8)
             self._bring(storage.restored)
-        whole: torch.Tensor = storage.restored.view(saved.dtype)
-        return whole.as_strided(saved.size, saved.stride, saved.offset)
+        whole: torch.Tensor = storage.restored.view(dtype)
+        return whole.as_strided(*layout)

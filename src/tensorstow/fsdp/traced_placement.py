@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.planner.search import MicroBatching
 
@@ -19,6 +22,15 @@ class TracedPlacement:
 
 KEPT = TracedPlacement()
 """Activations stay where they are computed."""
+
+
+def count_of(batch: object) -> tuple[str, int]:
+    """Return what a batch is counted in, and its number: tokens if a tensor in it has integers."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    for tensor in tensors:
+        if not tensor.is_floating_point():
+            return "tokens", tensor.numel()
+    return "samples", next((len(tensor) for tensor in tensors if tensor.ndim), 1)
 
 
 def placed_elsewhere(

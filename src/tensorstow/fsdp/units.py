@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -27,29 +27,19 @@ class Unit:
     parameters: dict[str, nn.Parameter]
     """The parameters by the model's names; a tied one by its first name."""
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of all ranks' parameters together."""
-        return sum(p.numel() * p.element_size() for p in self.parameters.values())
-
 
 def found_in(table: Mapping[nn.Module, T], model: nn.Module) -> T | None:
     """Return a table's entry for a model, or for the model that a wrapper holds; None: no entry."""
     return next((table[module] for module in model.modules() if module in table), None)
 
 
-_READ_ONLY: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""Models that ``stow`` has placed without an optimizer."""
-
-
-def note_read_only(model: nn.Module) -> None:
-    """Note that a model was placed without an optimizer."""
-    _READ_ONLY.add(model)
+READ_ONLY: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
+"""Models that are only read, with their ``WeightStream``; None: all weights stay in memory."""
 
 
 def is_read_only(model: nn.Module) -> bool:
     """Return whether ``stow`` has placed a model, or a part of it, without an optimizer."""
-    return any(module in _READ_ONLY for module in model.modules())
+    return any(module in READ_ONLY for module in model.modules())
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[Unit]:

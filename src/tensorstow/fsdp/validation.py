@@ -59,7 +59,7 @@ class KeepsOnDevice(Protocol):
 
 _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "states": "host",
     "overlap": "none",
     "update_on": None,
@@ -256,12 +256,6 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
 # --- parameters ---
 
 
-def takes_scalars(plan: Plan, device: torch.device, compute_dtype: torch.dtype | None) -> bool:
-    """Return whether scalars may stay plain next to sharded parameters ([Note: Scalars])."""
-    within_step = not plan.timing.begins_early and plan.micro_batches == 1
-    return device.type == "cpu" and compute_dtype is None and within_step
-
-
 def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None:
     """Check that FSDP2 can shard every parameter, also at the first step."""
     for unit in units:
@@ -295,13 +289,6 @@ def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None
                 raise OptionError(message)
             validate_no_hooks(parameter, name)
         _validate_one_dtype(unit)
-
-
-def validate_no_hooks_of(units: Iterable[Unit]) -> None:
-    """Check that no parameter has a hook of the user's, which would see unreduced gradients."""
-    for unit in units:
-        for name, parameter in unit.parameters.items():
-            validate_no_hooks(parameter, name)
 
 
 def validate_no_hooks(parameter: torch.Tensor, name: str) -> None:
@@ -370,11 +357,11 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
             continue
         refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
         said = (Tier.named(value) or value) if name == "states" else value
-        if name in _DEFAULTS and placed.get(name, _DEFAULTS[name]) != said:
+        if name in DEFAULTS and placed.get(name, DEFAULTS[name]) != said:
             written, meaning = _as_written(optimizer, name, value)
             message = (
                 f"{written} was given to the optimizer{meaning}, and the plan says"
-                f" {placed.get(name, _DEFAULTS[name])!r}. Say it in one place: in the plan."
+                f" {placed.get(name, DEFAULTS[name])!r}. Say it in one place: in the plan."
             )
             raise OptionError(message)
     try:
@@ -441,7 +428,7 @@ def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOp
     for name, value in actual.items():
         if name in _FREE and name not in placed:
             continue
-        wanted = placed.get(name, _DEFAULTS[name])
+        wanted = placed.get(name, DEFAULTS[name])
         if (name, wanted, value) == ("states", "disk", "shared"):
             continue  # a class that takes its share apart from the plan
         if name == "ram_budget" and wanted is not None:

@@ -19,7 +19,7 @@ gradients, without gradients: what each module takes and returns with each tells
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,7 +37,8 @@ from tensorstow.fsdp.batch_dimensions import (
     samples_of,
 )
 from tensorstow.fsdp.micro_batch_sums import CallSums, WeightSum, put_back
-from tensorstow.fsdp.units import Unit
+from tensorstow.fsdp.placed_activations import blocks_with_activations
+from tensorstow.fsdp.units import ROOT, Unit
 
 logger = logging.getLogger("tensorstow")
 
@@ -60,12 +61,13 @@ class VerticalOrder:
         self._sums: Any = WeakIdKeyDictionary()
         """Sums by the gathered weight, which FSDP2 makes in the first forward and keeps."""
         names = {id(module): name for name, module in model.named_modules()}
+        modules = [(names[id(module)], module, owner) for module, owner in _modules_to_cut(units)]
         self._modules = [
-            (names[id(module)], weakref.ref(module), weakref.ref(owner))
-            for module, owner in _modules_to_cut(units)
+            (n, weakref.ref(module), weakref.ref(owner)) for n, module, owner in modules
         ]
         """Names of the modules whose forwards are cut, the modules, and the units with them."""
-        self._blocks = set(_blocks(units, names))
+        cut_whole = {name for name, module, owner in modules if module is owner}
+        self._blocks = cut_whole & {ROOT, *blocks_with_activations(units)}
         """Names of the units that must be cut: not tiles, which see samples in one row."""
 
     def register(self) -> None:
@@ -210,20 +212,6 @@ def _modules_to_cut(units: Sequence[Unit]) -> Iterator[tuple[nn.Module, nn.Modul
                 yield from ((part, unit.module) for part in _parts_to_cut(child, chosen))
         elif next(unit.module.parameters(), None) is not None:
             yield unit.module, unit.module
-
-
-def _blocks(units: Sequence[Unit], names: Mapping[int, str]) -> Iterator[str]:
-    """Yield the names of units that have no unit inside, and are inside of none but the root."""
-    inner = {
-        id(part)
-        for unit in units
-        if names[id(unit.module)]
-        for part in unit.module.modules()
-        if part is not unit.module
-    }
-    for module, owner in _modules_to_cut(units):
-        if module is owner and id(module) not in inner:
-            yield names[id(module)]
 
 
 def _parts_to_cut(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:

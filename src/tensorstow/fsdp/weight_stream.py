@@ -218,7 +218,7 @@ class WeightStream:
         with self._lock:
             call.depth += 1
 
-    def leave(self, call: Call) -> None:
+    def leave(self, call: Call, *_: object) -> None:
         """Take the weights back; a call that could not begin has none.
 
         Raises OptionError if they were written to.

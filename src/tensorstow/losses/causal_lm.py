@@ -2,8 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -71,12 +70,7 @@ class ChunkedLoss:
         """Return the object itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -139,21 +133,16 @@ class ChunkedLoss:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _refuse(operation: str) -> NoReturn:
-    message = (
-        f"{operation} was called on logits that chunk_loss does not compute: this model changes its"
-        " logits before the loss, or has a loss of its own. Call chunked_cross_entropy in your own"
-        " loss (logit_softcap= is Gemma's)."
-    )
-    raise OptionError(message)
-
-
 class HiddenStates(Placeholder):
     """A placeholder for logits, with the hidden states that they would be computed from."""
 
     hidden: torch.Tensor
 
-    refuse = staticmethod(_refuse)
+    reason = (
+        "was called on logits that chunk_loss does not compute: this model changes its logits"
+        " before the loss, or has a loss of its own. Call chunked_cross_entropy in your own loss"
+        " (logit_softcap= is Gemma's)."
+    )
 
     @classmethod
     def of(cls, hidden: torch.Tensor, classes: int) -> Self:

@@ -410,10 +410,10 @@ def _check_tensors(
 
 
 def _check_whole(name: str, tensor: torch.Tensor) -> None:
-    is_freed = tensor.numel() and not tensor.is_meta and not is_sharded(tensor)
-    is_freed = is_freed and not isinstance(tensor, OffloadedWeight)
-    is_freed = is_freed and not tensor.untyped_storage().nbytes()
-    if is_sharded(tensor) or isinstance(tensor, OffloadedWeight) or is_freed:
+    is_part = is_sharded(tensor) or isinstance(tensor, OffloadedWeight)
+    has_bytes = not is_part and tensor.numel() and not tensor.is_meta
+    is_freed = has_bytes and not tensor.untyped_storage().nbytes()
+    if is_part or is_freed:
         problem = "has no memory now" if is_freed else f"is a {type(tensor).__name__}"
         message = (
             f"{name} {problem}: chunked_cross_entropy takes whole tensors. Under stow or FSDP2 call"

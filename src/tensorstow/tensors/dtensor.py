@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
+from tensorstow.io.device_link import DeviceEvent
 from tensorstow.tensors.placeholder import ConsumedGradient
 from tensorstow.tensors.shares import RankShare, is_unreduced, share_of
 
@@ -46,14 +47,15 @@ class Pager(Protocol):
         """End a pin; ``dirty``: the bytes are to be written back."""
 
 
-class Arrival(Protocol):
-    """The end of a copy."""
+class HostElements(DeviceEvent, Protocol):
+    """Elements in host memory, complete after the event of their copies."""
 
-    def query(self) -> bool:
-        """Return whether the copy is complete."""
+    memory: torch.Tensor
+    """The memory of ``elements``, without waiting for their copies."""
 
-    def synchronize(self) -> None:
-        """Wait until the copy is complete."""
+    @property
+    def elements(self) -> torch.Tensor:
+        """The elements, after waiting for their copies."""
 
 
 class OffloadedWeight(torch.Tensor):
@@ -73,20 +75,7 @@ class OffloadedWeight(torch.Tensor):
 class OffloadedGradient(torch.Tensor):
     """A gradient whose elements are in another tensor, in host memory."""
 
-    @property
-    def elements(self) -> torch.Tensor:
-        """The elements, after waiting for their copy."""
-        raise NotImplementedError
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The memory of ``elements``, without waiting for their copy."""
-        raise NotImplementedError
-
-    @property
-    def copied(self) -> Arrival:
-        """The event of the copies, after which ``memory`` has the elements."""
-        raise NotImplementedError
+    host: HostElements
 
 
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
@@ -198,7 +187,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     elif isinstance(layout, RankShare):  # set by the user, or to create states before loading
         return None if is_unreduced(gradient) else layout.rows(gradient)
     local = to_local(gradient)
-    return local.elements if isinstance(local, OffloadedGradient) else local
+    return local.host.elements if isinstance(local, OffloadedGradient) else local
 
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -207,13 +196,13 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, Arrival | None]:
+def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, DeviceEvent | None]:
     """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
     if gradient is not None and is_sharded(gradient):
         local = to_local(gradient)
-        if isinstance(local, OffloadedGradient) and not local.copied.query():
-            return local.memory, local.copied
+        if isinstance(local, OffloadedGradient) and not local.host.query():
+            return local.host.memory, local.host
     return gradient_of(parameter), None
 
 

@@ -4,7 +4,7 @@ They stand for consumed gradients in ``.grad``, and for states on disk in ``opti
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
@@ -17,8 +17,11 @@ ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default
 class Placeholder(torch.Tensor):
     """A tensor of some shape and dtype without readable values.
 
-    Every operation that would read them calls ``refuse``, which subclasses define.
+    Every operation that would read them raises OptionError with the class's ``reason``.
     """
+
+    reason: ClassVar[str] = "was called on a placeholder, which has no values."
+    """Why an operation cannot read values, and what to do; after the operation's name."""
 
     @staticmethod
     def __new__(
@@ -36,10 +39,10 @@ class Placeholder(torch.Tensor):
         """Name the class, shape and dtype: the default would read the values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @staticmethod
-    def refuse(operation: str) -> NoReturn:
+    @classmethod
+    def refuse(cls, operation: str) -> NoReturn:
         """Raise OptionError: ``operation`` needs values that the placeholder does not have."""
-        message = f"{operation} was called on a placeholder, which has no values."
+        message = f"{operation} {cls.reason}"
         raise OptionError(message)
 
     @classmethod
@@ -69,18 +72,6 @@ RECOVERY_ADVICE = (
 """What to do about consumed gradients, if the optimizer's phase is not known."""
 
 
-def _refuse_gradient(operation: str) -> NoReturn:
-    """Raise OptionError: ``operation`` needs a gradient that an update has consumed."""
-    message = (
-        f"{operation} was called on a gradient that its update has used already: with"
-        ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
-        " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
-        ' and all else that reads gradients needs overlap="none".'
-        f" {RECOVERY_ADVICE}"
-    )
-    raise OptionError(message)
-
-
 def refuse_used(name: str) -> NoReturn:
     """Raise OptionError: another optimizer has used the gradient of ``name`` already."""
     message = (
@@ -97,15 +88,13 @@ class ConsumedGradient(Placeholder):
     Clipping, unscaling and accumulation, which would silently skip a ``None``, raise OptionError.
     """
 
-    refuse = staticmethod(_refuse_gradient)
-
-
-def _refuse_state(operation: str) -> NoReturn:
-    message = (
-        f"{operation} was called on a state that is on disk. optimizer.state_dict() returns the"
-        " values; to set them, assign a tensor or call load_state_dict()."
+    reason = (
+        "was called on a gradient that its update has used already: with"
+        ' overlap="backward" a gradient is gone as soon as it is final. A second backward before'
+        " step() needs accumulation_steps= or `with optimizer.accumulate():`; clipping, unscaling"
+        ' and all else that reads gradients needs overlap="none".'
+        f" {RECOVERY_ADVICE}"
     )
-    raise OptionError(message)
 
 
 class StateOnDisk(Placeholder):
@@ -120,7 +109,10 @@ class StateOnDisk(Placeholder):
         """Stand in for the states of ``parameter``: fp32, in host memory."""
         return Placeholder.__new__(cls, parameter, torch.float32, torch.device("cpu"))
 
-    refuse = staticmethod(_refuse_state)
+    reason = (
+        "was called on a state that is on disk. optimizer.state_dict() returns the values; to set"
+        " them, assign a tensor or call load_state_dict()."
+    )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as above
@@ -141,20 +133,15 @@ class StateOnDisk(Placeholder):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _refuse_weight(operation: str) -> NoReturn:
-    message = (
-        f"{operation} was called on a weight of a model that is only read: it is in memory while"
-        " the module that has it, or the unit around that module, runs its forward, and cannot be"
-        " changed. Name the module that uses it by units= of stow(); read values from the files"
-        " that weights= names; change them before stow()."
-    )
-    raise OptionError(message)
-
-
 class AbsentWeight(Placeholder):
     """A tensor without memory, of the weight's shape and dtype, while its unit is not used."""
 
-    refuse = staticmethod(_refuse_weight)
+    reason = (
+        "was called on a weight of a model that is only read: it is in memory while the module that"
+        " has it, or the unit around that module, runs its forward, and cannot be changed. Name the"
+        " module that uses it by units= of stow(); read values from the files that weights= names;"
+        " change them before stow()."
+    )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raise OptionError for a save or a copy, which would have no values."""
