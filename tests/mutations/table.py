@@ -411,8 +411,8 @@ MUTATIONS = (
     Mutation(_QUEUE, "        self.synchronize()\n", "        self.query()\n", _OFFLOAD),
     Mutation(
         _QUEUE,
-        "[(total.memory.view(-1), source)], [ready]",
-        "[(total.memory.view(-1), source)], []",
+        "ready = self._link.record_event()",
+        "ready = torch.Event(self._link.device)",
         _OFFLOAD,
     ),
     Mutation(
