@@ -6,14 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from demo.configurations import ADAM_STATE_BYTES, FOLDER, ModelSize
 from demo.table import NONE
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import print_json, print_table
+from tensorstow.cli.output import make_progress, print_json, print_table
 from tensorstow.cli.process import started
 from tensorstow.io.local_share import usable_cores
 
@@ -48,29 +47,13 @@ def run_all(
 ) -> int:
     """Run the example in all configurations, one after the other, and print the table.
 
-    Args:
-        options: The command's options.
-        facts: The directory for scratch files.
-        scale: The model's size.
-        console: The console for progress and the table.
-
-    Returns:
-        The exit status: 1 if losses differ.
-
-    Raises:
-        StowError: A run failed.
+    The exit status that is returned is 1 if losses differ.
     """
     arguments = ["--directory", str(facts.path), *(["--small"] if options.small else [])]
     rows = [(policy, fraction) for policy in POLICIES for fraction in FRACTIONS]
-    columns = (
-        TextColumn("{task.fields[name]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     results = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(rows), name="starting")
+    with make_progress(console) as progress:
+        task = progress.add_task("", total=len(rows), name="starting", part="")
         for policy, fraction in rows:
             progress.update(task, name=f"{policy}, {fraction:.0%} on disk")
             results.append(_run_one(policy, fraction, arguments))
@@ -89,14 +72,7 @@ def run_all(
 
 
 def rows_of(results: Sequence[GeminiResult]) -> list[list[str]]:
-    """Return the rows of the table.
-
-    Args:
-        results: All runs.
-
-    Returns:
-        A row for each, under HEADS.
-    """
+    """Return the rows of the table, one for each run, under HEADS."""
     before = {result.policy: result for result in results if result.fraction == 0.0}
     return [
         [
@@ -115,15 +91,7 @@ def rows_of(results: Sequence[GeminiResult]) -> list[list[str]]:
 
 
 def as_json(results: Sequence[GeminiResult], scale: ModelSize) -> dict[str, Any]:
-    """Return what ``--json`` prints.
-
-    Args:
-        results: All runs.
-        scale: The model's size.
-
-    Returns:
-        The heading, whether all losses are equal, and the rows.
-    """
+    """Return what ``--json`` prints: the heading, whether all losses are equal, and the rows."""
     return {
         "what": _heading(scale),
         "state_bytes": scale.parameters * ADAM_STATE_BYTES,

@@ -38,17 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train(policy: str, fraction: float, scale: ModelSize, directory: str) -> GeminiResult:
-    """Train as ``train_cpu`` or ``train_gemini_cpu`` of the page does.
-
-    Args:
-        policy: The placement policy; "without": without Gemini.
-        fraction: The share of the states on disk.
-        scale: The model's size.
-        directory: The directory for files.
-
-    Returns:
-        Losses, time and memory.
-    """
+    """Train as ``train_cpu`` or ``train_gemini_cpu`` of the page does."""
     model = make_model(scale)
     criterion = GPTLMLoss()
     place = directory if fraction else None

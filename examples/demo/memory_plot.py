@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from demo.configurations import CONFIGURATIONS, Configuration
-from demo.palette import ROW_COLORS
+from demo.palette import ROW_COLORS, style_axes, write_heading
 from demo.result import RunResult, by_key
-from tensorstow.report.palette import FAINT, GRID, INK, PAPER
+from tensorstow.report.palette import INK, PAPER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,12 +31,7 @@ def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
     figure.supylabel("resident memory (RSS), MiB", fontsize=10, color=INK)
     figure.supxlabel("seconds in its own turns", fontsize=10, color=INK)
     heading = "Memory of the whole process,", "by where the optimizer states are"
-    figure.suptitle(
-        ("\n" if narrow else " ").join(heading),
-        fontsize=12 if narrow else 14,
-        fontweight="bold",
-        color=INK,
-    )
+    write_heading(figure, heading, narrow=narrow)
     return figure
 
 
@@ -58,12 +53,7 @@ def _panel(axes: "Axes", row: Configuration, result: RunResult, top: float) -> N
     axes.set_title(row.title, fontsize=10.5, fontweight="bold", color=INK)
     axes.set_xlim(0, 1.04 * max(times))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(axis="y", color=GRID)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=FAINT, labelcolor=INK)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    style_axes(axes, "y")
 
 
 def _note(axes: "Axes", height: float, text: str) -> None:

@@ -12,7 +12,7 @@ from demo.plots import Plot
 from demo.result import DISK_LANES, RunResult, by_key
 from demo.table import sections
 from demo.timeline import shown_call, shown_step
-from tensorstow.report.page import LOG_VIEW, LogRow, document, log_of
+from tensorstow.report.page import LOG_VIEW, LogRow, definitions, document, faint, log_of, table
 from tensorstow.report.spans import COMPUTE
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -34,7 +34,7 @@ def compose(
     body = template.substitute(
         heading=escape(heading),
         parity=_parity_sentence(parity),
-        rows=_rows(),
+        rows=definitions((row.name, row.about) for row in CONFIGURATIONS),
         tables=_tables(results),
         memory=_both(plots.memory),
         timeline=_both(plots.timeline),
@@ -57,24 +57,13 @@ def _parity_sentence(parity: ParityReport) -> str:
     return f'<div class="parity {outcome}"><p class="cost">{escape(first)}</p>{said}</div>'
 
 
-def _rows() -> str:
-    pairs = (f"<dt>{escape(row.name)}</dt><dd>{escape(row.about)}</dd>" for row in CONFIGURATIONS)
-    return f"<dl>{''.join(pairs)}</dl>"
-
-
 def _tables(results: Sequence[RunResult]) -> str:
-    heads = "".join(f"<th>{escape(row.title)}</th>" for row in CONFIGURATIONS)
-    parts = []
-    for section in sections(results):
-        title, note = escape(section.title), escape(section.note)
-        parts.append(f'<h3>{title}</h3><p class="faint">{note}</p><div class="wide"><table>')
-        parts.append(f"<thead><tr><th></th>{heads}</tr></thead><tbody>")
-        for line in section.lines:
-            inner = ' class="of"' if line.label.startswith(" ") else ""
-            cells = "".join(f"<td>{escape(cell)}</td>" for cell in line.cells)
-            parts.append(f"<tr><th{inner}>{escape(line.label.strip())}</th>{cells}</tr>")
-        parts.append("</tbody></table></div>")
-    return "\n".join(parts)
+    heads = ["", *(row.title for row in CONFIGURATIONS)]
+    return "\n".join(
+        f"<h3>{escape(section.title)}</h3>{faint(section.note)}"
+        + table(heads, ((line.label, *line.cells) for line in section.lines))
+        for section in sections(results)
+    )
 
 
 def _log(results: Sequence[RunResult]) -> dict[str, Any]:

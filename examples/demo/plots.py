@@ -2,16 +2,14 @@
 
 import io
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from demo import memory_plot, timeline
 from demo.result import RunResult
 from tensorstow.report.palette import FAINT, GRID, INK, PAPER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from matplotlib.figure import Figure
 
 VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--line)", PAPER: "var(--paper)"}
@@ -27,16 +25,10 @@ class Plot:
     narrow: str
 
 
-def draw_timeline(results: "Sequence[RunResult]") -> Plot:
-    """Return the plot of computation and disk transfers over time."""
-    wide = timeline.draw(results)
-    return Plot(png(wide), svg(wide), svg(timeline.draw(results, narrow=True)))
-
-
-def draw_memory(results: "Sequence[RunResult]") -> Plot:
-    """Return the plot of resident memory over time."""
-    wide = memory_plot.draw(results)
-    return Plot(png(wide), svg(wide), svg(memory_plot.draw(results, narrow=True)))
+def plot_of(draw: Callable[..., "Figure"], results: Sequence[RunResult]) -> Plot:
+    """Return what ``draw`` draws of the results, also if it is to be ``narrow``."""
+    wide = draw(results)
+    return Plot(png(wide), svg(wide), svg(draw(results, narrow=True)))
 
 
 def png(figure: "Figure") -> bytes:

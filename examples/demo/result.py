@@ -116,13 +116,8 @@ class RunResult:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the result that ``to_json`` wrote, floats exact to the last bit."""
-        return cls.of(json.loads(text))
-
-    @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """Return the result from its JSON values."""
+        """Return the result from its JSON values, floats exact to the last bit."""
         return from_fields(cls, said, "A result is JSON, as to_json() writes it")
 
 

@@ -5,7 +5,6 @@ Turns make load on the machine affect all of them.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from demo.configurations import FOLDER, TURN_STEPS, Configuration, ModelSize
@@ -14,7 +13,6 @@ from tensorstow.cli.process import Process, started
 
 Announce = Callable[[Configuration, int, str], None]
 """Called with a row, the step and the part of it that begins."""
-_ROOT = Path("/")
 _WORKER = "demo.worker"
 
 
@@ -65,7 +63,11 @@ def run_rows(
     results: list[RunResult] = []
     for company in [rows] if at_once else [[row] for row in rows]:
         with ExitStack() as stack:
-            runners = [_start(row, arguments, announce, stack) for row in company]
+            runners = []
+            for row in company:
+                options = ["--row", row.key, *arguments]
+                process = stack.enter_context(started(row.name, _WORKER, options, FOLDER))
+                runners.append(Runner(row, process, announce))
             for runner in runners:
                 runner.until_it_waits()  # all build at the same time
             for number, count in enumerate(turns):
@@ -84,36 +86,6 @@ def turns_of(steps: int) -> list[int]:
     return [TURN_STEPS] * whole + [rest] * (rest > 0)
 
 
-def fits_at_once(scale: ModelSize, free_disk_bytes: int, root: Path = _ROOT) -> bool:
+def fits_at_once(scale: ModelSize, free_disk_bytes: int, free_bytes: int) -> bool:
     """Return whether all configurations fit in RAM and on disk at the same time."""
-    available = available_bytes(root)
-    ram = available is None or available >= scale.rows_ram_bytes
-    return ram and free_disk_bytes >= scale.rows_disk_bytes
-
-
-def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the RAM that is available: the machine's, or a cgroup's if that is less."""
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    limits = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    group = root / "sys/fs/cgroup"  # in a container, that of the container
-    try:
-        limit, used = (
-            (group / name).read_text(encoding="ascii").strip()
-            for name in ("memory.max", "memory.current")
-        )
-        limits += [int(limit) - int(used)] if limit != "max" else []
-    except OSError:
-        pass
-    return min(limits, default=None)
-
-
-def _start(
-    row: Configuration, arguments: Sequence[str], announce: Announce, stack: ExitStack
-) -> Runner:
-    process = stack.enter_context(
-        started(row.name, _WORKER, ["--row", row.key, *arguments], FOLDER)
-    )
-    return Runner(row, process, announce)
+    return free_bytes >= scale.rows_ram_bytes and free_disk_bytes >= scale.rows_disk_bytes

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from demo import crash, events, gemini, page, plots
+from demo import crash, events, gemini, memory_plot, page, timeline
 from demo.configurations import (
     CONFIGURATIONS,
     FULL,
@@ -24,13 +23,15 @@ from demo.configurations import (
 )
 from demo.cpu_load import OtherLoad
 from demo.parity import ParityReport, judge
+from demo.plots import plot_of
 from demo.result import RunResult, by_key
 from demo.round_robin import fits_at_once, run_rows
 from demo.table import figures_of, print_tables
 from tensorstow.base.directories import DirectoryFacts, check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import make_console, print_json, print_line
+from tensorstow.cli.output import make_console, make_progress, print_json, print_line
+from tensorstow.fsdp.automatic import free_host_bytes
 from tensorstow.io.local_share import usable_cores
 
 _EXTRA = ("transformers", "matplotlib")
@@ -88,7 +89,7 @@ def write_files(
         "event log, for ui.perfetto.dev": out / "events.json",
     }
     log = events.trace(results)
-    drawn = page.Plots(plots.draw_timeline(results), plots.draw_memory(results))
+    drawn = page.Plots(plot_of(timeline.draw, results), plot_of(memory_plot.draw, results))
     (out / "timeline.png").write_bytes(drawn.timeline.png)
     (out / "memory.png").write_bytes(drawn.memory.png)
     (out / "events.json").write_text(json.dumps(log, separators=(",", ":")), encoding="utf-8")
@@ -134,16 +135,9 @@ def _run_all(
     options: argparse.Namespace, facts: DirectoryFacts, scale: ModelSize, console: Console
 ) -> tuple[list[RunResult], ParityReport]:
     arguments = ["--directory", str(facts.path), *(["--small"] if options.small else [])]
-    at_once = fits_at_once(scale, facts.free_bytes)
-    columns = (
-        TextColumn("{task.fields[name]}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("[dim]{task.fields[part]}"),
-        TimeElapsedColumn(),
-    )
+    at_once = fits_at_once(scale, facts.free_bytes, free_host_bytes())
     total = len(CONFIGURATIONS) * options.steps
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    with make_progress(console) as progress:
         task = progress.add_task("", total=total, name="starting", part="")
         taken = dict.fromkeys((row.key for row in CONFIGURATIONS), 0)
 

@@ -54,7 +54,7 @@ def sections(results: Sequence[RunResult]) -> list[Section]:
             "Result",
             "The loss of each step, and a hash (SHA-256, its first 8 digits) over all weights in"
             " the end: one bit of one weight changes it.",
-            (*_loss_lines(ordered), line("hash of weights", _short_checksum)),
+            (*_loss_lines(ordered), line("hash of weights", lambda r: r.checksum[:8])),
         ),
         Section(
             "Seconds",
@@ -152,12 +152,12 @@ def figures_of(result: RunResult, torch: RunResult) -> dict[str, Any]:
 
 def _columns_that_fit(console: Console, figures: Sequence[Section]) -> int:
     """Return how many columns fit on the console, at least one."""
-    return next((n for n in range(len(CONFIGURATIONS), 1, -1) if _all_fit(console, figures, n)), 1)
 
+    def all_fit(columns: int) -> bool:
+        starts = range(0, len(CONFIGURATIONS), columns)
+        return all(fits(console, render(figures, ROW_NUMBERS[s : s + columns])) for s in starts)
 
-def _all_fit(console: Console, figures: Sequence[Section], columns: int) -> bool:
-    starts = range(0, len(CONFIGURATIONS), columns)
-    return all(fits(console, render(figures, ROW_NUMBERS[s : s + columns])) for s in starts)
+    return next((n for n in range(len(CONFIGURATIONS), 1, -1) if all_fit(n)), 1)
 
 
 def _loss_lines(ordered: Sequence[RunResult]) -> list[Line]:
@@ -166,10 +166,6 @@ def _loss_lines(ordered: Sequence[RunResult]) -> list[Line]:
         Line(f"loss, step {step + 1}", tuple(f"{r.losses[step]:.5f}" for r in ordered))
         for step in steps
     ]
-
-
-def _short_checksum(result: RunResult) -> str:
-    return result.checksum[:8]
 
 
 def _seconds(values: Sequence[float], digits: int) -> str:

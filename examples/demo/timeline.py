@@ -5,8 +5,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from demo.configurations import CONFIGURATIONS
+from demo.palette import style_axes, write_heading
 from demo.result import DISK_LANES, RunResult, by_key
-from tensorstow.report.palette import FAINT, GRID, INK, SPAN_COLORS, SPAN_INKS
+from tensorstow.report.palette import INK, SPAN_COLORS, SPAN_INKS
 from tensorstow.report.spans import COMPUTE, TimeSpan, stack
 
 if TYPE_CHECKING:
@@ -80,12 +81,7 @@ def draw(results: Sequence[RunResult], *, narrow: bool = False) -> "Figure":
             whole.set_xlabel(since, color=INK)
             close.set_xlabel("milliseconds since opt.step() was called", color=INK)
     heading = "Optimizer states on disk: one training step,", "and its opt.step() up close"
-    figure.suptitle(
-        ("\n" if narrow else " ").join(heading),
-        fontsize=12 if narrow else 14,
-        fontweight="bold",
-        color=INK,
-    )
+    write_heading(figure, heading, narrow=narrow)
     return figure
 
 
@@ -116,12 +112,7 @@ def _lanes(axes: "Axes", result: RunResult, view: View) -> None:
     axes.set_ylim(len(LANES) - 0.45, -0.55)
     axes.set_yticks(range(len(LANES)), LANES, color=INK)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", colors=FAINT, labelcolor=INK)
-    axes.grid(axis="x", color=GRID)
-    axes.set_axisbelow(True)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
+    style_axes(axes, "x")
 
 
 def _bars(

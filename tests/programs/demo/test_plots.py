@@ -6,15 +6,16 @@ import xml.etree.ElementTree as ET
 import pytest
 from demo_results import make_results
 
+from demo import memory_plot
 from demo.configurations import CONFIGURATIONS
-from demo.plots import VARIABLES, Plot, draw_memory
+from demo.plots import VARIABLES, Plot, plot_of
 
 pytest.importorskip("matplotlib")
 
 
 @pytest.fixture(scope="module")
 def memory() -> Plot:
-    return draw_memory(make_results())
+    return plot_of(memory_plot.draw, make_results())
 
 
 @pytest.mark.parametrize("form", ["wide", "narrow"])

@@ -11,7 +11,7 @@ from demo_results import make_result
 
 from demo import round_robin
 from demo.configurations import CONFIGURATIONS, FULL, SMALL
-from demo.round_robin import available_bytes, fits_at_once, run_rows, turns_of
+from demo.round_robin import fits_at_once, run_rows, turns_of
 
 THREE = CONFIGURATIONS[:3]
 
@@ -86,36 +86,9 @@ def test_steps_are_cut_into_turns() -> None:
     assert [turns_of(n) for n in (1, 2, 5)] == [[1], [2], [2, 2, 1]]
 
 
-def machine(root: Path, available: int, limit: str | None = None, used: int = 0) -> Path:
-    (root / "proc").mkdir()
-    text = f"MemTotal: 99 kB\nMemAvailable:   {available >> 10} kB\n"
-    (root / "proc/meminfo").write_text(text)
-    if limit is not None:
-        (root / "sys/fs/cgroup").mkdir(parents=True)
-        (root / "sys/fs/cgroup/memory.max").write_text(f"{limit}\n")
-        (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
-    return root
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "want"),
-    [(None, 0, 8 << 30), ("max", 0, 8 << 30), (str(6 << 30), 1 << 30, 5 << 30)],
-)
-def test_a_container_has_what_its_cgroup_leaves(
-    limit: str | None, used: int, want: int, tmp_path: Path
-) -> None:
-    assert available_bytes(machine(tmp_path, 8 << 30, limit, used)) == want
-
-
-def test_nothing_is_known_without_proc(tmp_path: Path) -> None:
-    assert available_bytes(tmp_path) is None
-    assert fits_at_once(FULL, FULL.rows_disk_bytes, tmp_path)
-
-
-def test_all_rows_at_once_need_room_in_ram_and_on_disk(tmp_path: Path) -> None:
-    root = machine(tmp_path, FULL.rows_ram_bytes)
-    assert fits_at_once(FULL, FULL.rows_disk_bytes, root)
-    assert not fits_at_once(FULL, FULL.rows_disk_bytes - 1, root)
-    (root / "proc/meminfo").write_text(f"MemAvailable: {(FULL.rows_ram_bytes >> 10) - 1} kB\n")
-    assert not fits_at_once(FULL, FULL.rows_disk_bytes, root)
-    assert SMALL.rows_ram_bytes < FULL.rows_ram_bytes
+def test_all_rows_at_once_need_room_in_ram_and_on_disk() -> None:
+    ram, disk = FULL.rows_ram_bytes, FULL.rows_disk_bytes
+    assert fits_at_once(FULL, disk, ram)
+    assert not fits_at_once(FULL, disk - 1, ram)
+    assert not fits_at_once(FULL, disk, ram - 1)
+    assert SMALL.rows_ram_bytes < ram

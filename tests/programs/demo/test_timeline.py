@@ -3,7 +3,8 @@ import struct
 import pytest
 from demo_results import make_results
 
-from demo.plots import draw_timeline
+from demo import timeline
+from demo.plots import plot_of
 from demo.timeline import View, shown_call, shown_step
 from tensorstow.report.spans import TimeSpan
 
@@ -12,7 +13,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_it_is_a_large_png(steps: int) -> None:
-    picture = draw_timeline(make_results(steps)).png
+    picture = plot_of(timeline.draw, make_results(steps)).png
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
     assert width >= 1600

@@ -40,7 +40,7 @@ def test_it_tells_its_progress_and_then_its_result(tmp_path: Path) -> None:
     assert said[0] == {"step": -1, "part": "build"}
     assert [s["step"] for s in said if s.get("part") == "opt.step"] == [0, 1]
     assert [s["waits"] for s in said if "waits" in s] == [0, 2]
-    result = RunResult.from_json(last)
+    result = RunResult.of(json.loads(last))
     assert result.key == "full"
     assert len(result.losses) == 2
     assert {span.lane for span in result.spans} >= {"compute", "update", "write"}
@@ -53,7 +53,7 @@ def test_it_tells_its_progress_and_then_its_result(tmp_path: Path) -> None:
 
 def test_the_naive_row_reads_what_it_wrote(tmp_path: Path) -> None:
     *_, last = run_main("naive", tmp_path)
-    result = RunResult.from_json(last)
+    result = RunResult.of(json.loads(last))
     assert {span.lane for span in result.spans} >= {"compute", "read", "update", "write"}
     assert result.bytes_written == 2 * result.bytes_read == 2 * result.measured.file_bytes
     assert result.bytes_spared == 0
