@@ -234,7 +234,7 @@ def _traced(
             " module:function returns the model and the arguments of its forward."
         )
         raise OptionError(message)
-    # Torch's memory tracker imports FSDP2, which takes a second: other commands skip it.
+    # Torch's counter of operations imports triton, which takes a second.
     from tensorstow.measure.activations import trace, trace_function  # noqa: PLC0415
 
     if model.inputs is not None:

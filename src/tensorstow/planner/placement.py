@@ -211,9 +211,16 @@ def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
     """Return the memory of the optimizer's states on each tier, by the state store's formula."""
     budget = None if plan.ram_budget is None else int(plan.ram_budget)
     lines = _lines(plan, sizes, conditions)
-    return _predict(lines, plan.states == Tier.DISK, conditions.commits, budget)
+    return _predict(
+        lines,
+        on_disk=plan.states == Tier.DISK,
+        durable=conditions.commits,
+        chunk_elements=PipelinePolicy().chunk_elements,
+        budget=budget,
+    )
 
 
+_predict = lru_cache(maxsize=64)(predict_whole)  # most plans of a search have the same states
 _Lines = tuple[tuple[Family, tuple[int, ...]], ...]
 
 
@@ -239,19 +246,6 @@ def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> S
     """Return the format of the states of parameters of a dtype."""
     moving = plan.states == Tier.DISK or conditions.commits
     return format_of(dtype, conditions.state_format, moving=moving)
-
-
-@lru_cache(maxsize=64)
-def _predict(
-    lines: _Lines,
-    on_disk: bool,  # noqa: FBT001
-    durable: bool,  # noqa: FBT001
-    budget: int | None,
-) -> StateMemory:
-    chunk = PipelinePolicy().chunk_elements
-    return predict_whole(
-        lines, on_disk=on_disk, durable=durable, chunk_elements=chunk, budget=budget
-    )
 
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
