@@ -52,7 +52,7 @@ class Training:
 
     @property
     def engine(self) -> _native.Engine:
-        engine = self.optimizer._live().engine
+        engine = self.optimizer._manager.engine
         assert engine is not None
         return engine
 

@@ -134,7 +134,7 @@ def test_every_backend_and_schedule(tmp_path: Path, backend: Backend, schedule: 
 
 def test_slow_transfers_and_a_small_ring_change_nothing(tmp_path: Path) -> None:
     both = pair(tmp_path, optim.AdamW, ram_budget="320KiB")
-    engine = both.ours._live().engine
+    engine = both.ours._manager.engine
     assert engine is not None
     both.step(1)
     engine.inject_fault("read", times=-1, delay_us=700)

@@ -157,7 +157,7 @@ class CPUAdam(Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update(div_scale if div_scale > 0 else 1.0)
+        self._take_step(divisor=div_scale if div_scale > 0 else 1.0)
         return loss
 
 

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
+from tensorstow.checkpoint.ranks import refuse_unjoined
 
 
 @dataclass(slots=True)
@@ -32,6 +33,8 @@ class _Steps:
     is_alive: weakref.WeakMethod[Callable[[], bool]]
     """Method that returns whether the optimizer can take a step."""
     has_begun: bool = False
+    has_met: bool = False
+    """Whether its ranks had met when it took a step."""
     is_placed: bool = False
     """Whether ``stow`` returned it."""
 
@@ -50,38 +53,29 @@ os.register_at_fork(after_in_child=_OURS.clear)  # none of them works in a forke
 
 
 def register(optimizer: Optimizer, is_alive: Callable[[], bool]) -> None:
-    """Register a new optimizer of ours.
-
-    Args:
-        optimizer: The optimizer.
-        is_alive: A method that returns whether the optimizer can take a step.
-    """
+    """Register a new optimizer of ours, which can take a step while ``is_alive``, a method."""
     _OURS[optimizer] = _Steps(weakref.WeakMethod(is_alive))
 
 
 def begin(optimizer: Optimizer) -> None:
     """Record that an optimizer of ours updates its parameters from now on.
 
-    Args:
-        optimizer: The optimizer.
-
-    Raises:
-        OptionError: Another optimizer of ours updates one of them.
+    Raises OptionError if another optimizer of ours updates one of them, or if this is one of
+    several ranks that have not met.
     """
     registered = _OURS.get(optimizer)
     if registered is None:  # registered in the parent of this forked process
         return
+    if not registered.has_met:
+        refuse_unjoined("step() was called")
+        registered.has_met = True
     if len(_OURS) > 1:
         _refuse_other(optimizer, lambda steps: steps is not registered)
     registered.has_begun = True
 
 
 def note_placed(optimizer: Optimizer) -> None:
-    """Record the optimizer that ``stow`` made as the one that updates the model.
-
-    Args:
-        optimizer: The optimizer.
-    """
+    """Record the optimizer that ``stow`` made as the one that updates the model."""
     steps = _OURS[optimizer]
     steps.has_begun = steps.is_placed = True  # it counts before its first step
     if not _WATCHES:
@@ -89,12 +83,7 @@ def note_placed(optimizer: Optimizer) -> None:
 
 
 def note_replaced(name: str, parameter: torch.Tensor) -> None:
-    """Record a parameter that ``stow`` replaces.
-
-    Args:
-        name: Its name.
-        parameter: The parameter that the model had.
-    """
+    """Record a parameter that the model had, and that ``stow`` replaces."""
     _REPLACED[parameter] = name
 
 

@@ -71,11 +71,7 @@ def offload_policy(
     amsgrad: bool,
     update_on: UpdateOn | None,
 ) -> OffloadPolicy:
-    """Return the policy that the keywords about place, format and updates of states make.
-
-    Raises:
-        OptionError: A value that cannot be used, or values that contradict each other.
-    """
+    """Return the policy that the keywords about place, format and updates of states make."""
     chosen = OffloadPolicy(
         state_placement,
         PipelinePolicy() if policy is None else policy,
@@ -97,12 +93,7 @@ def run_options(
     checkpoints: Checkpoints = "full",
     durable: bool = True,
 ) -> RunOptions:
-    """Return the options of keywords about a durable run.
-
-    Raises:
-        OptionError: ``module`` is not a module, ``extra`` not a function, ``commit_every`` not an
-            interval, or ``checkpoints`` is "ticket" and the run is not ``durable``.
-    """
+    """Return the options of keywords about a durable run; raise OptionError for bad values."""
     read_value(Checkpoints, checkpoints, "checkpoints")
     read_value(AccumulationSteps, accumulation_steps, "accumulation_steps")
     if checkpoints == "ticket" and not durable:
@@ -179,11 +170,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 def check_state_dict(state_dict: object) -> None:
-    """Raise OptionError unless ``state_dict`` has the parts of an optimizer's state dict.
-
-    Args:
-        state_dict: The argument of ``load_state_dict()``.
-    """
+    """Raise OptionError unless ``state_dict`` has the parts of an optimizer's state dict."""
     parts = state_dict if isinstance(state_dict, dict) else {}
     groups: Any = parts.get("param_groups")
     if not _are_groups(groups) or not _are_states(parts.get("state"), groups):

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, abbreviated
-from tensorstow.optim.recording import EventLog, LastRecording, RecordedPart, Recording, totals
+from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.states.traffic import Traffic
+from tensorstow.states.traffic import Traffic, TrafficCounters
+from tensorstow.step.validation import list_params
 
 PlacedOptimizerT = TypeVar("PlacedOptimizerT", bound="PlacedOptimizer")
 
@@ -40,6 +41,7 @@ class PlacedOptimizer(Optimizer):
         self._around_resume: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         super().__init__(params, defaults)
+        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
 
     # --- torch.optim.Optimizer ---
 
@@ -63,7 +65,7 @@ class PlacedOptimizer(Optimizer):
             CommitError: The step is done, and the commit that was due with it did not happen.
         """
         if closure is None:
-            self._take_step(None)
+            self._take_step()
             return None
         with torch.enable_grad():
             loss = closure()
@@ -92,6 +94,18 @@ class PlacedOptimizer(Optimizer):
                 vars(self).update(param_groups=real.param_groups, state=real.state)
         else:
             self._load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group as torch does; its states are placed like the others.
+
+        Args:
+            param_group: A dict with "params" and any of the options of the constructor's groups.
+
+        Raises:
+            OptionError: An option that cannot be used, or a parameter that is in a group already.
+            DTypeError: A parameter of a dtype, layout or device that cannot be updated.
+        """
+        self._add_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse pickle and copy: files, threads and buffers cannot be carried."""
@@ -314,7 +328,7 @@ class PlacedOptimizer(Optimizer):
         """
         real = self._itself()
         module, log = self._recorded(module)
-        recording = Recording(real, real, module=module, log=log, parts=real._parts())  # noqa: SLF001  # its own
+        recording = Recording(real, module=module, log=log, parts=real._parts())  # noqa: SLF001  # its own
         return self._last_recording.set(recording)
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
@@ -336,7 +350,7 @@ class PlacedOptimizer(Optimizer):
         real = self._itself()
         return self._last_recording.write(
             Path(directory),
-            lambda: totals(real, real, real._parts()),  # noqa: SLF001
+            lambda: totals(real, real._parts()),  # noqa: SLF001
         )
 
     def close(self) -> None:
@@ -360,7 +374,7 @@ class PlacedOptimizer(Optimizer):
 
     def _recorded(
         self, module: torch.nn.Module | None
-    ) -> tuple[torch.nn.Module | None, EventLog | None]:
+    ) -> tuple[torch.nn.Module | None, TrafficCounters | None]:
         """Return the module that a recording follows, and the log of single transfers, if any."""
         return module, None
 
@@ -376,7 +390,40 @@ class PlacedOptimizer(Optimizer):
     def _wait(self, parameters: Iterable[torch.Tensor] | None) -> None:
         """Return at once: without an overlap nothing is under way after ``step()``."""
 
-    def _take_step(self, loss: Callable[[], float] | None) -> None:
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        list_params(param_group)
+        super().add_param_group(param_group)
+        try:
+            self._take_group(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return torch's state dict with the states that are not in ``state``."""
+        raise NotImplementedError
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """Check a group that torch has added, and create its states."""
+        raise NotImplementedError
+
+    def _load_by_torch(
+        self,
+        state_dict: dict[str, Any],
+        keep_states_back: Callable[[Optimizer, dict[str, Any]], dict[str, Any]],
+        put_states_in_place: Callable[[Optimizer], None],
+    ) -> None:
+        """Load by torch's method, which would cast states: they are kept back from it."""
+        # Ours is the last before and the first after, so users' hooks see whole state dicts.
+        before = self.register_load_state_dict_pre_hook(keep_states_back)
+        after = self.register_load_state_dict_post_hook(put_states_in_place, prepend=True)
+        try:
+            Optimizer.load_state_dict(self, state_dict)  # not the one that calls this
+        finally:
+            before.remove()
+            after.remove()
+
+    def _take_step(self, loss: Callable[[], float] | None = None) -> None:
         """Update the parameters; ``loss`` returns what the closure has returned."""
         raise NotImplementedError
 
@@ -407,3 +454,10 @@ class PlacedOptimizer(Optimizer):
 
     def _close(self) -> None:
         raise NotImplementedError
+
+
+def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(optimizer, PlacedOptimizer):
+        message = f"The hook of PlacedOptimizer was called for a {type(optimizer).__name__}."
+        raise TypeError(message)
+    return optimizer._complete(state_dict)  # noqa: SLF001  # its own

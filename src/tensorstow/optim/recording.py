@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
@@ -25,14 +25,14 @@ from tensorstow.report.run_record import STEP, Compared, PredictedStep, RunRecor
 from tensorstow.report.samples import MemorySampler, Samples
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan, span_of
 from tensorstow.states.memory import StateMemory
-from tensorstow.states.traffic import TraceEvent, Traffic
+from tensorstow.states.traffic import Traffic, TrafficCounters
 
 _MOST_SPANS = 1 << 16
 _LOOK_SECONDS = 0.25
 
 
 class RecordedPart(Protocol):
-    """A part of a run with transfers of its own: links, weights on disk."""
+    """A part of a run with transfers of its own: links, weights on disk. Most have only a log."""
 
     def start_log(self, log: TransferLog) -> None:
         """Log transfers, and waits for them, to ``log`` from now on."""
@@ -42,46 +42,27 @@ class RecordedPart(Protocol):
 
     def held(self) -> Mapping[str, Callable[[], int]]:
         """Return counters of bytes held over time; they are called in another thread."""
+        return {}
 
     def moved(self) -> Mapping[str, int]:
         """Return the bytes moved so far, by kind; "written" marks kinds that go to disk."""
+        return {}
 
     def disk_bytes(self) -> int:
         """Return the bytes that it has on disk."""
-
-    def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return a plan's predictions with the measured bytes."""
-
-    def predicted(self) -> PredictedStep | None:
-        """Return what a plan predicts of a step; None: nothing."""
-
-
-class StatesPart:
-    """The states, whose bytes the optimizer counts."""
-
-    def held(self) -> Mapping[str, Callable[[], int]]:
-        """Return nothing."""
-        return {}
-
-    def moved(self) -> Mapping[str, int]:
-        """Return nothing."""
-        return {}
-
-    def disk_bytes(self) -> int:
-        """Return 0."""
         return 0
 
     def compared(self, memory: StateMemory) -> list[Compared]:
-        """Return nothing."""
+        """Return a plan's predictions with the measured bytes."""
         del memory
         return []
 
     def predicted(self) -> PredictedStep | None:
-        """Return None: nothing."""
+        """Return what a plan predicts of a step; None: nothing."""
         return None
 
 
-class LinkPart(StatesPart):
+class LinkPart(RecordedPart):
     """The link that gradients and new weights of an optimizer's parameters go over."""
 
     def __init__(self, link: DeviceLink) -> None:
@@ -97,7 +78,7 @@ class LinkPart(StatesPart):
         self._link.end_log()
 
 
-class CommitPart(StatesPart):
+class CommitPart(RecordedPart):
     """The commits of a run, for which a step may wait."""
 
     def __init__(self, commits: Commits) -> None:
@@ -113,8 +94,8 @@ class CommitPart(StatesPart):
         self._commits.log = None
 
 
-class RecordedRun(Protocol):
-    """What a recording needs of an optimizer."""
+class RecordedOptimizer(Protocol):
+    """The interface of optimizers that are recorded."""
 
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers."""
@@ -122,21 +103,11 @@ class RecordedRun(Protocol):
     def traffic(self) -> Traffic:
         """Return the bytes moved."""
 
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook`` before each step."""
 
-class EventLog(Protocol):
-    """The event log of a pipeline."""
-
-    def start_trace(self) -> None:
-        """Begin it."""
-
-    def end_trace(self) -> None:
-        """Stop logging; the log stays."""
-
-    def trace(self) -> list[TraceEvent]:
-        """Return it."""
-
-    def lane_of(self, event: TraceEvent) -> str:
-        """Return the lane of an event, with the place where it was."""
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook`` after each step."""
 
 
 class RecordingResult:
@@ -152,8 +123,7 @@ class Recording:
     """One recording; a context manager that ``optimizer.recording()`` returns.
 
     Args:
-        optimizer: The optimizer, whose steps are recorded.
-        run: Where its figures come from.
+        optimizer: The optimizer, whose steps and figures are recorded.
         module: The model whose forward is recorded; None: steps alone.
         log: The pipeline's event log; None: there is none.
         parts: What else moves bytes.
@@ -161,16 +131,14 @@ class Recording:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        run: RecordedRun,
+        optimizer: RecordedOptimizer,
         *,
         module: nn.Module | None,
-        log: EventLog | None,
+        log: TrafficCounters | None,
         parts: list[RecordedPart],
     ) -> None:
         """Record nothing yet; the class documents the arguments."""
         self._optimizer = optimizer
-        self._run = run
         self._module = module
         self._log = log
         self._parts = parts
@@ -196,7 +164,7 @@ class Recording:
         for part in self._parts:
             held.update(part.held())
         self._sampler = MemorySampler(held)
-        self._before = self._moved()
+        self._before = moved_bytes(self._optimizer, self._parts)
         try:
             for part in self._parts:
                 part.start_log(self._transfers)
@@ -248,13 +216,11 @@ class Recording:
         if self._log is not None:
             self._log.end_trace()
 
-    def _before_forward(self, module: nn.Module, inputs: object) -> None:
-        del module, inputs
+    def _before_forward(self, *_: object) -> None:
         self._end("backward")
         self._begin("forward")
 
-    def _after_forward(self, module: nn.Module, inputs: object, result: object) -> None:
-        del module, inputs, result
+    def _after_forward(self, *_: object) -> None:
         self._end("forward")
         if torch.is_grad_enabled():
             self._begin("backward")
@@ -274,7 +240,7 @@ class Recording:
     def _look(self, now: float) -> None:
         """Sample the optimizer's counters, which takes longer than reading a number."""
         self._looked = now
-        memory = self._run.memory()
+        memory = self._optimizer.memory()
         self._tiers["states"].add(Sample(now, memory.host_bytes))
         on_disk = memory.file_bytes + sum(part.disk_bytes() for part in self._parts)
         self._tiers["disk"].add(Sample(now, on_disk))
@@ -293,20 +259,20 @@ class Recording:
 
     # --- what it makes ---
 
-    def _moved(self) -> dict[str, int]:
-        return moved_bytes(self._run, self._parts)
-
     def _make(self, sampler: MemorySampler, end: float) -> RunRecord:
         spans = [*self._spans, *map(_span_of_transfer, self._transfers.transfers)]
         if self._log is not None:
             log = self._log
             spans += [span_of(event, log.lane_of(event)) for event in log.trace()]
-        moved = {name: n - self._before.get(name, 0) for name, n in self._moved().items()}
+        moved = {
+            name: n - self._before.get(name, 0)
+            for name, n in moved_bytes(self._optimizer, self._parts).items()
+        }
         held = {
             name: tuple(Sample(self._since(s.time, end), s.nbytes) for s in samples.kept)
             for name, samples in {**sampler.held, **self._tiers}.items()
         }
-        whole = totals(self._optimizer, self._run, self._parts)
+        whole = totals(self._optimizer, self._parts)
         return replace(
             whole,
             spans=tuple(self._cut(span, end) for span in spans if span.stop > self._start),
@@ -359,16 +325,10 @@ class LastRecording:
         return write_report(self._result.record, directory)
 
 
-def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) -> RunRecord:
-    """Return a record without spans: memory now, and bytes moved since the optimizer was created.
-
-    Args:
-        optimizer: The optimizer.
-        run: The source of its figures.
-        parts: Other sources of moved bytes.
-    """
-    memory = run.memory()
-    moved = moved_bytes(run, parts)
+def totals(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> RunRecord:
+    """Return a record without spans: memory now, and bytes moved since the beginning."""
+    memory = optimizer.memory()
+    moved = moved_bytes(optimizer, parts)
     return RunRecord(
         title=f"tensorstow: a run of {type(optimizer).__name__}",
         spans=(),
@@ -377,16 +337,16 @@ def totals(optimizer: Optimizer, run: RecordedRun, parts: list[RecordedPart]) ->
         moved=moved,
         written=written_bytes(moved),
         memory=memory,
-        traffic=run.traffic(),
+        traffic=optimizer.traffic(),
         disk_bytes=memory.file_bytes + sum(part.disk_bytes() for part in parts),
         compared=tuple(figure for part in parts for figure in part.compared(memory)),
         predicted=next((step for part in parts if (step := part.predicted())), None),
     )
 
 
-def moved_bytes(run: RecordedRun, parts: list[RecordedPart]) -> dict[str, int]:
+def moved_bytes(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> dict[str, int]:
     """Return the bytes moved so far, by kind."""
-    traffic = run.traffic()
+    traffic = optimizer.traffic()
     moved = {
         "states read": traffic.bytes_read,
         "states written": traffic.bytes_written,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.directories import read_paths
-from tensorstow.base.errors import OptionError, StowError, UnlinkedError
+from tensorstow.base.errors import OptionError, UnlinkedError
 from tensorstow.checkpoint import agreement, optimizer_export, ticket
 from tensorstow.checkpoint.commit_to import commit_to
 from tensorstow.checkpoint.commits import storage_of
@@ -31,7 +31,7 @@ from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.loading import StateLoad
 from tensorstow.optim.placed import PlacedOptimizer
-from tensorstow.optim.recording import CommitPart, EventLog, LinkPart, RecordedPart
+from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart
 from tensorstow.optim.runtime import OptimizerRuntime
 from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.optim.tickets import load_ticket, make_ticket
@@ -39,7 +39,7 @@ from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import StateStore
-from tensorstow.states.traffic import TraceEvent, Traffic
+from tensorstow.states.traffic import TraceEvent, Traffic, TrafficCounters
 from tensorstow.step import validation
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import PublicCall
@@ -79,7 +79,6 @@ class StowedAdam(PlacedOptimizer):
         self._isa = offload_policy.policy.isa
         self._update_on = offload_policy.update_on
         self._param_filter = self._make_param_filter()
-        self._is_made = False  # the groups are not known yet
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
         # gradients; during backward there are no gradients left to scale.
         self._step_supports_amp_scaling = not offload_policy.timing.begins_early
@@ -88,7 +87,6 @@ class StowedAdam(PlacedOptimizer):
         if grad_dtype is not None:
             validation.accept_grad_dtype(self._parameters(), grad_dtype)
         self.register_state_dict_pre_hook(_wait_for_all)
-        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         ranks = Ranks.of(self._parameters(), offload_policy)
         self._runtime = OptimizerRuntime(
             offload_policy,
@@ -98,7 +96,6 @@ class StowedAdam(PlacedOptimizer):
             self._param_filter,
             extra_checked=extra_checked,
         )
-        self._is_made = True
         self._after_updates = self._runtime.steps.after_updates
         self._runtime.steps.contents.optimizer = self._real
         self._runtime.steps.contents.set(self.param_groups, self.state)
@@ -110,35 +107,27 @@ class StowedAdam(PlacedOptimizer):
     # --- torch.optim.Optimizer ---
 
     @exclusive_call("add_param_group")
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does; its states are placed like the others.
-
-        Args:
-            param_group: A dict with "params" and any of the options of the constructor's groups.
-
-        Raises:
-            OptionError: An option that cannot be used, or a parameter that is in a group already.
-            DTypeError: A parameter of a dtype, layout or device that no kernel takes.
-        """
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         check_keys(param_group, self.defaults)
-        validation.list_params(param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            validation.check_hyper(group)
-            validation.refuse_torch_keywords(group)
-            for index, parameter in enumerate(group["params"]):
-                if validation.is_to_be_trained(parameter):
-                    self._check(parameter, name_of(self.param_groups, group, index))
-            if self._is_made:
-                self._runtime.steps.attach(filter(validation.is_to_be_trained, group["params"]))
-        except BaseException:
-            self.param_groups.pop()
-            raise
+        super()._add_group(param_group)
 
-    def _take_step(self, loss: Callable[[], float] | None) -> None:
+    def _take_group(self, group: dict[str, Any]) -> None:
+        validation.check_hyper(group)
+        validation.refuse_torch_keywords(group)
+        for index, parameter in enumerate(group["params"]):
+            if validation.is_to_be_trained(parameter):
+                self._check(parameter, name_of(self.param_groups, group, index))
+        if hasattr(self, "_runtime"):  # else all groups are attached at once
+            self._runtime.steps.attach(filter(validation.is_to_be_trained, group["params"]))
+
+    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _take_step(self, loss: Callable[[], float] | None = None, *, divisor: float = 1.0) -> None:
+        """Update by the gradients divided by ``divisor``, unscaled, and clipped."""
         del loss  # Adam's rule has no use for it
-        self._update(1.0)
+        # torch.amp.GradScaler sets these attributes of its optimizer.
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        self._runtime.steps.update(divisor, found_inf, scale)
 
     def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
         with self._runtime.steps.scaled.by(loss_scale, overflowed=overflowed):
@@ -184,12 +173,9 @@ class StowedAdam(PlacedOptimizer):
         self._runtime.commits.step_end.forget("states were loaded after the last step")
         self._runtime.is_half_loaded = False
         load = StateLoad(self._runtime, self._param_filter)
-        # Ours is the last before and the first after, so users' hooks see whole state dicts.
-        before = self.register_load_state_dict_pre_hook(load.keep_tensors_back)
-        after = self.register_load_state_dict_post_hook(load.put_tensors_in_place, prepend=True)
         try:
             self._call_lock.allows_reads = True  # for users' hooks
-            Optimizer.load_state_dict(self, state_dict)  # not the one that calls this
+            self._load_by_torch(state_dict, load.keep_tensors_back, load.put_tensors_in_place)
         except BaseException as error:
             # An interrupt: step counts of one run, moments of another.
             if self._runtime.is_half_loaded:
@@ -197,8 +183,6 @@ class StowedAdam(PlacedOptimizer):
             raise
         finally:
             self._call_lock.allows_reads = False
-            before.remove()
-            after.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore groups saved by another version or by torch; missing keys get our defaults."""
@@ -494,7 +478,7 @@ class StowedAdam(PlacedOptimizer):
 
     def _recorded(
         self, module: torch.nn.Module | None
-    ) -> tuple[torch.nn.Module | None, EventLog | None]:
+    ) -> tuple[torch.nn.Module | None, TrafficCounters | None]:
         module = self._runtime.commits.module if module is None else module
         return module, self._states().pipeline.counters
 
@@ -533,6 +517,15 @@ class StowedAdam(PlacedOptimizer):
             self._runtime.commits.resumed(generation, params)
             self._drop_gradients()
 
+    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._runtime.tickets:
+            snapshot = partial(self._snapshot, extra=None)
+            fields = make_ticket(self._runtime, snapshot, state_dict["param_groups"])
+            return {**state_dict, "state": {}, ticket.KEY: fields}
+        complete_state_dict(state_dict["state"], list(self._parameters()), self._params())
+        self._runtime.note_saved()
+        return state_dict
+
     def _make_param_filter(self) -> ParamFilter:
         """Return the test for parameters of ours; it must not refer to the optimizer."""
         return ParamFilter()
@@ -544,9 +537,6 @@ class StowedAdam(PlacedOptimizer):
         validation.refuse_host(shard_of(parameter), name, self._update_on)
 
     def _params(self) -> ParamTable:
-        if not self._is_made:
-            message = "The optimizer is not made yet."
-            raise StowError(message)
         return self._runtime.params
 
     def _states(self) -> StateStore:
@@ -555,29 +545,8 @@ class StowedAdam(PlacedOptimizer):
     def _parameters(self) -> Iterable[torch.Tensor]:
         return (p for group in self.param_groups for p in group["params"])
 
-    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _update(self, divisor: float) -> None:
-        """Update by the gradients divided by ``divisor``, unscaled, and clipped."""
-        # torch.amp.GradScaler sets these attributes of its optimizer.
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        self._runtime.steps.update(divisor, found_inf, scale)
-
 
 def _wait_for_all(optimizer: Optimizer) -> None:
     if isinstance(optimizer, StowedAdam):
         optimizer._runtime.steps.require(PublicCall.WHOLE)  # noqa: SLF001  # its own
         optimizer.wait()
-
-
-def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(optimizer, StowedAdam):
-        message = f"The hook of StowedAdam was called for a {type(optimizer).__name__}."
-        raise TypeError(message)
-    if optimizer._runtime.tickets:  # noqa: SLF001  # its own
-        snapshot = partial(optimizer._snapshot, extra=None)  # noqa: SLF001
-        fields = make_ticket(optimizer._runtime, snapshot, state_dict["param_groups"])  # noqa: SLF001
-        return {**state_dict, "state": {}, ticket.KEY: fields}
-    complete_state_dict(state_dict["state"], list(optimizer._parameters()), optimizer._params())  # noqa: SLF001
-    optimizer._runtime.note_saved()  # noqa: SLF001
-    return state_dict

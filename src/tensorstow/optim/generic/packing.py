@@ -7,6 +7,7 @@ matrix) are kept with the tensor's place.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -35,10 +36,7 @@ class TensorSlot:
     @property
     def nbytes(self) -> int:
         """Return its bytes, padding excluded."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def view(self, region: torch.Tensor) -> torch.Tensor:
         """Return the tensor, in the bytes of ``region``."""

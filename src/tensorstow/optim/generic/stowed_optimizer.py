@@ -9,9 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.errors import StowError
 from tensorstow.base.fields import read_value
-from tensorstow.checkpoint.ranks import refuse_unjoined
 from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.generic import validation
 from tensorstow.optim.generic.known_classes import (
@@ -40,7 +38,8 @@ from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
 from tensorstow.step.norms import squared_norms
-from tensorstow.step.validation import is_to_be_trained, list_params, refuse_unheld
+from tensorstow.step.step_plan import name_of
+from tensorstow.step.validation import is_to_be_trained, refuse_unheld
 from tensorstow.tensors.dtensor import gradient_of, sum_over_shards
 
 
@@ -112,12 +111,10 @@ class StowedOptimizer(PlacedOptimizer):
         self._by_rows = is_listed or elementwise
         if not is_listed and (elementwise or not keeps_nothing_over_all(optimizer_class)):
             probe(optimizer_class, groups, class_options, elementwise=elementwise)
-        self._manager: StateManager | None = None  # until the groups are known
         super().__init__(items, self._stepper.defaults)
         for group, class_group in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(class_group)
         self.state.update(self._stepper.first_state)
-        self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
         self._offload_policy = OffloadPolicy(placement, policy)
         self._manager = StateManager(self._stepper, placement, policy, elementwise=self._by_rows)
         one_optimizer.register(self, self._manager.is_alive)
@@ -130,36 +127,27 @@ class StowedOptimizer(PlacedOptimizer):
 
     # --- torch.optim.Optimizer ---
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as torch does; its states are placed like the others.
+    def _take_group(self, group: dict[str, Any]) -> None:
+        validation.refuse_keywords(group)
+        refuse_unheld(group)
+        for index, parameter in enumerate(group["params"]):
+            if is_to_be_trained(parameter) or self._stepper.begins_with_states:
+                name = name_of(self.param_groups, group, index)
+                validation.check_parameter(parameter, name)
+                if not self._by_rows:
+                    refuse_rows(self._stepper.optimizer_class, parameter, name)
+        if hasattr(self, "_manager"):  # else all groups are attached at once
+            group.update(self._stepper.add_group(group))
+            self._manager.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
 
-        Args:
-            param_group: A dict with "params" and any of the options of the class's groups.
-
-        Raises:
-            OptionError: An option that cannot be used, or a parameter that is in a group already.
-        """
-        list_params(param_group)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            validation.refuse_keywords(group)
-            refuse_unheld(group)
-            for index, parameter in enumerate(group["params"]):
-                if is_to_be_trained(parameter) or self._stepper.begins_with_states:
-                    validation.check_parameter(parameter, self._name(group, index))
-                    if not self._by_rows:
-                        kind = self._stepper.optimizer_class
-                        refuse_rows(kind, parameter, self._name(group, index))
-            if self._manager is not None:
-                group.update(self._stepper.add_group(group))
-                self._manager.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
-        except BaseException:
-            self.param_groups.pop()
-            raise
-
-    def _take_step(self, loss: Callable[[], float] | None) -> None:
-        self._update(loss)
+    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _take_step(self, loss: Callable[[], float] | None = None) -> None:
+        manager = self._manager
+        manager.live()
+        one_optimizer.begin(self._itself())
+        with manager.lock:
+            self._step("step", self._due(), loss)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         options.check_state_dict(state_dict)
@@ -177,17 +165,7 @@ class StowedOptimizer(PlacedOptimizer):
             groups = options.with_own_flags(full["param_groups"], self.param_groups)
             return {**full, "state": rest, "param_groups": groups}
 
-        def put_states_in_place(_: Optimizer) -> None:
-            self._load(loaded)
-
-        # Ours is the last before and the first after, so users' hooks see whole state dicts.
-        before = self.register_load_state_dict_pre_hook(keep_states_back)
-        after = self.register_load_state_dict_post_hook(put_states_in_place, prepend=True)
-        try:
-            Optimizer.load_state_dict(self, state_dict)  # not the one that calls this
-        finally:
-            before.remove()
-            after.remove()
+        self._load_by_torch(state_dict, keep_states_back, lambda _: self._load(loaded))
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Return ``train`` and ``eval`` if the class has them: trainers look for them."""
@@ -230,7 +208,7 @@ class StowedOptimizer(PlacedOptimizer):
         return self._stepper.optimizer_class.__name__
 
     def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
-        manager = self._live()
+        manager = self._manager
         param = manager.find(parameter)
         if param is None:
             return None
@@ -239,11 +217,11 @@ class StowedOptimizer(PlacedOptimizer):
             return {**manager.read(param), **resident} if param.stows else resident
 
     def _synchronize(self) -> None:
-        self._live().wait_written()
+        self._manager.wait_written()
 
     def _memory(self) -> StateMemory:
         entries = (entry for entry in self.state.values() if isinstance(entry, dict))
-        return self._live().memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
+        return self._manager.memory(sum(t.nbytes for e in entries for t in tensors_in(e)))
 
     def predict(self) -> StateMemory:
         """Return what ``memory()`` will return once every parameter has been stepped.
@@ -256,7 +234,7 @@ class StowedOptimizer(PlacedOptimizer):
         Returns:
             Bytes in RAM, on disk and in the ring buffer.
         """
-        return self._live().predict()
+        return self._manager.predict()
 
     def plan(self) -> list[ParameterPlan]:
         """Return how the states of each parameter are kept.
@@ -264,14 +242,14 @@ class StowedOptimizer(PlacedOptimizer):
         Returns:
             One entry per parameter, in the order of the groups.
         """
-        params = (self._live().find(p) for _, p in self._all())
+        params = (self._manager.find(p) for _, p in self._all())
         return [plan_of(param) for param in params if param is not None]
 
     def _traffic(self) -> Traffic:
-        return self._live().traffic()
+        return self._manager.traffic()
 
     def _close(self) -> None:
-        self._live().close()
+        self._manager.close()
         self._drop_states()
 
     # --- what AdamW and Adam have, and scratch files cannot ---
@@ -285,29 +263,13 @@ class StowedOptimizer(PlacedOptimizer):
 
     # --- inside ---
 
-    def _live(self) -> StateManager:
-        if self._manager is None:
-            message = "The optimizer is not made yet."
-            raise StowError(message)
-        return self._manager
-
     def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"])
-
-    # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def _update(self, closure: Callable[[], float] | None = None) -> None:
-        refuse_unjoined("step() was called")
-        manager = self._live()
-        manager.live()
-        one_optimizer.begin(self._itself())
-        with manager.lock:
-            self._step("step", self._due(), closure)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _change_mode(self, mode: str) -> None:
         """Call the class's ``mode`` over all parameters that have states."""
-        manager = self._live()
+        manager = self._manager
         manager.live()
         with manager.lock:
             if self._stepper.changes_mode(self.param_groups, self.state, mode):
@@ -320,7 +282,7 @@ class StowedOptimizer(PlacedOptimizer):
         due: Sequence[tuple[dict[str, Any], torch.Tensor, torch.Tensor]],
         closure: Callable[[], float] | None = None,
     ) -> None:
-        manager = self._live()
+        manager = self._manager
         manager.attach([(group, parameter) for group, parameter, _ in due])
         names = {
             id(parameter): name
@@ -360,39 +322,53 @@ class StowedOptimizer(PlacedOptimizer):
                 leaf = leaf_with_gradient(parameter)
                 if leaf is None:
                     continue
-                param = self._live().find(parameter)
+                param = self._manager.find(parameter)
+                name = name_of(self.param_groups, group, index)
                 if param is None and not self._by_rows:  # unfrozen since
-                    kind = self._stepper.optimizer_class
-                    refuse_rows(kind, parameter, self._name(group, index))
-                validation.check_gradient(leaf, param, self._name(group, index))
+                    refuse_rows(self._stepper.optimizer_class, parameter, name)
+                validation.check_gradient(leaf, param, name)
                 due.append((group, parameter, leaf))
         return due
+
+    def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        manager = self._manager
+        with manager.lock:
+            manager.wait_written()
+            for index, (_, parameter) in enumerate(self._all()):
+                entry = state_dict["state"].get(index)
+                param = manager.find(parameter)
+                if isinstance(entry, dict) and param is not None and param.stows:
+                    # States on disk are read to copies; copy the numbers too: all of one moment.
+                    entry = {**cloned(entry), **manager.read(param)}
+                if isinstance(entry, dict):
+                    state_dict["state"][index] = sharded_states(entry, parameter)
+        return state_dict
 
     def _take_edits(self, param: PartitionedParam) -> None:
         """Apply the user's edits of ``state``: emptied entries (a reset), or replaced ones."""
         parameter = param.parameter
         if parameter not in self.state:
             if param.stows:
-                self._live().forget(param)
+                self._manager.forget(param)
         elif param.how == "chunks":
             seen = self.state[parameter]
             if any(tensor.dim() for tensor in tensors_in(seen)):
                 self._check_saved(seen, parameter, "A parameter")
-                self._put(parameter, {**self._live().read(param), **seen})
+                self._put(parameter, {**self._manager.read(param), **seen})
 
     def _put(self, parameter: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        param = self._live().find(parameter)
+        param = self._manager.find(parameter)
         if param is not None:
-            self.state[parameter] = self._live().put(param, entry)
+            self.state[parameter] = self._manager.put(param, entry)
 
     def _check_saved(self, entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> None:
-        param = self._live().find(parameter)
+        param = self._manager.find(parameter)
         expected = {} if param is None else param.expected.entry
         chunked = param is not None and param.how == "chunks"
         validation.check_saved(entry, expected, parameter, name, chunked=chunked)
 
     def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        manager = self._live()
+        manager = self._manager
         self._stepper.repair(self.param_groups, dict(loaded))
         group_of = {id(p): group for group, p in self._all()}
         manager.attach([(group_of[id(p)], p) for p, _ in loaded])
@@ -402,28 +378,3 @@ class StowedOptimizer(PlacedOptimizer):
             managed = manager.find(parameter)
             expected = {} if managed is None else managed.expected.entry
             self._put(parameter, validation.cast_as_kept(entry, expected))
-
-    def _name(self, group: Mapping[str, Any], index: int) -> str:
-        if group.get("param_names"):
-            return f"Parameter {group['param_names'][index]!r}"
-        number = next(i for i, other in enumerate(self.param_groups) if other is group)
-        return f"Parameter {index} of group {number}"
-
-
-def _complete_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Add states on disk to torch's state dict."""
-    if not isinstance(optimizer, StowedOptimizer):
-        message = f"The hook of StowedOptimizer was called for a {type(optimizer).__name__}."
-        raise TypeError(message)
-    manager = optimizer._live()  # noqa: SLF001
-    with manager.lock:
-        manager.wait_written()
-        for index, (_, parameter) in enumerate(optimizer._all()):  # noqa: SLF001
-            entry = state_dict["state"].get(index)
-            param = manager.find(parameter)
-            if isinstance(entry, dict) and param is not None and param.stows:
-                # States read from disk are copies; copy the numbers too, so all are of one moment.
-                entry = {**cloned(entry), **manager.read(param)}
-            if isinstance(entry, dict):
-                state_dict["state"][index] = sharded_states(entry, parameter)
-    return state_dict

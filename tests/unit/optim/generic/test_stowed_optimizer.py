@@ -468,7 +468,7 @@ def test_a_dropped_optimizer_frees_itself(tmp_path: Path) -> None:
     opt = stowed([p], tmp_path)
     give([p])
     opt.step()
-    kept = weakref.ref(opt._live())
+    kept = weakref.ref(opt._manager)
     del opt
     gc.collect()
     assert kept() is None
