@@ -130,13 +130,13 @@ MUTATIONS = (
     ),
     # --- norms of gradients that are used at once ---
     Mutation(
-        "step/norms.py",
-        "if entry[2].query():",
-        "if True:",
+        _COPIES,
+        "and self._copies[0][1].query():",
+        ":",
         "unit/step/test_norms.py::test_a_gradient_that_is_copied_is_not_read_before",
     ),
     Mutation(
-        "step/norms.py",
+        _COPIES,
         "copied.synchronize()",
         "pass",
         "unit/step/test_norms.py::test_a_gradient_that_is_copied_is_not_read_before",

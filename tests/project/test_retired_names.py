@@ -46,7 +46,7 @@ RETIRED_NAMES = {
     "Core": "OptimizerRuntime",
     "device_updates": "device_updater",
     "DeviceUpdates": "DeviceUpdater",
-    "Given": "WeightMemory",
+    "Given": "UpdateUnderWay",
     "gradient_on_its_way": "gradient_and_event",
     "has_left": "has_offloaded_gradient",
     "is_settled": "is_final",

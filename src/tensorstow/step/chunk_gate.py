@@ -28,11 +28,9 @@ class ChunkGate:
         self._begun: set[int] = set()
 
     def begin(self, expected: Collection[int], final: Iterable[int] = ()) -> None:
-        """Begin a step.
+        """Begin a step in which gradients of the ``expected`` parameters may become final.
 
-        Args:
-            expected: Numbers of the parameters whose gradients may still become final.
-            final: Numbers of those whose gradients the pipeline has from the start of the step.
+        ``final``: numbers of those whose gradients the pipeline has from the start of the step.
         """
         self._expected = set(expected)
         self._awaited = {
@@ -42,13 +40,9 @@ class ChunkGate:
         self._begun = {chunk for number in final for chunk in self._chunks_of.get(number, ())}
 
     def arrive(self, number: int) -> list[int]:
-        """Count the gradient of a parameter, which is final.
+        """Count the final gradient of a parameter; return the chunks that it completes.
 
-        Returns:
-            The chunks that this gradient completes.
-
-        Raises:
-            OptionError: No gradient of the parameter is expected.
+        Raises OptionError if no gradient of the parameter is expected.
         """
         if number not in self._expected:
             message = (

@@ -1,6 +1,6 @@
 """The order in which chunks are updated: by when their parameters are used."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tensorstow.states.chunks import Chunk
 
@@ -11,10 +11,7 @@ def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
     What the next forward needs first is updated first. Parameters that are not in ``parameters``
     come last, in the order of their numbers.
     """
-    rank = _rank(parameters)
-    last = len(rank)
-    keys = {c.number: min(rank.get(p, last + p) for p in c.owners) for c in chunks}
-    return sorted(keys, key=lambda number: (keys[number], number))
+    return _by(min, chunks, parameters)
 
 
 def by_last(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
@@ -22,11 +19,12 @@ def by_last(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
 
     A chunk is updated when the last of its gradients is final.
     """
-    rank = _rank(parameters)
-    last = len(rank)
-    keys = {c.number: max(rank.get(p, last + p) for p in c.owners) for c in chunks}
+    return _by(max, chunks, parameters)
+
+
+def _by(
+    pick: Callable[[Iterable[int]], int], chunks: Sequence[Chunk], parameters: Sequence[int]
+) -> list[int]:
+    rank = {number: index for index, number in enumerate(parameters)}
+    keys = {c.number: pick(rank.get(p, len(rank) + p) for p in c.owners) for c in chunks}
     return sorted(keys, key=lambda number: (keys[number], number))
-
-
-def _rank(parameters: Sequence[int]) -> dict[int, int]:
-    return {number: index for index, number in enumerate(parameters)}

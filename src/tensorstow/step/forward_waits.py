@@ -223,11 +223,8 @@ class ForwardWaits:
         return needs
 
     def _outside_of_seen(self, module: nn.Module) -> Iterator[torch.Tensor]:
-        if id(module) in self._seen:
-            return
-        yield from module.parameters(recurse=False)
-        for child in module.children():
-            yield from self._outside_of_seen(child)
+        if id(module) not in self._seen:
+            yield from _outside(module, lambda child: id(child) in self._seen)
 
 
 def _gathered_with(module: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
@@ -237,15 +234,15 @@ def _gathered_with(module: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]
         return
     for other in root.modules():
         if _fsdp_state(other) is state:
-            yield from _outside_of_groups(other)
+            yield from _outside(other, lambda child: _fsdp_state(child) is not None)
 
 
-def _outside_of_groups(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters in ``module`` but for those in groups within."""
+def _outside(module: nn.Module, is_apart: Callable[[nn.Module], bool]) -> Iterator[torch.Tensor]:
+    """Yield the parameters in ``module`` but for those in children that are ``is_apart``."""
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if _fsdp_state(child) is None:
-            yield from _outside_of_groups(child)
+        if not is_apart(child):
+            yield from _outside(child, is_apart)
 
 
 def _fsdp_state(module: nn.Module) -> object:

@@ -160,14 +160,8 @@ class StepFeeds:
         """Begin a step, with the gradients that ``plan`` has.
 
         If the caller waits and all weights are in host memory, the step is over when this returns.
-        Otherwise more gradients may be offered, until ``close``.
-
-        Args:
-            plan: The updates and their scalars.
-            overlap_with: What the caller does meanwhile.
-
-        Raises:
-            OptionError: The device updates, and ``overlap_with`` is FORWARD or BOTH.
+        Otherwise more gradients may be offered, until ``close``. Raises OptionError if the device
+        updates, and ``overlap_with`` is FORWARD or BOTH.
         """
         if self._has_updater and overlap_with in {OverlapWith.FORWARD, OverlapWith.BOTH}:
             message = (
@@ -210,14 +204,8 @@ class StepFeeds:
     ) -> None:
         """Take a final gradient of an open step; send the chunks that it completes.
 
-        Args:
-            param: The gradient's parameter.
-            gradient: Contiguous, in the order of the weight's memory.
-            copied: The event after which its elements are in host memory; None: they are on the
-                gradient's device.
-
-        Raises:
-            StowError: ``copied`` is an event, and the device updates.
+        It is contiguous, in the order of the weight's memory. ``copied``: the event after which its
+        elements are in host memory; None: they are on the gradient's device.
         """
         if copied is not None and self._has_updater:
             message = "A gradient in host memory was offered to a step that updates on the device."
@@ -277,9 +265,8 @@ class StepFeeds:
     def wait_for_one(self, numbers: Sequence[int]) -> bool:
         """Wait until one more gradient is used or copied; return False if there is none.
 
-        Args:
-            numbers: Parameters whose gradients are in host memory; the first that awaits no other
-                gradient is waited for.
+        ``numbers``: parameters whose gradients are in host memory; the first that awaits no other
+        gradient is waited for.
         """
         if self._feeds_of.get(Tier.DEVICE):  # they hold few gradients in host memory at once
             return False

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import tensorstow._native as _native
-from tensorstow.io.device_link import DeviceEvent
+from tensorstow.io.device_link import CopyQueue, DeviceEvent
 
 
 class KeptNorms:
@@ -20,27 +20,21 @@ class KeptNorms:
         self._squares: dict[int, float] = {}
         self._away: dict[int, torch.Tensor] = {}
         """Norms, not squared, of gradients on an accelerator: not read yet."""
-        self._coming: list[tuple[int, torch.Tensor, DeviceEvent]] = []
+        self._coming: CopyQueue[tuple[int, torch.Tensor]] = CopyQueue()
 
     def take(self, number: int, gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
         """Keep the norm of a parameter's gradient, which is complete after ``copied``."""
-        if copied is not None:
-            self._coming.append((number, gradient, copied))
+        if copied is None:
+            self._compute(number, gradient)  # now: its update may free its memory
         else:
-            self._compute(number, gradient)
-        coming, self._coming = self._coming, []
-        for entry in coming:
-            if entry[2].query():
-                self._compute(entry[0], entry[1])
-            else:
-                self._coming.append(entry)
+            self._coming.add((number, gradient), copied)
+        for entry in self._coming.pop_complete():
+            self._compute(*entry)
 
     def all(self) -> Mapping[int, float]:
         """Return the squared norms by the parameters' numbers."""
-        for number, gradient, copied in self._coming:
-            copied.synchronize()
-            self._compute(number, gradient)
-        self._coming = []
+        while self._coming:
+            self._compute(*self._coming.pop())
         for number, norm in self._away.items():
             self._squares[number] = norm.item() ** 2
         self._away = {}
@@ -48,7 +42,8 @@ class KeptNorms:
 
     def clear(self) -> None:
         """Drop all norms: a new step begins."""
-        self._squares, self._away, self._coming = {}, {}, []
+        self._squares, self._away = {}, {}
+        self._coming.clear()
 
     def _compute(self, number: int, gradient: torch.Tensor) -> None:
         if gradient.is_cpu:

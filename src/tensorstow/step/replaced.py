@@ -82,31 +82,6 @@ class ModuleParameters:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
 
-@dataclass(frozen=True, slots=True)
-class WeightMemory:
-    """The memory of one weight that a step writes to."""
-
-    memory: torch.Tensor
-    """Shares the parameter's memory, and keeps it if the parameter gets another."""
-    nbytes: int
-    """Bytes of the storage."""
-
-    @classmethod
-    def of(cls, param: ManagedParam) -> "WeightMemory":
-        """Return the current memory of ``param``."""
-        memory = param.parameter.detach()
-        return cls(memory, memory.untyped_storage().nbytes())
-
-    def check(self, param: ManagedParam) -> None:
-        """Raise OptionError if the weight was replaced during its update, which is over."""
-        if self.memory.untyped_storage().nbytes() < self.nbytes:
-            raise refusal(param, "was freed in place (by resize_ of its storage)")
-        if _now(param).data_ptr() != self.memory.data_ptr():
-            raise refusal(param, "was replaced by other memory")
-        if param.written_by_others:
-            raise refusal(param, "was written")
-
-
 @dataclass(eq=False, slots=True)
 class UpdateUnderWay:
     """An update that runs on after ``step()``, and what must not change until it is over."""
@@ -114,12 +89,16 @@ class UpdateUnderWay:
     update: ParamUpdate
     version: int = field(init=False)
     """The version of the gradient when the update began."""
-    memory: WeightMemory = field(init=False)
+    memory: torch.Tensor = field(init=False)
+    """Shares the weight's memory, and keeps it if the parameter gets another."""
+    nbytes: int = field(init=False)
+    """Bytes of the weight's storage."""
 
     def __post_init__(self) -> None:
         """Record the gradient and the weight as they are now."""
         self.version = self._version()
-        self.memory = WeightMemory.of(self.update.param)
+        self.memory = self.update.param.parameter.detach()
+        self.nbytes = self.memory.untyped_storage().nbytes()
 
     def check(self) -> None:
         """Raise OptionError if the gradient or the weight was changed during the update."""
@@ -131,7 +110,13 @@ class UpdateUnderWay:
                 " before the change."
             )
             raise OptionError(message)
-        self.memory.check(self.update.param)
+        param = self.update.param
+        if self.memory.untyped_storage().nbytes() < self.nbytes:
+            raise refusal(param, "was freed in place (by resize_ of its storage)")
+        if _now(param).data_ptr() != self.memory.data_ptr():
+            raise refusal(param, "was replaced by other memory")
+        if param.written_by_others:
+            raise refusal(param, "was written")
 
     def release_gradient(self) -> None:
         """Stop holding the gradient, which was read; ``check`` still reports earlier changes."""
