@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     Mutation(
         _DELAYED,
-        "self._early_steps += bool(self._pending)\n            self.wait()",
-        "self._early_steps += bool(self._pending)",
+        "self._early_steps += bool(self._under_way)\n            self.wait()",
+        "self._early_steps += bool(self._under_way)",
         f"{_DELAY}::test_whatever_needs_the_weights_applies_the_update",
     ),
     Mutation(
@@ -123,8 +123,8 @@ MUTATIONS = (
     ),
     Mutation(
         "optim/step_runner.py",
-        "if not self._schedule.begins_early:\n            self.wait_idle()\n        if overflowed:",
-        "if not (overflowed or self._schedule.begins_early):\n            self.wait_idle()\n"
+        "if self._early is None:\n            self.wait_idle()\n        if overflowed:",
+        "if self._early is None and not overflowed:\n            self.wait_idle()\n"
         "        if overflowed:",
         f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
     ),

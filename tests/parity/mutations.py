@@ -16,7 +16,6 @@ from parity.cover import Value
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import _native
 from tensorstow.formats.reference import AdamScalars, adam_scalars
-from tensorstow.optim import step_runner
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states import native_pipeline
 from tensorstow.states.layout import RingPlan, plan_ring
@@ -71,10 +70,9 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
 
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
         row = step_plan.scalar_row
-        for module in (step_plan, step_runner):
-            patch.setattr(
-                module, "scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
-            )
+        patch.setattr(
+            step_plan, "scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
+        )
 
     return apply
 

@@ -13,7 +13,7 @@ from parity.candidate import NO_TAPS, Taps
 from tensorstow.checkpoint import commits, resume
 from tensorstow.checkpoint.committed_extents import CommittedExtents
 from tensorstow.io.device_link import DeviceEvent
-from tensorstow.optim.step_runner import StepRunner
+from tensorstow.optim import step_runner
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
@@ -144,13 +144,13 @@ def committed_extent_is_written_again(patch: pytest.MonkeyPatch, _: Path) -> Non
 
 def commit_without_its_weights(patch: pytest.MonkeyPatch, _: Path) -> None:
     """Let a step that commits not put the new weights beside the states."""
-    make_plan = StepRunner._make_plan
+    make_plan = step_runner.make_plan
 
-    def without(self: StepRunner, *given: Any, commits: bool) -> StepPlan:  # noqa: ANN401  # passed on
+    def without(*given: Any, commits: bool) -> StepPlan:  # noqa: ANN401  # passed on
         del commits
-        return make_plan(self, *given, commits=False)
+        return make_plan(*given, commits=False)
 
-    patch.setattr(StepRunner, "_make_plan", without)
+    patch.setattr(step_runner, "make_plan", without)
 
 
 def commit_of_weights_before_the_step(patch: pytest.MonkeyPatch, _: Path) -> None:

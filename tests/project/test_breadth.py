@@ -87,9 +87,9 @@ def test_the_longest_stow_runs_through_no_more_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overlap", "durability", "most"),
     [
-        ("none", "none", 31),
-        ("none", "commit", 38),
-        ("forward", "none", 33),
+        ("none", "none", 25),
+        ("none", "commit", 33),
+        ("forward", "none", 28),
         ("backward", "none", 24),
     ],
 )

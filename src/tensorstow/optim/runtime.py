@@ -18,10 +18,12 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
+
+import torch
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.update_on import DelayedUpdate
@@ -29,16 +31,15 @@ from tensorstow.checkpoint.commits import Commits, in_commit_thread
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
-from tensorstow.optim.recording import LastRecording
-from tensorstow.optim.step_runner import ParamFilter, StepRunner, hook_of
+from tensorstow.optim.step_runner import ParamFilter, StepRunner
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
+from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock
 from tensorstow.step.delayed_overlap import DelayedOverlap
 from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule, Synchronous
+from tensorstow.step.schedule import Schedule, Synchronous, weakly
 
 logger = logging.getLogger("tensorstow")
 
@@ -69,8 +70,8 @@ class OptimizerRuntime:
                 " itself, or in an exit function that is registered after tensorstow is imported."
             )
             raise StowError(message)
-        runtime = weakref.ref(self)  # a parameter must not keep the optimizer it was once given to
-        hook = hook_of(lambda: None if (alive := runtime()) is None else alive.steps)
+        # Weakly: a parameter, or a model, must not keep the optimizer it was once given to.
+        hook = weakly(self._on_gradient)
         with ranks.reporting_errors("the making of the optimizer"):
             self.params = ParamTable(ranks.in_rank_directory(offload_policy), hook)
         self.commits = Commits(
@@ -86,7 +87,6 @@ class OptimizerRuntime:
         """``extra`` of the resumed commit."""
         self.tickets = run.checkpoints == "ticket"
         """Whether ``state_dict()`` names a snapshot instead of holding states."""
-        self.last_recording = LastRecording()
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""
         self.waits: ForwardWaits | None = None
@@ -101,39 +101,22 @@ class OptimizerRuntime:
             Finalize(None, _finish_all, exitpriority=0)
 
     def _make_schedule(self, offload_policy: OffloadPolicy, run: RunOptions) -> Schedule:
-        nan_until_published = offload_policy.policy.nan_until_published
-        table = weakref.ref(self.params)
-
-        def is_used(number: int) -> bool:
-            params = table()
-            return params is None or not params.update_router.step_path.needs(params.all()[number])
-
-        gradients = ConsumedGradients(run.accumulation_steps, is_used)
         if isinstance(offload_policy.overlap, DelayedUpdate) and run.module is not None:
             return DelayedOverlap(self.params, run.module, offload_policy.overlap)
         if offload_policy.timing.is_overlapped and run.module is not None:
-            self.waits = ForwardWaits(run.module, self._make_wait())
+            self.waits = ForwardWaits(run.module, weakly(self._wait))
         if offload_policy.timing.begins_early:
-            return BackwardOverlap(
-                self.params,
-                gradients,
-                nan_until_published=nan_until_published,
-                has_module=self.waits is not None,
-            )
+            has_module = self.waits is not None
+            return BackwardOverlap(self.params, run.accumulation_steps, has_module=has_module)
         if self.waits is None:
             return Synchronous(self.params)
-        return ForwardOverlap(self.params, self.waits, nan_until_published=nan_until_published)
+        return ForwardOverlap(self.params, self.waits)
 
-    def _make_wait(self) -> Callable[[Iterable[int] | None], None]:
-        runtime = weakref.ref(self)
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self.steps.on_gradient(parameter)
 
-        def wait(ids: Iterable[int] | None) -> None:
-            alive = runtime()
-            if alive is not None:
-                with alive.call_lock.alone():
-                    alive.schedule.wait(ids)
-
-        return wait
+    def _wait(self, ids: Iterable[int] | None) -> None:
+        self.steps.wait(ids)
 
     def finish(self, *, asked: bool = True) -> None:
         """Wait for updates and a commit under way, commit the rest, and close everything.

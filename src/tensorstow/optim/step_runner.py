@@ -17,19 +17,20 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.commits import Commits
-from tensorstow.checkpoint.ranks import Ranks, refuse_unjoined
+from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra
 from tensorstow.optim import one_optimizer
 from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
+from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock, exclusive_call
-from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse, require
+from tensorstow.step.legal_calls import Phase, PublicCall, refuse
 from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import ModuleParameters
 from tensorstow.step.schedule import Schedule
-from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_row, step_of
+from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_table, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.tensors.dtensor import (
     gradient_and_event,
@@ -162,6 +163,8 @@ class StepRunner:
         """Step ``params`` by ``schedule``, and let ``commits`` have the steps that are due."""
         self._params = params
         self._schedule = schedule
+        self._early = schedule if isinstance(schedule, BackwardOverlap) else None
+        """The schedule, if it begins a step before ``step()``."""
         self._commits = commits
         self._ranks = ranks
         self._call_lock = call_lock
@@ -210,9 +213,8 @@ class StepRunner:
 
     def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
-        if call not in LEGAL[self._schedule.phase]:
-            self._params.store.pipeline.check_alive()
-            require(call, self._schedule)
+        if self._early is not None:
+            self._early.require(call)
 
     def commit(self, extra: Extra | None = None) -> int:
         """Make the run durable as it is; return the number of steps taken."""
@@ -235,12 +237,9 @@ class StepRunner:
     def update(
         self, divisor: float, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> None:
-        """Take a step by the gradients, clipped.
+        """Take a step by the gradients, clipped and divided by ``divisor``.
 
-        Args:
-            divisor: What gradients are divided by.
-            found_inf: Whether a GradScaler found a gradient that is not finite; None without one.
-            grad_scale: What it has multiplied the loss by.
+        ``found_inf`` and ``grad_scale`` are those of a GradScaler, if there is one.
         """
         self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
@@ -250,17 +249,17 @@ class StepRunner:
         self._schedule.check_scaling(factor / scale, may_skip=may_skip)
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
-        if not self._schedule.begins_early:
+        if self._early is None:
             self.wait_idle()
         if overflowed:
             unscale(self.contents.parameters(), scale)
             with SignalsDeferred():
                 self._count_step()
                 self._end_step(commits=False)
-        elif self._schedule.begins_early:
-            self._end_open_step()
-        else:
+        elif self._early is None:
             self._take_step(factor, scale)
+        else:
+            self._end_open_step(self._early)
         if self._commits.prompt:
             self._commits.join(self._params)
         if self._commits.requested and self._ranks.alone:
@@ -276,19 +275,12 @@ class StepRunner:
         params.update_router.refresh(whole=commits)
         if not updates and commits:
             self._commits.capture(params)
-        plan = self._make_plan(updates, factor, commits=commits) if updates else None
-        pipeline = params.store.pipeline
-        with SignalsDeferred():  # an interrupt finds no step without what its commit holds
-            with self._commits.reporting_errors(commits=commits), pipeline.whole_step(plan):
-                if plan is not None:
-                    schedule.step(plan, self.contents.states)
-                self._param_filter.update_others(
-                    self.contents.groups, self.contents.states, factor / scale
-                )
-                for hook in self.after_updates:
-                    hook()
-                self._count_step()
-            self._end_step(commits=commits)
+        states = self.contents.states
+        plan = make_plan(updates, params, states, factor, commits=commits) if updates else None
+        with self._ending_step(plan, commits=commits):
+            if plan is not None:
+                schedule.step(plan, states)
+            self._param_filter.update_others(self.contents.groups, states, factor / scale)
 
     def _collect(self) -> list[ParamUpdate]:
         """Return the checked updates of this step; nothing is changed."""
@@ -301,7 +293,6 @@ class StepRunner:
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
-        refuse_unjoined("step() was called")
         optimizer = self.contents.optimizer()
         if isinstance(optimizer, Optimizer):
             one_optimizer.begin(optimizer)
@@ -314,10 +305,17 @@ class StepRunner:
             self._commits.prepare(self._params)
         return commits
 
-    def _make_plan(self, updates: list[ParamUpdate], factor: float, *, commits: bool) -> StepPlan:
-        plan = make_plan(updates, self._params, self.contents.states, factor)
-        plan.commits = commits
-        return plan
+    @contextmanager
+    def _ending_step(self, used: object, *, commits: bool, is_open: bool = False) -> Iterator[None]:
+        """Update inside the block, then end the step; ``used`` as in ``whole_step``."""
+        whole = self._params.store.pipeline.whole_step(used, is_open=is_open)
+        with SignalsDeferred():  # an interrupt finds no step without what its commit holds
+            with self._commits.reporting_errors(commits=commits), whole:
+                yield
+                for hook in self.after_updates:
+                    hook()
+                self._count_step()
+            self._end_step(commits=commits)
 
     def _count_step(self) -> None:
         self._commits.step += 1
@@ -332,32 +330,32 @@ class StepRunner:
     @torch.no_grad()
     def on_gradient(self, parameter: torch.Tensor) -> None:
         """Process a gradient that autograd has just accumulated ([Note: Hooks] in call_lock)."""
-        if self._schedule.begins_early:
-            self._accept_gradient(parameter)
-        else:
-            if self._schedule.beside_backward is not None:
-                self._schedule.beside_backward()
-            self._params.store.pipeline.prefetch()
+        if self._early is not None:
+            self._accept_gradient(self._early, parameter)
+            return
+        if self._schedule.beside_backward is not None:
+            self._schedule.beside_backward()
+        self._params.store.pipeline.prefetch()
 
     @exclusive_call("backward")
-    def _accept_gradient(self, parameter: torch.Tensor) -> None:
-        params, schedule = self._params, self._schedule
+    def _accept_gradient(self, schedule: BackwardOverlap, parameter: torch.Tensor) -> None:
+        params = self._params
         param = params.find(parameter)
         params.store.pipeline.check_alive()
         if schedule.is_given_up():
             parameter.grad = None  # of weights that no longer exist, as those that resume() drops
             return
         try:
-            if param is not None and schedule.is_final(param.number):
+            if param is not None and schedule.gradients.is_final(param.number):
                 _check_gradient(param, self.contents.groups)
                 if not schedule.is_open:
-                    self._open_step()
+                    self._open_step(schedule)
                 schedule.on_gradient(param)
         except BaseException:
             schedule.break_off()
             raise
 
-    def _open_step(self) -> None:
+    def _open_step(self, schedule: BackwardOverlap) -> None:
         params = self._params
         validation.refuse_ranks(self._commits.module, self.contents.parameters())
         self.wait_idle()
@@ -382,17 +380,17 @@ class StepRunner:
                 validation.refuse_change(
                     parameter, group, update.param.family, update.param.numel, "A parameter"
                 )
-        self._schedule.begin(self._make_plan(updates, 1.0, commits=commits))
+        schedule.begin(make_plan(updates, params, self.contents.states, 1.0, commits=commits))
 
     def wait_for_gradient(self) -> bool:
         """Wait for a gradient of the open step that is still being copied; False: there is none."""
-        if self._schedule.phase is not Phase.OPEN:
+        if self._early is None or self._early.phase is not Phase.OPEN:
             return False
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
             return self._params.update_router.step_path.wait_for_one(())
 
-    def _end_open_step(self) -> None:
-        params, schedule = self._params, self._schedule
+    def _end_open_step(self, schedule: BackwardOverlap) -> None:
+        params = self._params
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
         late, new_params = collect(
@@ -403,7 +401,7 @@ class StepRunner:
         if not schedule.is_open:
             if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
                 refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
-            self._open_step()
+            self._open_step(schedule)
         elif new_params:
             count = format_count(len(new_params), "parameter")
             message = (
@@ -413,15 +411,9 @@ class StepRunner:
             )
             raise OptionError(message)
         commits = self._open_commits
-        whole = params.store.pipeline.whole_step(schedule.held, is_open=True)
-        with SignalsDeferred():
-            with self._commits.reporting_errors(commits=commits), whole:
-                updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
-                schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
-                for hook in self.after_updates:
-                    hook()
-                self._count_step()
-            self._end_step(commits=commits)
+        with self._ending_step(schedule.held, commits=commits, is_open=True):
+            updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
+            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
 
 
 def _check_gradient(param: ManagedParam, groups: Groups) -> None:
@@ -432,17 +424,6 @@ def _check_gradient(param: ManagedParam, groups: Groups) -> None:
         for index, parameter in enumerate(group["params"]):
             if parameter is param.owner:
                 check_due(groups, group, index, param)
-
-
-def hook_of(runner: Callable[[], StepRunner | None]) -> Callable[[torch.Tensor], None]:
-    """Return the hook for autograd, which passes gradients to ``runner`` while that exists."""
-
-    def on_gradient(parameter: torch.Tensor) -> None:
-        alive = runner()
-        if alive is not None:
-            alive.on_gradient(parameter)
-
-    return on_gradient
 
 
 def collect(
@@ -502,7 +483,12 @@ def check_due(
 
 
 def make_plan(
-    updates: list[ParamUpdate], params: ParamTable, states: States, factor: float
+    updates: list[ParamUpdate],
+    params: ParamTable,
+    states: States,
+    factor: float,
+    *,
+    commits: bool = False,
 ) -> StepPlan:
     """Round the hyper-parameters once, and lay out the pipeline's input.
 
@@ -520,17 +506,13 @@ def make_plan(
         )
         for update in updates
     ]
-    rows = [_row_of_bystander(param) for param in params.all()]
-    table: dict[tuple[int, float, float], int] = {}
-    scalars: list[tuple[float, ...]] = []
-    for update, count in zip(updates, counts, strict=True):
-        key = (id(update.group), count.item() + 1.0, update.scale)
-        if key not in table:
-            table[key] = len(scalars)
-            scalars.append(scalar_row(update.group, int(key[1]), factor / update.scale))
-        row = _row(update, params.store, table[key], int(key[1]))
-        rows[update.param.number] = row
-    return StepPlan(updates, counts, rows, np.array(scalars, dtype=np.float32).reshape(-1, 9))
+    # A commit takes the weights of parameters without an update too.
+    rows = [StepRow(weight=param.weight) for param in params.all()]
+    indices, scalars = scalar_table(((u.group, u.scale) for u in updates), counts, factor)
+    for update, count, index in zip(updates, counts, indices, strict=True):
+        rows[update.param.number] = _row(update, params.store, index, int(count.item() + 1.0))
+    table = np.array(scalars, dtype=np.float32).reshape(-1, 9)
+    return StepPlan(updates, counts, rows, table, commits)
 
 
 def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
@@ -547,8 +529,3 @@ def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> Ste
         key,
         expected=gradient is None,
     )
-
-
-def _row_of_bystander(param: ManagedParam) -> StepRow:
-    """Name its weight alone: a commit takes that too."""
-    return StepRow(weight=param.weight)

@@ -27,7 +27,7 @@ from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import OverlapWith
-from tensorstow.step.legal_calls import Phase, PublicCall, require
+from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse
 from tensorstow.step.managed_param import (
     ManagedParam,
     StepPlan,
@@ -36,8 +36,8 @@ from tensorstow.step.managed_param import (
     write_to_copies,
 )
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule
-from tensorstow.step.step_plan import States, record_step, scalars_of
+from tensorstow.step.schedule import Schedule, record_step
+from tensorstow.step.step_plan import States, scalar_table
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (
     ABORT_ADVICE,
@@ -236,26 +236,22 @@ class ConsumedGradients:
 
 
 class BackwardOverlap(Schedule):
-    """``overlap="backward"``."""
-
-    begins_early = True
+    """``overlap="backward"``: a step begins with its first final gradient."""
 
     def __init__(
-        self,
-        params: ParamTable,
-        gradients: ConsumedGradients,
-        *,
-        nan_until_published: bool,
-        has_module: bool = False,
+        self, params: ParamTable, accumulation_steps: AccumulationSteps, *, has_module: bool = False
     ) -> None:
-        """``gradients`` decides which are final; ``nan_until_published`` as in ForwardOverlap.
+        """``accumulation_steps`` decides which gradients are final ([Note: Final]).
 
         ``has_module``: the optimizer has a model, which ``overlap="forward"`` needs.
         """
         super().__init__(params)
-        self.gradients = gradients
+
+        def is_published(number: int) -> bool:
+            return not params.update_router.step_path.needs(params.all()[number])
+
+        self.gradients = ConsumedGradients(accumulation_steps, is_published)
         self._has_module = has_module
-        self._nan_until_published = nan_until_published
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
@@ -286,9 +282,12 @@ class BackwardOverlap(Schedule):
                 return "a weight was written or replaced between backward and step()"
         return None
 
-    def is_final(self, number: int) -> bool:
-        """Count one more gradient of a parameter; return whether it was the last of the step."""
-        return self.gradients.is_final(number)
+    def require(self, call: PublicCall) -> None:
+        """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
+        phase = self.phase
+        if call not in LEGAL[phase]:
+            self._params.store.pipeline.check_alive()
+            refuse(call, phase, self.why_broken or phase.value)
 
     def is_given_up(self) -> bool:
         """Return whether the step of the backward that calls this hook was aborted."""
@@ -367,11 +366,10 @@ class BackwardOverlap(Schedule):
         plan = self._plan
         if plan is None:
             return
-        require(PublicCall.STEP, self)
-        now = scalars_of(plan.updates, plan.counts, 1.0)
-        rows = [plan.rows[update.param.number].scalars for update in plan.updates]
-        began = [tuple(plan.scalars[row].tolist()) for row in rows]
-        if now != began:
+        self.require(PublicCall.STEP)
+        groups = ((update.group, update.scale) for update in plan.updates)
+        _, now = scalar_table(groups, plan.counts, 1.0)
+        if now != [tuple(row) for row in plan.scalars.tolist()]:
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
@@ -392,7 +390,7 @@ class BackwardOverlap(Schedule):
         order = self.gradients.arrived
         arrived = set(order)
         pairs = zip(opened.updates, opened.counts, strict=True)
-        ended = [(u.param, count) for u, count in pairs if u.param.number in arrived]
+        ended = [(update, count) for update, count in pairs if update.param.number in arrived]
         self._plan = None
         try:
             path.close()
@@ -410,8 +408,8 @@ class BackwardOverlap(Schedule):
             if update.param.number in arrived:
                 publish_weight(update.param)
             update.param.host = None
-        updated = [param for param, _ in ended]
-        record_step(updated, [count for _, count in ended], states, commits=opened.commits)
+        updates, counts = [update for update, _ in ended], [count for _, count in ended]
+        record_step(replace(opened, updates=updates, counts=counts), states)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.
@@ -421,8 +419,7 @@ class BackwardOverlap(Schedule):
         """
         del ids
         if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
-            self._params.store.pipeline.check_alive()
-            require(PublicCall.FORWARD, self)
+            self.require(PublicCall.FORWARD)
 
     def abort(self) -> None:
         """Drop the open step and its gradients: its store is closed.

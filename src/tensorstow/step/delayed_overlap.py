@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import DelayedUpdate
@@ -43,9 +43,9 @@ from tensorstow.step.host_weight import upload
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay, refusal
-from tensorstow.step.schedule import Schedule, Synchronous
-from tensorstow.step.step_plan import States, record_step
-from tensorstow.step.unpublished import mark_published, mark_unpublished, weakly
+from tensorstow.step.schedule import OngoingSchedule, Synchronous, weakly
+from tensorstow.step.step_plan import States
+from tensorstow.step.unpublished import mark_published
 
 logger = logging.getLogger("tensorstow")
 _FORWARD = torch.nn.Module._call_impl.__code__  # noqa: SLF001
@@ -131,7 +131,7 @@ class ModelHooks:
     _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-class DelayedOverlap(Schedule):
+class DelayedOverlap(OngoingSchedule):
     """``overlap=DelayedUpdate()``."""
 
     def __init__(self, params: ParamTable, module: torch.nn.Module, delayed: DelayedUpdate) -> None:
@@ -141,12 +141,10 @@ class DelayedOverlap(Schedule):
         self._warmup_steps = delayed.warmup_steps
         self.beside_backward = weakly(self.move_on)
         self._hooks = ModelHooks(module, weakref.ref(self))
-        self._pending: list[UpdateUnderWay] = []
         self._copying: list[UpdateUnderWay] = []
-        """Updates in ``_pending`` whose gradients must still be copied from an accelerator."""
+        """Updates in ``_under_way`` whose gradients must still be copied from an accelerator."""
         self._trainer: int | None = None
         """The thread whose forward and backward read the weights without the pending update."""
-        self._lock = threading.RLock()  # any thread may read a weight
         self._copies: dict[int, torch.Tensor] = {}
         """Weights that updates write to, by the numbers of parameters in host memory."""
         self._checksums: dict[int, int] = {}
@@ -159,7 +157,7 @@ class DelayedOverlap(Schedule):
     @property
     def held(self) -> Sequence[torch.Tensor]:
         """Gradients that may still be read."""
-        updates = [under_way.update for under_way in self._pending]
+        updates = [under_way.update for under_way in self._under_way.values()]
         return [update.gradient for update in updates if update.gradient is not None]
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
@@ -179,17 +177,10 @@ class DelayedOverlap(Schedule):
             self._exact.step(plan, states)
             return
         self._use_copies(plan)
-        path = self._params.update_router.step_path
-        with self._lock:
-            path.begin(plan, OverlapWith.BOTH)
-            path.close()
-            record_step([u.param for u in plan.updates], plan.counts, states, commits=False)
-            self._pending = [UpdateUnderWay(update) for update in plan.updates]
-            self._copying = [u for u in self._pending if u.update.param.tier is Tier.DEVICE]
+        self._start(plan, states, OverlapWith.BOTH, self.apply_early)
+        under_way = self._under_way.values()
+        self._copying = [u for u in under_way if u.update.param.tier is Tier.DEVICE]
         self._most_held_bytes = max(self._most_held_bytes, sum(g.nbytes for g in self.held))
-        waiter = weakly(self.apply_early)
-        for update in plan.updates:
-            mark_unpublished(update.param.owner, waiter)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Apply the pending update, of all parameters.
@@ -198,7 +189,7 @@ class DelayedOverlap(Schedule):
         """
         del ids
         self._params.update_router.step_path.join()  # also if another stream has joined it
-        if self._pending:
+        if self._under_way:
             if self._trainer is not None and self._may_be_in_a_pass():
                 raise OptionError(_DURING_PASSES)
             self._apply()
@@ -207,11 +198,6 @@ class DelayedOverlap(Schedule):
         """Apply the pending update: it is the last one."""
         self._hooks.close()
         self._apply()
-
-    def abort(self) -> None:
-        """Drop the pending update: its store is closed, or has failed."""
-        super().abort()
-        self._forget()
 
     @torch.no_grad()
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
@@ -227,17 +213,17 @@ class DelayedOverlap(Schedule):
     def begin_passes(self) -> None:
         """Begin a forward and backward, which read the old weights until the next step."""
         with self._lock:
-            if not self._pending or self._trainer is not None:
+            if not self._under_way or self._trainer is not None:
                 return
             self._early_steps, self._trainer = 0, threading.get_ident()
-            for under_way in self._pending:
+            for under_way in self._under_way.values():
                 mark_published(under_way.update.param.owner)
 
     def apply_early(self, ids: Iterable[int] = ()) -> None:
         """Apply the pending update before a weight is read, unless a forward has begun."""
         del ids
         if self._trainer is None:
-            self._early_steps += bool(self._pending)
+            self._early_steps += bool(self._under_way)
             self.wait()
 
     def move_on(self) -> None:
@@ -285,20 +271,14 @@ class DelayedOverlap(Schedule):
         return is_apart or in_backward or self._hooks.is_in_forward()
 
     def _apply(self) -> None:
-        # As in ForwardOverlap.
-        with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-            if not self._pending:
+        with self._publishing():
+            if not self._under_way:
                 return
-            try:
-                self._params.update_router.step_path.wait()
-                for under_way in self._pending:
-                    under_way.check()
-                    self._check_unwritten(under_way.update.param)
-            except StowError as error:
-                self._params.store.pipeline.poison(error)
-                self._forget()
-                raise
-            self._publish([under_way.update.param for under_way in self._pending])
+            self._params.update_router.step_path.wait()
+            for under_way in self._under_way.values():
+                under_way.check()
+                self._check_unwritten(under_way.update.param)
+            self._publish([under_way.update.param for under_way in self._under_way.values()])
             self._forget()
 
     @torch.no_grad()
@@ -312,9 +292,8 @@ class DelayedOverlap(Schedule):
             param.remember()
 
     def _forget(self) -> None:
-        for under_way in self._pending:
-            mark_published(under_way.update.param.owner)
-        self._pending, self._copying, self._trainer = [], [], None
+        super()._forget()
+        self._copying, self._trainer = [], None
 
     def _warn_if_nothing_is_delayed(self) -> None:
         if self._has_warned:

@@ -8,7 +8,7 @@ guide docs/guides/durable-runs.md has the table for users.
 """
 
 from enum import Enum
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.tensors.placeholder import ABORT_ADVICE
@@ -56,20 +56,6 @@ _WAYS: dict[Phase, str] = {
     ),
     Phase.BROKEN: f"Half a step can be neither completed nor undone: {ABORT_ADVICE}.",
 }
-
-
-class _HasPhase(Protocol):
-    @property
-    def phase(self) -> Phase: ...
-    @property
-    def why_broken(self) -> str | None: ...
-
-
-def require(call: PublicCall, schedule: _HasPhase) -> None:
-    """Raise OptionError, with advice, if ``call`` is not legal now."""
-    phase = schedule.phase
-    if call not in LEGAL[phase]:
-        refuse(call, phase, schedule.why_broken or phase.value)
 
 
 def refuse(call: PublicCall, phase: Phase, why: str) -> NoReturn:

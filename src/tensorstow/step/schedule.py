@@ -1,4 +1,4 @@
-"""The interface of schedules, and the plain one: updates inside ``step()``.
+"""The interface of schedules, what two of them share, and the plain one.
 
 [Note: Schedules] All of them take the same steps by the same path ([Note: Feeds]). They differ only
 in when a weight is published. The first three publish it before it is read.
@@ -12,31 +12,37 @@ delayed   ``step()`` returns at once; the next forward and backward read the old
           next ``step()`` publishes the new ones (``DelayedOverlap``).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ParamSpec
 
 import torch
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import StowError
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.legal_calls import Phase
-from tensorstow.step.managed_param import ManagedParam, StepPlan, publish_weight
+from tensorstow.step.gradient_feed import OverlapWith
+from tensorstow.step.managed_param import StepPlan, publish_weight
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import States, record_step
+from tensorstow.step.replaced import UpdateUnderWay
+from tensorstow.step.step_plan import States
+from tensorstow.step.unpublished import mark_published, mark_unpublished
+
+_P = ParamSpec("_P")
 
 
 class Schedule:
-    """Decides when the updates of one optimizer run. Most begin a step in ``step()``."""
-
-    begins_early: ClassVar[bool] = False
-    """Whether a step begins with its first final gradient, by ``begin`` and ``on_gradient``."""
+    """Decides when the updates of one optimizer run. All but BackwardOverlap begin in ``step``."""
 
     def __init__(self, params: ParamTable) -> None:
         """Schedule the updates of ``params``."""
         self._params = params
+        self._nan_until_published = params.offload_policy.policy.nan_until_published
+        """Whether weights are NaN until then, so that tests detect early reads."""
         self.norms: KeptNorms | None = None
         """Norms of gradients that are used before ``step()``; None: they are not needed."""
         self.beside_backward: Callable[[], None] | None = None
@@ -45,24 +51,9 @@ class Schedule:
     # --- state of a step ---
 
     @property
-    def phase(self) -> Phase:
-        """Where the optimizer is in its step ([Note: Legal calls]); never USED."""
-        return Phase.BETWEEN  # updates under way can be waited for
-
-    @property
-    def why_broken(self) -> str | None:
-        """Why the open step cannot be completed; None if it can."""
-        return None
-
-    @property
     def is_open(self) -> bool:
         """Whether updates of a step have begun that ``step()`` has not ended."""
         return False
-
-    @property
-    def held(self) -> Sequence[torch.Tensor]:
-        """Gradients that were taken out of ``.grad`` and may still be read."""
-        return ()
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
         """Return ``memory`` with what the schedule holds: gradients at their peak, and weights."""
@@ -70,34 +61,10 @@ class Schedule:
 
     # --- a step ---
 
-    def is_final(self, number: int) -> bool:
-        """Count one more gradient of a parameter; return whether it is used before ``step()``."""
-        del number
-        return False
-
-    def is_given_up(self) -> bool:
-        """Return whether the step of the backward that calls this hook was aborted."""
-        return False
-
-    def break_off(self) -> None:
-        """Mark the open step as broken: a gradient was not taken."""
-
-    def begin(self, plan: StepPlan) -> None:
-        """Begin a step without gradients."""
-        del plan
-        raise _only_early(self)
-
-    def on_gradient(self, param: ManagedParam) -> None:
-        """Take a final gradient of the open step."""
-        del param
-        raise _only_early(self)
-
     def step(self, plan: StepPlan, states: States) -> None:
         """Take the step of ``plan``, or end the one that is open with the gradients of ``plan``.
 
-        Args:
-            plan: The updates, with their gradients and scalars.
-            states: ``optimizer.state``, in which steps are counted.
+        Steps are counted in ``states``, which is ``optimizer.state``.
         """
         raise NotImplementedError
 
@@ -129,13 +96,6 @@ class Schedule:
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:
         """Raise OptionError if gradients would have to be scaled or skipped after their use."""
 
-    def check_unchanged(self) -> None:
-        """Raise OptionError if hyper-parameters or gradients changed since the step began."""
-
-
-def _only_early(schedule: Schedule) -> OptionError:
-    return OptionError(f"{type(schedule).__name__} got a gradient before step().")
-
 
 class Synchronous(Schedule):
     """``overlap="none"``: updates run inside ``step()``."""
@@ -147,7 +107,94 @@ class Synchronous(Schedule):
         with poisoning(self._params.store.pipeline):
             path.close()
             path.wait()
-        params = [update.param for update in plan.updates]
-        record_step(params, plan.counts, states, commits=plan.commits)
-        for param in params:
-            publish_weight(param)
+        record_step(plan, states)
+        for update in plan.updates:
+            publish_weight(update.param)
+
+
+class OngoingSchedule(Schedule):
+    """Base of the schedules whose updates run on after ``step()``."""
+
+    def __init__(self, params: ParamTable) -> None:
+        """Schedule the updates of ``params``."""
+        super().__init__(params)
+        self._under_way: dict[int, UpdateUnderWay] = {}
+        """Updates whose weights are not published, by the ids of their parameters."""
+        self._lock = threading.RLock()  # any thread may read a weight
+
+    def abort(self) -> None:
+        """Drop the step under way: its store is closed, or has failed."""
+        super().abort()
+        self._forget()
+
+    def _start(
+        self,
+        plan: StepPlan,
+        states: States,
+        overlap_with: OverlapWith,
+        waiter: Callable[[Iterable[int]], None],
+    ) -> None:
+        """Begin the step of ``plan``; reads of its weights call ``waiter``."""
+        path = self._params.update_router.step_path
+        with self._lock:
+            path.begin(plan, overlap_with)
+            path.close()
+            record_step(plan, states)
+            self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in plan.updates}
+        call = weakly(waiter)
+        for update in plan.updates:
+            mark_unpublished(update.param.owner, call)
+
+    @contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Publish weights inside the block; an error drops the step, which has failed."""
+        # Our own operations on weights must not wait. Signals are deferred first: a handler that
+        # commits waits for all weights, and may have to wait for another thread's call.
+        with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            try:
+                yield
+            except StowError as error:  # not an interrupt, after which gradients are still read
+                self._params.store.pipeline.poison(error)
+                self._forget()
+                raise
+
+    def _forget(self) -> None:
+        """Stop waiting for the step under way."""
+        for under_way in self._under_way.values():
+            mark_published(under_way.update.param.owner)
+        self._under_way.clear()
+
+
+def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
+    """Return a function that calls ``method`` of an object while that is alive.
+
+    Hooks of models and the table of unpublished weights must not keep an optimizer alive.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args, **kwargs)
+
+    return call
+
+
+def record_step(plan: StepPlan, states: States) -> None:
+    """Count the step of ``plan``'s parameters, and increment their weights' version counters.
+
+    The version counters let autograd detect graphs that were made with the old weights.
+    """
+    if not plan.updates:
+        return
+    torch._foreach_add_(plan.counts, 1.0)
+    params = [update.param for update in plan.updates]
+    torch.autograd.graph.increment_version([param.parameter for param in params])
+    for param, count in zip(params, plan.counts, strict=True):
+        state = states[param.owner]
+        if "step" not in state:
+            state.update({"step": count, **param.views})
+        param.begun = True
+        param.remember()
+        if not plan.commits:
+            param.mark_stale()

@@ -7,42 +7,11 @@ import torch
 
 from tensorstow.formats.reference import adam_scalars
 from tensorstow.states.state_store import StateStore
-from tensorstow.step.managed_param import ManagedParam, ParamUpdate, in_order_of
+from tensorstow.step.managed_param import ManagedParam, in_order_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
-
-
-def record_step(
-    params: Sequence[ManagedParam],
-    counts: Sequence[torch.Tensor],
-    states: States,
-    *,
-    commits: bool,
-) -> None:
-    """Count the step of ``params``, and increment the version counters of their weights.
-
-    The version counters let autograd detect graphs that were made with the old weights.
-
-    Args:
-        params: The updated parameters.
-        counts: Their step counts, before the step.
-        states: ``optimizer.state``.
-        commits: Whether the step commits.
-    """
-    if not params:
-        return
-    torch._foreach_add_(list(counts), 1.0)
-    torch.autograd.graph.increment_version([param.parameter for param in params])
-    for param, count in zip(params, counts, strict=True):
-        state = states[param.owner]
-        if "step" not in state:
-            state.update({"step": count, **param.views})
-        param.begun = True
-        param.remember()
-        if not commits:
-            param.mark_stale()
 
 
 def step_of(
@@ -63,7 +32,7 @@ def step_of(
         return step
     state["step"] = step
     param.begun = True
-    placed = {k: v for k, v in state.items() if k in param.family.states}
+    placed = {k: v for k, v in state.items() if k in param.views}
     if any(placed.get(name) is not view for name, view in param.views.items()):
         _transplant(param, placed, store)
         for name in placed:
@@ -103,28 +72,29 @@ def as_step(step: torch.Tensor | float) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def scalars_of(
-    updates: Iterable[ParamUpdate], counts: Sequence[torch.Tensor], factor: float
-) -> list[Any]:
-    """Return the hyper-parameters of each parameter's step, to be compared."""
-    rows: dict[tuple[int, int], tuple[float, ...]] = {}
-    scalars = []
-    for update, count in zip(updates, counts, strict=True):
-        key = (id(update.group), int(count.item() + 1.0))
+def scalar_table(
+    scaled_groups: Iterable[tuple[dict[str, Any], float]],
+    counts: Sequence[torch.Tensor],
+    factor: float,
+) -> tuple[list[int], list[tuple[float, ...]]]:
+    """Return each update's row in the table of scalars, and the table: equal steps share a row.
+
+    ``scaled_groups``: for each update its group, and the scale of its gradient.
+    """
+    rows: dict[tuple[int, float, float], int] = {}
+    indices: list[int] = []
+    scalars: list[tuple[float, ...]] = []
+    for (group, scale), count in zip(scaled_groups, counts, strict=True):
+        key = (id(group), count.item() + 1.0, scale)
         if key not in rows:
-            rows[key] = scalar_row(update.group, key[1], factor)
-        scalars.append(rows[key])
-    return scalars
+            rows[key] = len(scalars)
+            scalars.append(scalar_row(group, int(key[1]), factor / scale))
+        indices.append(rows[key])
+    return indices, scalars
 
 
 def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
-    """Return the numbers of a group's step as the kernels take them.
-
-    Args:
-        group: A parameter group.
-        step: The number of the step, from 1 on.
-        factor: Factor by which gradients are multiplied.
-    """
+    """Return the numbers of a group's step, counted from 1; ``factor`` multiplies gradients."""
     return adam_scalars(
         lr=float(group["lr"]),
         betas=(float(group["betas"][0]), float(group["betas"][1])),

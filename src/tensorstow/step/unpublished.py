@@ -13,9 +13,8 @@ taken before ``step()``, and by extensions that use a tensor's address without t
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, ParamSpec, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -49,27 +48,11 @@ def _without_bytes() -> Iterator[object]:
 _HARMLESS = frozenset(_without_bytes())
 
 
-_P = ParamSpec("_P")
 Waiter = Callable[[Iterable[int]], None]
 """Blocks until the parameters with the given ids may be read."""
 
 _waiters: dict[int, Waiter] = {}
 """Waiters by the id of an unpublished parameter."""
-
-
-def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
-    """Return a function that calls ``method`` of an object while that is alive.
-
-    The table of unpublished weights is global, and must not keep an optimizer alive.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args, **kwargs)
-
-    return call
 
 
 def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:

@@ -123,6 +123,8 @@ class UpdateRouter:
         Called when a step begins. If not ``whole``, only the weights that a step without a commit
         reads.
         """
+        if not (self.updaters or self.device_feeds):  # all parameters are in host memory
+            return
         whole = self._divide() or whole
         self._drop_side()
         self._links.fetch(m for m in self._params if whole or m.needs_host_weight)

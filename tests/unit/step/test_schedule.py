@@ -20,7 +20,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.states import layout
 from tensorstow.states.layout import Family, slot_bytes
-from tensorstow.step.backward_overlap import BackwardOverlap, ConsumedGradients
+from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.managed_param import NO_SCALARS, StepPlan
 from tensorstow.step.schedule import Synchronous
 
@@ -243,8 +243,7 @@ def test_what_is_at_once_is_never_under_way(tmp_path: Path) -> None:
 
 def test_a_step_that_did_not_begin_cannot_end() -> None:
     optimizer = AdamW([nn.Parameter(torch.ones(4))])
-    gradients = ConsumedGradients(1, lambda _: True)
-    schedule = BackwardOverlap(optimizer._params(), gradients, nan_until_published=False)
+    schedule = BackwardOverlap(optimizer._params(), 1)
     assert not schedule.is_open
     schedule.check_unchanged()
     param = optimizer._params().all()[0]
