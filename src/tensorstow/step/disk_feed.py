@@ -68,7 +68,7 @@ class DiskFeed(GradientFeed):
         self, pipeline: UpdatePipeline, chunks: Sequence[Chunk], params: Sequence[ManagedParam]
     ) -> None:
         """Feed ``pipeline``; ``params``: all of the optimizer's, by number."""
-        self._pipeline = pipeline
+        super().__init__(pipeline)
         self._pagers = {p.number: p.pager for p in params if p.pager is not None}
         self._chunks = [c for c in chunks if not self._pagers.keys().isdisjoint(c.owners)]
         self._on_device = frozenset(p.number for p in params if p.tier is Tier.DEVICE)
@@ -162,10 +162,6 @@ class DiskFeed(GradientFeed):
         """End every pin: the step is over."""
         for key in list(self._pins):
             self._unpin(key)
-
-    def needs(self, number: int) -> bool:
-        """Return whether the pipeline may still read the gradient of a parameter."""
-        return not self._pipeline.is_published(number)
 
     # --- inside ---
 

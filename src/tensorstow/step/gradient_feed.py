@@ -52,6 +52,10 @@ class GradientFeed(Side):
     updates_chunks: ClassVar[bool] = False
     """Whether the feed updates chunks in the pipeline's place: then ``close`` ends the step."""
 
+    def __init__(self, pipeline: UpdatePipeline) -> None:
+        """Feed ``pipeline``."""
+        self._pipeline = pipeline
+
     def prepare(self, plan: StepPlan) -> None:
         """Change the rows of ``plan`` as the feed needs, before the pipeline begins by them."""
 
@@ -76,8 +80,8 @@ class GradientFeed(Side):
         """Free what the step holds: every weight is new."""
 
     def needs(self, number: int) -> bool:
-        """Return whether the feed may still read the gradient of a parameter of its tier."""
-        raise NotImplementedError
+        """Return whether the gradient of a parameter of the feed's tier may still be read."""
+        return not self._pipeline.is_published(number)
 
     def join(self) -> None:
         """Make the caller's stream wait for new weights that are copied to the device."""
@@ -111,17 +115,9 @@ class GradientFeed(Side):
 class HostFeed(GradientFeed):
     """Gradients and weights in host memory, which the pipeline uses in place."""
 
-    def __init__(self, pipeline: UpdatePipeline) -> None:
-        """Feed ``pipeline``."""
-        self._pipeline = pipeline
-
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Hand the gradient to the pipeline, which reads it until the weight is new."""
         self._pipeline.add_gradient(param.number, gradient)
-
-    def needs(self, number: int) -> bool:
-        """Return whether the pipeline may still read the gradient."""
-        return not self._pipeline.is_published(number)
 
 
 class StepFeeds:

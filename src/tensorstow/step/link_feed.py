@@ -81,8 +81,8 @@ class LinkFeed(GradientFeed):
         host_weights: Mapping[int, HostWeight],
     ) -> None:
         """Serve the parameters of ``host_weights``, by number, that have elements in ``chunks``."""
+        super().__init__(pipeline)
         self.link = link
-        self._pipeline = pipeline
         self._host_weights = host_weights
         self._chunks: dict[int, Chunk] = {}
         self._chunks_of: dict[int, list[int]] = {}
