@@ -14,7 +14,8 @@ from tensorstow.base.text_file import read_text
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 
-_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
+# A text without an end is one match, to the end of its line: else each quote in it is tried anew.
+_TEXT_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*+"?|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)', re.DOTALL)
 _WORD = re.compile(r"[^\W\d]\w*")
 _MOST_SLIPS = 20
 _WIDEST = 200
