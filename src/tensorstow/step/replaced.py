@@ -8,9 +8,9 @@ in place cannot be kept alive: this is reported only.
 
 [Note: Other parameters] A module may get another parameter in the place of one that the optimizer
 has: by ``load_state_dict(assign=True)``, ``fully_shard``, or an assignment. The new one would never
-be trained, and a commit would keep the old one. The old one gets no gradient any more, so a step
-that has as many gradients as the last one does not look. FSDP2 puts whole parameters, which are no
-DTensors, in the place of its own while a unit is unsharded.
+be trained, and a commit would keep the old one. A step looks at the places that had the
+parameters, and by name if one has another, or if the number of gradients changed. FSDP2 puts whole
+parameters, which are no DTensors, in the place of its own while a unit is unsharded.
 """
 
 from collections.abc import Iterable
@@ -38,6 +38,8 @@ class ModuleParameters:
         """All parameters that were added, by id."""
         self._names: dict[str, torch.Tensor] = {}
         """Those that the module has, by each of their names."""
+        self._places: list[tuple[dict[str, torch.nn.Parameter | None], str, torch.Tensor]] = []
+        """The same: the parameters of a part of the module, the name in the part, and which."""
         self._gradients = -1
         """The number of gradients in the last step; -1: the next step looks in any case."""
 
@@ -47,11 +49,21 @@ class ModuleParameters:
         if new:
             self._known.update(new)
             self._names.update({n: p for n, p in self._current().items() if id(p) in new})
+            for part in () if self._module is None else self._module.modules():
+                of_part = part._parameters  # noqa: SLF001  # no public way to look without a copy
+                self._places += [
+                    (of_part, n, p) for n, p in of_part.items() if id(p) in new and p is not None
+                ]
             self._gradients = -1
 
     def check_step(self, gradients: int) -> None:
-        """Check before a step of so many gradients, unless the last one had as many, and some."""
-        if gradients == 0 or gradients != self._gradients:
+        """Check before a step of so many gradients.
+
+        Skipped if the last step had as many, and some, and each part has the parameters it had: a
+        part that was exchanged whole keeps its own, and its old ones get no gradients any more.
+        """
+        is_moved = any(of_part.get(name) is not p for of_part, name, p in self._places)
+        if is_moved or gradients == 0 or gradients != self._gradients:
             self.check()
             self._gradients = gradients
 

@@ -304,6 +304,30 @@ def test_a_parameter_that_was_replaced_is_named(overlap: str, steps_before: int)
     optimizer.close()
 
 
+def test_old_gradients_hide_no_replaced_parameter() -> None:
+    """Zeros of ``set_to_none=False`` stay, so that the number of gradients does not change."""
+    model = layers()
+    optimizer = AdamW(model.parameters(), module=model)
+    train_one(model, optimizer)
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    model.load_state_dict(layers().state_dict(), assign=True)
+    with pytest.raises(OptionError, match="is not the parameter"):
+        train_one(model, optimizer)
+
+
+def test_a_tied_name_that_gets_a_parameter_of_its_own_is_named() -> None:
+    model = layers()
+    model[2].weight = model[0].weight
+    optimizer = AdamW(model.parameters(), module=model)
+    train_one(model, optimizer)
+    train_one(model, optimizer)
+    model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+    with pytest.raises(OptionError, match=r"2\.weight of module="):
+        train_one(model, optimizer)
+
+
 def test_a_commit_keeps_no_parameter_that_the_model_has_not(tmp_path: Path) -> None:
     model = layers()
     with AdamW(model.parameters(), module=model, dir=tmp_path / "run") as optimizer:
