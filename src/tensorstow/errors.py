@@ -1,6 +1,7 @@
 """All errors that tensorstow raises; each is a ``StowError``, and the builtin that fits it."""
 
 from tensorstow.base.errors import (
+    AbsentAttributeError,
     AbsentError,
     BackendError,
     BackwardError,
@@ -25,6 +26,7 @@ from tensorstow.base.errors import (
 )
 
 __all__ = [
+    "AbsentAttributeError",
     "AbsentError",
     "BackendError",
     "BackwardError",

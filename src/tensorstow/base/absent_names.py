@@ -1,5 +1,6 @@
 """Names and modules of other projects that are not here: their import says what to use instead."""
 
+import dis
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
@@ -7,22 +8,43 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import NoReturn
 
-from tensorstow.base.errors import AbsentError
+from tensorstow.base.errors import AbsentAttributeError, AbsentError
+
+_IMPORT_FROM = dis.opmap["IMPORT_FROM"]
+_GETTERS = {"__getattr__", "refuse_name"}
+"""Functions of modules that ``refuse`` is called by."""
 
 
 def refuse(module: str, name: str, absent: Mapping[str, str]) -> NoReturn:
-    """Raise AbsentError for a name that a module lacks on purpose, as its ``__getattr__``.
+    """Raise an error for a name that a module lacks on purpose, as its ``__getattr__``.
 
     Args:
         module: The module's name.
         name: The name; AttributeError is raised if it is not in ``absent``.
         absent: Why names are not here, by name.
+
+    Raises:
+        AbsentError: In an import, where Python would say of an AttributeError "cannot import name".
+        AbsentAttributeError: Elsewhere, so that ``hasattr`` tells scripts that it is not here.
     """
     if name in absent:
         message = f"{name} is not in {module}: {absent[name]}."
-        raise AbsentError(message)
+        if _is_import():
+            raise AbsentError(message)
+        raise AbsentAttributeError(message)
     message = f"module {module!r} has no attribute {name!r}"
     raise AttributeError(message)
+
+
+def _is_import() -> bool:
+    """Return whether ``from ... import`` asks the innermost module's ``__getattr__``."""
+    frame = sys._getframe(2)  # noqa: SLF001  # the one that called refuse()
+    while frame.f_back is not None and frame.f_code.co_name in _GETTERS:
+        frame = frame.f_back
+    if frame.f_code.co_name == "_handle_fromlist":
+        return True
+    at = frame.f_lasti
+    return at >= 0 and frame.f_code.co_code[at] == _IMPORT_FROM
 
 
 def refuse_names(module: str, absent: str | Mapping[str, str]) -> Callable[[str], object]:
@@ -72,12 +94,20 @@ class _Last(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         del path, target
-        is_pythons = fullname.rpartition(".")[2].startswith("_")  # as __main__
-        # Who asks importlib.util.find_spec whether a module exists gets None, as for any other.
-        is_import = sys._getframe(2).f_code.co_name.startswith("_find_and_load")  # noqa: SLF001
-        if fullname.startswith(f"{self.package}.") and is_import and not is_pythons:
+        if fullname.startswith(f"{self.package}.") and is_wanted(fullname):
             message = f"{fullname} is not here: {self._guide} lists what {self.package} has."
             raise AbsentError(message)
+
+
+def is_wanted(fullname: str) -> bool:
+    """Return whether the ``find_spec`` of a finder, which calls this, is asked by an import.
+
+    Who asks ``importlib.util.find_spec`` whether a module exists gets None, as for any other. Names
+    that begin with "_" are Python's, as ``__main__``.
+    """
+    is_pythons = fullname.rpartition(".")[2].startswith("_")
+    caller = sys._getframe(3).f_code.co_name  # noqa: SLF001
+    return caller.startswith("_find_and_load") and not is_pythons
 
 
 class _AbsentModule(ModuleType):

@@ -6,6 +6,7 @@
     ├── OptionError (ValueError)     an argument that cannot be used
     │   └── KeywordError (TypeError)     a keyword that the function does not have
     ├── AbsentError (ImportError)    a name of another project that has no counterpart here
+    ├── AbsentAttributeError (AttributeError)    the same, asked for as an attribute
     ├── DTypeError (TypeError)       a dtype, layout or device that no kernel takes
     ├── BudgetError (ValueError)     a budget too small for the request
     ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
@@ -93,6 +94,10 @@ class KeywordError(OptionError, TypeError):
 
 class AbsentError(StowError, ModuleNotFoundError):
     """A name of another project that has no counterpart here."""
+
+
+class AbsentAttributeError(StowError, AttributeError):
+    """The same, asked for as an attribute of a module."""
 
 
 class DTypeError(StowError, TypeError):

@@ -10,9 +10,10 @@ directory removes it after a day.
 import errno as codes
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO, Self
 
 from tensorstow.base.errors import named
@@ -173,6 +174,21 @@ def new_stream(path: Path) -> Iterator[BinaryIO]:
         with file.stream() as stream:
             yield stream
         file.publish()
+
+
+def replace_files(folder: Path, write: Callable[[Path], object]) -> None:
+    """Replace files in ``folder`` by those that a library writes, whatever has their names.
+
+    Args:
+        folder: The folder, which exists.
+        write: Called with an empty folder, which nobody else can know; it writes the files there.
+    """
+    with named("Folder", folder), TemporaryDirectory(prefix=_MAKING, dir=folder) as made:
+        write(Path(made))
+        for file in sorted(path for path in Path(made).rglob("*") if path.is_file()):
+            target = folder / file.relative_to(made)
+            target.parent.mkdir(exist_ok=True)
+            file.replace(target)  # a symbolic link of that name goes, and is not followed
 
 
 def open_new(

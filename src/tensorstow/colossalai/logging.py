@@ -70,7 +70,11 @@ class DistributedLogger:
         folder = Path(path)
         make_folder(folder)
         ending = "" if suffix is None else f"_{suffix}"
-        handler = logging.FileHandler(folder / f"rank_{self.rank}{ending}.log", mode)
+        file = folder / f"rank_{self.rank}{ending}.log"
+        if file.is_symlink():  # by whom is unknown, and a log is appended to what is there
+            message = f"{file} was to be written, and it is a symbolic link: remove it."
+            raise OptionError(message)
+        handler = logging.FileHandler(file, mode)
         handler.setLevel(checked)
         handler.setFormatter(_FORMAT)
         self._logger.addHandler(handler)

@@ -103,6 +103,8 @@ _ABSENT_MODULES = {
     "launcher": "start ranks by torchrun",
     "linear": "use peft for LoRA, and torchao for quantized weights",
     "module_inject": _ONLY_READ,
+    "monitor.monitor": "the engine writes its scalars by the sections tensorboard, csv_monitor and"
+    " wandb of the configuration",
     "pipe": _NO_STAGES,
     "profiling": "use torch.profiler, torch.utils.flop_counter.FlopCounterMode for operations, and"
     " engine.optimizer.report(directory) for bytes and waits",

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.absent_names import is_wanted
+from tensorstow.base.errors import AbsentError, OptionError
 
 _UPSTREAM, _OURS = "deepspeed", "tensorstow.deepspeed"
 _LOOKED_ALREADY = ("accelerate", "transformers.integrations.deepspeed", "lightning.fabric")
@@ -78,6 +79,11 @@ class _Finder(importlib.metadata.DistributionFinder):
             return None
         spec = importlib.util.find_spec(_ours(fullname))
         if spec is None:
+            if is_wanted(fullname):
+                message = (
+                    f"{fullname} is not here: docs/guides/deepspeed.md lists what {_OURS} has."
+                )
+                raise AbsentError(message)
             return None
         is_package = spec.submodule_search_locations is not None
         return ModuleSpec(fullname, _Loader(), origin=spec.origin, is_package=is_package)

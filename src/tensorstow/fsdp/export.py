@@ -24,7 +24,7 @@ from torch import nn
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
-from tensorstow.base.new_file import RANDOM, NewFiles, sync_directory
+from tensorstow.base.new_file import RANDOM, NewFiles, replace_files, sync_directory
 from tensorstow.base.sizes import parts_within
 from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
@@ -228,6 +228,6 @@ def write_configuration(model: nn.Module, folder: Path) -> None:
     config = copy.deepcopy(pretrained.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = str(pretrained.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
+    replace_files(folder, config.save_pretrained)
     if pretrained.can_generate() and pretrained.generation_config is not None:
-        pretrained.generation_config.save_pretrained(folder)
+        replace_files(folder, pretrained.generation_config.save_pretrained)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from tensorstow.base.new_file import new_stream
+from tensorstow.base.new_file import new_stream, replace_files
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
 from tensorstow.fsdp.stow import plan_of, stow
@@ -104,7 +104,7 @@ class Stowed(transformers.Trainer):
         if self.args.should_save:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+                replace_files(folder, tokenizer.save_pretrained)
             with new_stream(folder / TRAINING_ARGS_NAME) as stream:
                 torch.save(self.args, stream)
         if self.args.push_to_hub and not _internal_call:

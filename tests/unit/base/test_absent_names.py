@@ -9,7 +9,7 @@ import pytest
 
 import tensorstow.base
 from tensorstow.base.absent_names import add_absent_modules, refuse, refuse_names
-from tensorstow.base.errors import AbsentError
+from tensorstow.base.errors import AbsentAttributeError, AbsentError
 
 GONE = "tensorstow.base.gone"
 
@@ -22,7 +22,7 @@ def _gone() -> Iterator[None]:
 
 
 def test_a_name_is_refused_with_its_reason() -> None:
-    with pytest.raises(AbsentError, match=r"^Old is not in a\.module: use New\.$"):
+    with pytest.raises(AbsentAttributeError, match=r"^Old is not in a\.module: use New\.$"):
         refuse("a.module", "Old", {"Old": "use New"})
     with pytest.raises(AttributeError, match=r"module 'a\.module' has no attribute 'Other'"):
         refuse("a.module", "Other", {"Old": "use New"})
@@ -30,7 +30,7 @@ def test_a_name_is_refused_with_its_reason() -> None:
 
 def test_every_name_of_a_module_is_refused_but_those_of_python() -> None:
     getter = refuse_names("a.module", "use New")
-    with pytest.raises(AbsentError, match=r"^Any is not in a\.module: use New\.$"):
+    with pytest.raises(AbsentAttributeError, match=r"^Any is not in a\.module: use New\.$"):
         getter("Any")
     with pytest.raises(AttributeError, match="__file__"):
         getter("__file__")

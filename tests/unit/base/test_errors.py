@@ -12,6 +12,7 @@ from tensorstow.base.errors import DirectoryError, OptionError, StowError, Trans
 BUILTINS = {
     "OptionError": ValueError,
     "AbsentError": ImportError,
+    "AbsentAttributeError": AttributeError,
     "DTypeError": TypeError,
     "KeywordError": TypeError,
     "BudgetError": ValueError,

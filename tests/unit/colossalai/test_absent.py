@@ -3,7 +3,7 @@ import importlib
 import pytest
 
 import tensorstow.colossalai
-from tensorstow.base.errors import AbsentError
+from tensorstow.base.errors import AbsentAttributeError
 
 ABSENT = [
     ("booster.plugin", "HybridParallelPlugin", "GeminiPlugin places what one device cannot hold"),
@@ -27,7 +27,7 @@ ABSENT = [
 @pytest.mark.parametrize(("module", "name", "said"), ABSENT)
 def test_a_name_that_is_not_here_says_what_to_use(module: str, name: str, said: str) -> None:
     found = importlib.import_module(f"tensorstow.colossalai.{module}")
-    with pytest.raises(AbsentError, match=f"{name} is not in {found.__name__}: .*{said}"):
+    with pytest.raises(AbsentAttributeError, match=f"{name} is not in {found.__name__}: .*{said}"):
         getattr(found, name)
     with pytest.raises(ImportError, match=said):
         exec(f"from tensorstow.colossalai.{module} import {name}")  # noqa: S102

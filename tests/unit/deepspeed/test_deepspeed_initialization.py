@@ -18,7 +18,7 @@ from compare import all_equal
 from ranks.driven import Drive, by_hand, initialized
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from tensorstow.base.errors import AbsentError, OptionError
+from tensorstow.base.errors import AbsentAttributeError, OptionError
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(model: nn.Module) -> None:
 
 
 def test_inference_by_kernels_is_refused_by_name() -> None:
-    with pytest.raises(AbsentError, match=r"init_inference is not in .*stow\(model, None"):
+    with pytest.raises(AbsentAttributeError, match=r"init_inference is not in .*stow\(model, None"):
         deepspeed.init_inference(nn.Linear(1, 1))
 
 

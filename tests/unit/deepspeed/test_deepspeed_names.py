@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import tensorstow.deepspeed as deepspeed
-from tensorstow.base.errors import AbsentError, OptionError
+from tensorstow.base.errors import AbsentAttributeError, AbsentError, OptionError
 from tensorstow.deepspeed import comm
 from tensorstow.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from tensorstow.deepspeed.moe.utils import (
@@ -48,7 +48,7 @@ def test_parts_of_a_model_are_read_and_replaced_by_path() -> None:
 
 
 def test_experts_are_refused_where_a_script_makes_them() -> None:
-    with pytest.raises(AbsentError, match="experts are plain modules"):
+    with pytest.raises(AbsentAttributeError, match="experts are plain modules"):
         deepspeed.moe.layer.MoE  # noqa: B018
 
 
@@ -109,8 +109,11 @@ def test_a_level_is_set_by_its_name() -> None:
 )
 def test_what_is_not_here_is_refused_with_advice(module: str, name: str) -> None:
     place = import_module(f"tensorstow.deepspeed.{module}".rstrip("."))
-    with pytest.raises(AbsentError, match=f"{name} is not in tensorstow.deepspeed"):
+    told = f"{name} is not in tensorstow.deepspeed"
+    with pytest.raises(AbsentAttributeError, match=told):
         getattr(place, name)
+    with pytest.raises(AbsentError, match=told):
+        exec(f"from {place.__name__} import {name}")  # noqa: S102
     assert not hasattr(place, "__no_such__")
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import children
 import tensorstow.deepspeed
-from tensorstow.base.errors import AbsentError, OptionError
+from tensorstow.base.errors import AbsentAttributeError, AbsentError, OptionError
 
 
 @pytest.fixture
@@ -33,10 +33,15 @@ def test_modules_are_this_packages_own() -> None:
     assert deeper.__name__ == "tensorstow.deepspeed.runtime.zero.partition_parameters"
     assert deeper.__spec__.name == deeper.__name__
     assert importlib.util.find_spec("deepspeed") is not None
-    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.no_such"):
-        importlib.import_module("deepspeed.no_such")
-    with pytest.raises(AbsentError, match="stow"):
+    assert importlib.util.find_spec("deepspeed.no_such") is None
+    for name in ("no_such", "nebula", "runtime.hybrid_engine"):
+        with pytest.raises(AbsentError, match=rf"{name} .*(is|are) not here: "):
+            importlib.import_module(f"deepspeed.{name}")
+    with pytest.raises(AbsentError, match="sections tensorboard"):
+        exec("from deepspeed.monitor.monitor import MonitorMaster")  # noqa: S102
+    with pytest.raises(AbsentAttributeError, match="stow"):
         importlib.import_module("deepspeed").init_inference  # noqa: B018
+    assert not hasattr(importlib.import_module("deepspeed"), "init_inference")
 
 
 @pytest.mark.usefixtures("named")

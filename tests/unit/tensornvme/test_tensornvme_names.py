@@ -3,7 +3,7 @@
 import pytest
 
 import tensorstow.tensornvme
-from tensorstow.base.errors import AbsentError
+from tensorstow.base.errors import AbsentAttributeError, AbsentError
 
 
 @pytest.mark.parametrize("name", ["Offloader", "get_backends", "probe_backend"])
@@ -15,7 +15,7 @@ def test_the_extension_is_refused_with_advice(name: str) -> None:
 
 
 def test_other_names_are_no_attributes() -> None:
-    with pytest.raises(AbsentError, match=r"_C is not in tensorstow\.tensornvme"):
+    with pytest.raises(AbsentAttributeError, match=r"_C is not in tensorstow\.tensornvme"):
         tensorstow.tensornvme._C  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         tensorstow.tensornvme.Nothing  # noqa: B018

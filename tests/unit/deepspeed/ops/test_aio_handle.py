@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.base.errors import AbsentError, DirectoryError, OptionError, TransferError
+from tensorstow.base.errors import AbsentAttributeError, DirectoryError, OptionError, TransferError
 from tensorstow.deepspeed import ops
 from tensorstow.deepspeed.ops import op_builder
 from tensorstow.deepspeed.ops.aio_handle import AioHandle
@@ -104,7 +104,7 @@ def test_an_interrupted_wait_can_be_made_again(handle: AioHandle, tmp_path: Path
 
 
 def test_other_builders_are_refused_by_name() -> None:
-    with pytest.raises(AbsentError, match="FusedLambBuilder is not in"):
+    with pytest.raises(AbsentAttributeError, match="FusedLambBuilder is not in"):
         op_builder.FusedLambBuilder  # noqa: B018
 
 
