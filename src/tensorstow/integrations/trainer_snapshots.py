@@ -2,17 +2,21 @@
 
 [Note: Dropped snapshots] A snapshot holds the states of its checkpoint, and cannot be brought back.
 ``DropSnapshots`` drops it only if this run knows which checkpoint it belongs to, and the Trainer
-has removed that checkpoint for ``save_total_limit``: its folder existed at the end of the step in
-which the Trainer saved another, and is gone after that. A folder that disappears at another time
-was moved, perhaps to be kept. A ticket that cannot be read identifies no snapshot.
+has removed that checkpoint for ``save_total_limit``: while the Trainer saved another, its folder
+existed and was one of the oldest that exceeded the limit, and it is gone after that. Any other
+folder that disappears was moved, perhaps to be kept. A ticket that cannot be read identifies no
+snapshot.
 """
 
 import logging
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
 from accelerate.utils import broadcast_object_list
+from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.errors import DamageError, StowError
 from tensorstow.checkpoint.ticket import TicketFields, is_own, is_ticket, new_name, read_ticket
@@ -33,38 +37,39 @@ class DropSnapshots(transformers.TrainerCallback):
         """Begin without any known checkpoint."""
         self._snapshots: dict[Path, str] = {}
         """Snapshots by checkpoint; filled on rank 0 only, which removes checkpoints."""
-        self._present: set[Path] = set()
-        """Checkpoints that existed before the Trainer saved another."""
+        self._order: list[Path] = []
+        """Checkpoints in the order in which the Trainer removes them, as of the current save."""
+        self._save_hook: RemovableHandle | None = None
 
     def on_train_begin(
         self,
         args: transformers.TrainingArguments,
         state: object,  # noqa: ARG002  # the callback's signature
         control: object,  # noqa: ARG002
-        **_: object,
+        **trainer_values: Any,  # noqa: ANN401
     ) -> None:
         """Record the snapshots that the checkpoints name."""
         self._snapshots.clear()
         self._note_checkpoints(args)
-
-    def on_step_end(self, *_: object, **__: object) -> None:
-        """Record the checkpoints that exist: next, the Trainer may save one and remove others."""
-        self._present = {folder for folder in self._snapshots if folder.is_dir()}
-
-    on_epoch_end = on_evaluate = on_step_end
+        if self._save_hook is not None:
+            self._save_hook.remove()
+        # A save asks for the state dict after it has made its folder and before it removes others:
+        # no callback of the user's runs in between.
+        optimizer = _inner(trainer_values["optimizer"])
+        self._save_hook = optimizer.register_state_dict_pre_hook(partial(self._note_order, args))
 
     def on_save(
         self,
         args: transformers.TrainingArguments,
-        state: object,  # noqa: ARG002
+        state: transformers.TrainerState,
         control: object,  # noqa: ARG002
         **trainer_values: Any,  # noqa: ANN401
     ) -> None:
         """Drop the snapshots whose checkpoints the Trainer has just removed."""
-        optimizer = getattr(trainer_values["optimizer"], "optimizer", trainer_values["optimizer"])
+        optimizer = _inner(trainer_values["optimizer"])
         gone = [folder for folder in self._snapshots if not folder.is_dir()]
         names = {folder: self._snapshots.pop(folder) for folder in sorted(gone)}
-        removed = self._present if args.save_total_limit is not None else set()
+        removed = self._removed(args, state)
         kept_names = {name for summary in optimizer.snapshots() for name in summary.names}
         dropped = [n for folder, n in names.items() if folder in removed and n in kept_names]
         for name in broadcast_object_list([dropped])[0]:
@@ -77,6 +82,22 @@ class DropSnapshots(transformers.TrainerCallback):
                     *(folder, name, name),
                 )
         self._note_checkpoints(args)
+
+    def _note_order(self, args: transformers.TrainingArguments, _: object) -> None:
+        self._order = _in_order(Path(str(args.output_dir)))
+
+    def _removed(
+        self, args: transformers.TrainingArguments, state: transformers.TrainerState
+    ) -> set[Path]:
+        """Return the checkpoints that the save which is complete now had to remove."""
+        order, self._order = self._order, []
+        limit = args.save_total_limit
+        new = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
+        if limit is None or limit <= 0 or new not in order:  # not noted during this save
+            return set()
+        protected = {new, *map(Path, filter(None, [state.best_model_checkpoint]))}
+        excess = max(0, len(order) - max(limit, len(protected)))
+        return set([folder for folder in order if folder not in protected][:excess])
 
     def _note_checkpoints(self, args: transformers.TrainingArguments) -> None:
         """Read the tickets of checkpoints that are not known yet."""
@@ -92,7 +113,21 @@ class DropSnapshots(transformers.TrainerCallback):
                 continue
             if ticket is not None and ticket.snapshot is not None and is_own(ticket.snapshot):
                 self._snapshots[path.parent] = ticket.snapshot
-        self.on_step_end()
+
+
+def _in_order(output_dir: Path) -> list[Path]:
+    """Return the checkpoints as the Trainer sorts them: by time, or by step within a second."""
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if folder.is_dir()]
+    times = {folder: folder.stat().st_mtime for folder in folders}
+    if folders and max(times.values()) - min(times.values()) >= 1:
+        return sorted(folders, key=lambda folder: (times[folder], str(folder)))
+    steps = {f: int(m[1]) for f in folders if (m := re.match(r"checkpoint-(\d+)", f.name))}
+    return sorted(steps, key=lambda folder: (steps[folder], str(folder)))
+
+
+def _inner(optimizer: Any) -> Any:  # noqa: ANN401
+    """Return the optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def ticket_in(checkpoint: Path) -> TicketFields | None:

@@ -20,6 +20,7 @@ import trainers
 from largest_tensor import LargestTensor
 from tensorstow import PipelinePolicy
 from tensorstow.base.errors import OptionError
+from tensorstow.integrations.trainer_snapshots import _in_order
 from tensorstow.integrations.transformers import DropSnapshots, LateAdamW, adamw, attach
 
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
@@ -194,6 +195,48 @@ def test_a_checkpoint_that_is_damaged_or_moved_keeps_its_snapshot(
     inner(second).load_state_dict(torch.load(tmp_path / "best" / "optimizer.pt"))
     assert inner(second)._runtime.commits.step == 2
     finish(second)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 10])
+def test_checkpoints_are_in_the_order_of_the_trainer(seconds: float, tmp_path: Path) -> None:
+    for place, name in enumerate(["10", "2", "best", "2-best"]):
+        folder = tmp_path / f"checkpoint-{name}"
+        folder.mkdir()
+        os.utime(folder, (0, 1000 + place * seconds))
+    theirs = transformers.trainer_utils.sort_checkpoints(str(tmp_path), use_mtime=True)
+    assert [str(folder) for folder in _in_order(tmp_path)] == theirs
+
+
+class Moves(transformers.TrainerCallback):
+    """Moves a folder in one event of the third step."""
+
+    def __init__(self, event: str, folder: Path, to: Path) -> None:
+        self.folder, self.to = folder, to
+        setattr(self, event, self.move)
+
+    def move(self, *given: Any, **_: Any) -> None:  # noqa: ANN401
+        if given[1].global_step == 3:
+            self.folder.rename(self.to)
+
+
+@pytest.mark.parametrize(
+    ("event", "limit"), [("on_save", 10), ("on_save", None), ("on_save", 0), ("on_step_end", 2)]
+)
+def test_a_checkpoint_that_a_callback_moves_keeps_its_snapshot(
+    event: str, limit: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Trainer removes none: their number does not exceed the limit."""
+    folder, archived = tmp_path / "out" / "checkpoint-1", tmp_path / "archived"
+    moves = Moves(event, folder, archived)
+    callbacks = [moves, DropSnapshots()] if event == "on_save" else [DropSnapshots(), moves]
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit}
+    where = {"states": "disk", "dir": True}
+    made = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    made.train()
+    assert [s.step for s in inner(made).snapshots()] == [1, 2, 3]
+    assert f"{folder} is gone, and the Trainer did not remove it" in caplog.text
+    inner(made).load_state_dict(torch.load(archived / "optimizer.pt", weights_only=True))
+    finish(made)
 
 
 @pytest.mark.parametrize(
