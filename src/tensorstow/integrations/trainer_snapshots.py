@@ -4,8 +4,8 @@
 ``DropSnapshots`` drops it only if this run knows which checkpoint it belongs to, and the Trainer
 has removed that checkpoint for ``save_total_limit``: while the Trainer saved another, its folder
 existed and was one of the oldest that exceeded the limit, and it is gone after that. Any other
-folder that disappears was moved, perhaps to be kept. A ticket that cannot be read identifies no
-snapshot.
+folder that disappears was moved, perhaps to be kept. A snapshot that a copy of the checkpoint names
+too is kept. A ticket that cannot be read identifies no snapshot.
 """
 
 import logging
@@ -37,6 +37,8 @@ class DropSnapshots(transformers.TrainerCallback):
         """Begin without any known checkpoint."""
         self._snapshots: dict[Path, str] = {}
         """Snapshots by checkpoint; filled on rank 0 only, which removes checkpoints."""
+        self._moved: set[str] = set()
+        """Snapshots of checkpoints that were moved."""
         self._order: list[Path] = []
         """Checkpoints in the order in which the Trainer removes them, as of the current save."""
         self._save_hook: RemovableHandle | None = None
@@ -67,21 +69,23 @@ class DropSnapshots(transformers.TrainerCallback):
     ) -> None:
         """Drop the snapshots whose checkpoints the Trainer has just removed."""
         optimizer = _inner(trainer_values["optimizer"])
+        self._note_checkpoints(args)
         gone = [folder for folder in self._snapshots if not folder.is_dir()]
         names = {folder: self._snapshots.pop(folder) for folder in sorted(gone)}
         removed = self._removed(args, state)
-        kept_names = {name for summary in optimizer.snapshots() for name in summary.names}
-        dropped = [n for folder, n in names.items() if folder in removed and n in kept_names]
-        for name in broadcast_object_list([dropped])[0]:
-            optimizer.drop(name)
         for folder, name in names.items():
             if folder not in removed:
+                self._moved.add(name)
                 logger.warning(
                     "%s is gone, and the Trainer did not remove it: snapshot %s, which has its"
                     " states, is kept. optimizer.drop(%r) frees the disk space",
                     *(folder, name, name),
                 )
-        self._note_checkpoints(args)
+        kept_names = {name for summary in optimizer.snapshots() for name in summary.names}
+        needed_names = self._moved.union(self._snapshots.values())  # copies name the same snapshot
+        unneeded_names = kept_names.intersection(names.values()) - needed_names
+        for name in broadcast_object_list([sorted(unneeded_names)])[0]:
+            optimizer.drop(name)
 
     def _note_order(self, args: transformers.TrainingArguments, _: object) -> None:
         self._order = _in_order(Path(str(args.output_dir)))

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -236,6 +237,40 @@ def test_a_checkpoint_that_a_callback_moves_keeps_its_snapshot(
     assert [s.step for s in inner(made).snapshots()] == [1, 2, 3]
     assert f"{folder} is gone, and the Trainer did not remove it" in caplog.text
     inner(made).load_state_dict(torch.load(archived / "optimizer.pt", weights_only=True))
+    finish(made)
+
+
+class CopiesFirst(transformers.TrainerCallback):
+    """Copies the first checkpoint; moves the copy at a later step."""
+
+    def __init__(self, copy: Path, moved_at: int | None) -> None:
+        self.copy, self.moved_at = copy, moved_at
+
+    def on_save(self, *given: Any, **_: Any) -> None:  # noqa: ANN401
+        if given[1].global_step == 1:
+            shutil.copytree(self.copy.with_name("checkpoint-1"), self.copy)
+        if given[1].global_step == self.moved_at:
+            self.copy.rename(self.copy.parent.with_name("best"))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("moved_at", [None, 2])
+def test_a_snapshot_that_a_copy_of_its_checkpoint_names_is_kept(
+    tmp_path: Path, *, is_first: bool, moved_at: int | None
+) -> None:
+    """In the folder or moved out of it; copied before ``DropSnapshots`` is called, or after."""
+    copy = tmp_path / "out" / "checkpoint-1-best"
+    copies, ours = CopiesFirst(copy, moved_at), DropSnapshots()
+    callbacks = [copies, ours] if is_first else [ours, copies]
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2 + (moved_at is None)}
+    where = {"states": "disk", "dir": True}
+    made = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    made.train()
+    place = copy if moved_at is None else tmp_path / "best"
+    assert place.is_dir()
+    assert not copy.with_name("checkpoint-1").exists()
+    assert [s.step for s in inner(made).snapshots()] == [1, 2, 3]
+    inner(made).load_state_dict(torch.load(place / "optimizer.pt", weights_only=True))
     finish(made)
 
 
