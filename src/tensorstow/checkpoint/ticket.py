@@ -9,7 +9,9 @@ directory that has it is the ticket's. Before the first step there is nothing to
 ticket of what the optimizer has reads nothing: wrappers load at once what they have just asked for.
 
 ``torch.load`` checks no sum of its file, so a ticket has a digest of its own fields and of the
-groups. Tickets of earlier versions have none. A list and a tuple have the same digest.
+groups, with the numbers of their parameters. Tickets of earlier versions have none, and no field
+but those that are listed here: a damaged name of the digest does not make a ticket an earlier one.
+A list and a tuple have the same digest.
 """
 
 import hashlib
@@ -33,6 +35,8 @@ FORMAT = 1
 PREFIX = "ticket-"
 """The prefix of snapshots that were made for a ticket."""
 _DIGEST = "digest"
+_FIELDS = frozenset({"format", "step", "snapshot", "note"})
+"""The fields that every ticket has; the digest is the only other one."""
 _NOTE = (
     "The optimizer states are in the run's directory (dir=), in the snapshot of this name: they are"
     " not lost, and not in this file."
@@ -54,7 +58,7 @@ class TicketFields:
 def ticket_of(step: int, snapshot: str | None, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a ticket next to ``groups``; ``snapshot`` None: of a run that has taken no step."""
     fields = {"format": FORMAT, "step": step, "snapshot": snapshot, "note": _NOTE}
-    return {**fields, _DIGEST: _digest(fields, options_of(groups))}
+    return {**fields, _DIGEST: _digest(fields, groups)}
 
 
 def new_name(step: int) -> str:
@@ -86,22 +90,24 @@ def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
         )
         raise OptionError(message)
     name, step = fields.get("snapshot"), fields.get("step")
+    has_fields = fields.keys() - {_DIGEST} == _FIELDS
     has_groups = isinstance(groups, Sequence) and all(isinstance(g, dict) for g in groups)
     is_named = name is None or isinstance(name, str)
-    if not has_groups or not is_named or type(step) is not int or state_dict.get("state"):
+    is_whole = has_fields and has_groups and is_named and type(step) is int
+    if not is_whole or state_dict.get("state"):
         message = (
             f"A ticket with snapshot={name!r}, step={step!r} and the keys"
-            f" {sorted(map(str, state_dict))} was given: a ticket has param_groups, no states, the"
-            " number of a step, and the name of a snapshot. The file is damaged: take another"
-            " checkpoint, or resume() for the newest commit."
+            f" {sorted(map(str, (*state_dict, *fields)))} was given: a ticket has param_groups, no"
+            " states, the number of a step, the name of a snapshot, and no other fields than"
+            f" {sorted({*_FIELDS, _DIGEST})}. The file is damaged: take another checkpoint, or"
+            " resume() for the newest commit."
         )
         raise DamageError(message)
-    options = options_of(groups or [])
-    _check_digest(fields, options)
-    return TicketFields(name, options, _DIGEST in fields)
+    _check_digest(fields, groups or [])
+    return TicketFields(name, options_of(groups or []), _DIGEST in fields)
 
 
-def _check_digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> None:
+def _check_digest(fields: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise DamageError unless the digest of a ticket is right; log once that one has none."""
     if _DIGEST not in fields:
         if not _warned_without_digest:
@@ -113,7 +119,7 @@ def _check_digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> N
             )
         return
     rest = {key: value for key, value in fields.items() if key != _DIGEST}
-    if _digest(rest, options) != fields[_DIGEST]:
+    if _digest(rest, groups) != fields[_DIGEST]:
         message = (
             f"A ticket of step {fields['step']} was given, and its checksum is of other contents:"
             " its file is damaged, or its parameter groups were edited. Take another checkpoint, or"
@@ -123,9 +129,9 @@ def _check_digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> N
         raise DamageError(message)
 
 
-def _digest(fields: Mapping[str, Any], options: list[dict[str, Any]]) -> str:
-    """Return a digest of a ticket's fields and of its groups' options."""
-    return hashlib.sha256(_text_of([fields, options]).encode()).hexdigest()
+def _digest(fields: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of a ticket's fields and of its groups."""
+    return hashlib.sha256(_text_of([fields, groups]).encode()).hexdigest()
 
 
 def _text_of(value: object) -> str:

@@ -72,7 +72,7 @@ def load_ticket(
         if runtime.ranks.alone:
             ticket.refuse_unknown(store, name)
         resume(name)
-        _log_difference(saved, groups)
+    _log_difference(saved, groups)
     loaded = options.with_own_flags(saved.groups, groups)
     for group, new in zip(groups, loaded, strict=True):
         group.update(new)
@@ -89,13 +89,13 @@ def _check_groups(saved: ticket.TicketFields, groups: Groups) -> None:
 
 
 def _log_difference(saved: ticket.TicketFields, groups: Groups) -> None:
-    """Log that the options of a ticket are not those of its snapshot, which ``groups`` have."""
+    """Log that the options of a ticket are not those of ``groups``, which are at its snapshot."""
     if keys := ticket.differing_keys(options.with_own_flags(saved.groups, groups), groups):
         logger.log(
             # With a digest it is sure that these are of the ticket's moment.
             logging.INFO if saved.has_digest else logging.WARNING,
-            "The ticket of snapshot %s has other options than the snapshot (%s), as after the step"
-            " of a schedule: the ticket's are used",
+            "The ticket of snapshot %s has other options than the optimizer at that step (%s), as"
+            " after the step of a schedule: the ticket's are used",
             saved.snapshot,
             ", ".join(keys),
         )

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -125,6 +126,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "step": lambda ticket: ticket[KEY].update(step=7),
     "snapshot": lambda ticket: ticket[KEY].update(snapshot=None),
     "note": lambda ticket: ticket[KEY].update(note="mine"),
+    "name of the digest": lambda ticket: ticket[KEY].update(dhgest=ticket[KEY].pop("digest")),
+    "another field": lambda ticket: ticket[KEY].update(mine=1),
+    "no note": lambda ticket: (ticket[KEY].pop("note"), ticket[KEY].pop("digest")),
+    "params": lambda ticket: ticket["param_groups"][0]["params"].reverse(),
     "its key": lambda ticket: ticket.update(tensorstov=ticket.pop(KEY)),
     "groups": lambda ticket: ticket.pop("param_groups"),
     "states": lambda ticket: ticket.update(state={0: {"step": 1.0}}),
@@ -171,8 +176,29 @@ def test_a_ticket_without_a_checksum_is_loaded_and_that_is_logged_once(
     ticket["param_groups"][0]["lr"] = 0.25
     run.train(range(1, 2))
     run.optimizer.load_state_dict(ticket)
-    assert "has other options than the snapshot (lr)" in caplog.text
+    assert "has other options than the optimizer at that step (lr)" in caplog.text
     assert run.optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_other_options_are_logged_too_if_the_snapshot_is_the_current_one(
+    saved: tuple[Run, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, file = saved
+    run.load(file)
+    whole = torch.load(io.BytesIO(file), weights_only=True)
+    ticket = without_digest(whole)
+    for rate in (0.77, 0.78):
+        caplog.clear()
+        ticket["param_groups"][0]["lr"] = rate
+        run.optimizer.load_state_dict(ticket)
+        assert "has other options than the optimizer at that step (lr)" in caplog.text
+        assert run.optimizer.param_groups[0]["lr"] == rate
+    caplog.clear()
+    run.optimizer.load_state_dict(ticket)
+    assert "other options" not in caplog.text
+    with caplog.at_level(logging.INFO, "tensorstow"):
+        run.optimizer.load_state_dict(whole)
+    assert [r.levelname for r in caplog.records if "other options" in r.message] == ["INFO"]
 
 
 @pytest.mark.parametrize(
