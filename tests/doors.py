@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from ranks.driven import closing
-from ranks.zero_read import engine_for
+from ranks.zero_read import Words, engine_for
 from tensorstow import AdamW, save_safetensors
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
@@ -76,12 +76,16 @@ def deepspeed() -> Iterator[Door]:
             engine.save_checkpoint(folder, client_state={"epoch": 7})
             engine.save_16bit_model(folder)
 
+        def load(folder: Path) -> None:
+            Booster(plugin=GeminiPlugin()).load_model(Words(), folder / "pytorch_model.bin")
+            engine.load_checkpoint(folder)
+
         def contents() -> list[torch.Tensor]:
             states: dict[str, Any] = engine.optimizer.state_dict()
             kept = [t for entry in states["state"].values() for t in entry.values()]
             return [t.detach().clone() for t in (*engine.module.state_dict().values(), *kept)]
 
-        yield Door(save, engine.load_checkpoint, contents)
+        yield Door(save, load, contents)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """Damaged, cut and absent files of doors' checkpoints: each is an error that names the file."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from traceback import StackSummary
 
@@ -11,8 +13,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from compare import all_equal
 from doors import DOORS, Door
 from ranks.pool import Ranks
-from ranks.zero_read import errors_of_loading, saved_by_engine
+from ranks.zero_read import Words, errors_of_loading, saved_by_engine
+from tensorstow import quantize_to_int8, save_safetensors, stow
 from tensorstow.base.errors import StowError
+from tensorstow.colossalai.booster import Booster
+from tensorstow.colossalai.booster.plugin import GeminiPlugin
+from tensorstow.deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 from tensorstow.io import digest_list
 from tensorstow.io.digest_list import SUFFIX
 
@@ -41,9 +47,7 @@ def test_no_damage_is_silent(tmp_path: Path, name: str) -> None:
         door.save(tmp_path)
         before = door.contents()
         assert outcome(door, tmp_path) is None
-        files = [
-            p for p in tmp_path.rglob("*") if p.is_file() and p != tmp_path / "pytorch_model.bin"
-        ]
+        files = [p for p in tmp_path.rglob("*") if p.is_file()]
         assert len(files) > 5
         silent = []
         for file in files:
@@ -67,6 +71,63 @@ def test_no_damage_is_silent(tmp_path: Path, name: str) -> None:
     assert silent == []
 
 
+def _quantized(saved: Path, into: Path) -> None:
+    quantize_to_int8(Words(), saved, into)
+
+
+def _in_fp32(saved: Path, into: Path, size: str | None, *, safetensors: bool) -> None:
+    convert_zero_checkpoint_to_fp32_state_dict(saved, into, size, safe_serialization=safetensors)
+
+
+DERIVED: dict[str, Callable[[Path, Path], object]] = {
+    "int8": _quantized,
+    "fp32": partial(_in_fp32, size=None, safetensors=False),
+    "fp32, several files": partial(_in_fp32, size="100B", safetensors=False),
+    "fp32, safetensors": partial(_in_fp32, size=None, safetensors=True),
+    "fp32, several safetensors": partial(_in_fp32, size="100B", safetensors=True),
+}
+"""What is written from other files."""
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_no_damage_of_what_is_written_from_other_files_is_silent(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved, made = tmp_path / "saved", tmp_path / "made"
+    with DOORS["DeepSpeed"]() as door:
+        door.save(saved)
+    source = saved
+    if name == "int8":
+        source = tmp_path / "source"
+        save_safetensors(Words(), source)
+    DERIVED[name](source, made)
+
+    def said() -> str:
+        try:
+            if list(made.glob("*.bin")):
+                Booster(plugin=GeminiPlugin()).load_model(Words(), made)
+            else:
+                stow(Words(), None, weights=made)
+        except StowError as error:
+            return str(error)
+        return ""
+
+    assert said() == ""
+    silent = []
+    for file in sorted(made.iterdir()):
+        whole = file.read_bytes()
+        for at in places(len(whole)):
+            for damaged in (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], whole[:at]):
+                file.write_bytes(damaged)
+                if str(made) not in said():  # another name of a tensor is an error of all files
+                    silent.append((file.name, at, len(damaged)))
+        file.write_bytes(whole)
+    assert silent == []
+    DERIVED[name](source, made)
+    assert said() == ""
+    assert "has no list of digests" not in caplog.text
+
+
 @pytest.mark.parametrize("name", DOORS)
 def test_checkpoints_of_others_are_loaded_and_a_cut_file_is_named(
     tmp_path: Path,
@@ -87,7 +148,7 @@ def test_checkpoints_of_others_are_loaded_and_a_cut_file_is_named(
         assert all_equal(door.contents(), before)
         unnamed = []
         for file in [p for p in tmp_path.rglob("*") if p.is_file()]:
-            if file == tmp_path / "pytorch_model.bin" or file.name == "latest":
+            if file.name == "latest":
                 continue
             whole = file.read_bytes()
             for length in (0, 1, len(whole) // 2, len(whole) - 1, None):

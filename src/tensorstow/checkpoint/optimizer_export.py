@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError, named
+from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
-from tensorstow.base.new_file import NewFile
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint.content import own_names, refuse_other_groups
 from tensorstow.checkpoint.full_state import lacks_states, without_placeholders
 from tensorstow.checkpoint.serialize import flatten, inflate
-from tensorstow.io.digest_list import DigestList, digest_of_descriptor, verify
-from tensorstow.io.mapped import Mapped, NewSafetensors
+from tensorstow.io.digest_list import DigestList, verify
+from tensorstow.io.mapped import Mapped, new_safetensors
 from tensorstow.io.safetensors import METADATA, Entry, Table, lay_out, read_table
 from tensorstow.step.managed_param import in_shape_of
 from tensorstow.step.param_table import ParamTable
@@ -211,23 +210,19 @@ def _add_states(
 
 def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) -> None:
     elsewhere = contents.elsewhere
-    digests = DigestList(path)
-    with NewFile(path) as new_file:
-        with (
-            NewSafetensors(new_file, table) as file,
-            closing(params.store.pieces(elsewhere)) as pieces,
-        ):
-            for name, tensor in contents.tensors.items():
-                file.put(name, tensor.cpu())
-            for piece in pieces:
-                for key, values in piece.states.items():
-                    name = f"{elsewhere[piece.parameter]}.{key}"
-                    if name not in contents.tensors:
-                        file.put(name, values, piece.start)
-        with named("File", path):
-            # Read back: states on disk come in the order of the ring, not of the file.
-            digests.note(path, digest_of_descriptor(new_file.fd))
-        digests.publish(new_file)
+    listed = DigestList(path)
+    with (
+        new_safetensors(path, table, listed) as file,
+        closing(params.store.pieces(elsewhere)) as pieces,
+    ):
+        for name, tensor in contents.tensors.items():
+            file.put(name, tensor.cpu())
+        for piece in pieces:
+            for key, values in piece.states.items():
+                name = f"{elsewhere[piece.parameter]}.{key}"
+                if name not in contents.tensors:
+                    file.put(name, values, piece.start)
+    listed.write()
 
 
 def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from tensorstow.base.directories import make_folder
-from tensorstow.base.errors import OptionError, StoreFormatError, named
+from tensorstow.base.errors import DamageError, OptionError, StoreFormatError, named
 from tensorstow.base.keywords import names_keywords
 from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
 from tensorstow.formats.row_scales import quantize_rows
+from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.io.mapped import NewSafetensors, new_safetensors
 from tensorstow.io.safetensors import METADATA, Entry, lay_out, read_table
 
@@ -44,7 +45,8 @@ def quantize_to_int8(
         model: The model, which may be on the meta device: its linear layers count.
         weights: Its safetensors, a file or a directory.
         into: The directory of the copy, made if there is none. An existing copy of the same files
-            stays as it is; one of other files is replaced, durably and as a whole.
+            is read once to verify its digest, and stays as it is; one of other files, or without a
+            list of digests, is replaced, durably and as a whole.
 
     Returns:
         The directory, for ``stow(model, None, weights=...)``.
@@ -53,7 +55,7 @@ def quantize_to_int8(
         StoreFormatError: The files are not the model's, or a weight is not finite.
         OptionError: Something else is in the directory.
         DirectoryError: There is no room, or the directory cannot be made.
-        DamageError: A file of the weights has another digest than what was written.
+        DamageError: A file of the weights, or the copy, has another digest than what was written.
     """
     files = PretrainedFiles(weights, model)
     folder = Path(into)
@@ -66,13 +68,14 @@ def quantize_to_int8(
         for name in _linear_weights(model, files)
         if files.entries[name].dtype.is_floating_point and name + SCALE not in files.entries
     }
-    source = _describe(files.paths, chosen)
+    source, listed = _describe(files.paths, chosen), DigestList(target)
     with _locked(folder):  # the ranks of a machine may all ask for it
         if target.exists():
             target_source = read_table(target).metadata.get(_SOURCE)
             if target_source is None:
                 raise _refuse_other(target)
-            if target_source == source:
+            if target_source == source and listed.path.exists():
+                _verify_copy(listed)
                 return folder
         files.verify()
         entries = dict(files.entries)
@@ -80,10 +83,12 @@ def quantize_to_int8(
             shape = entries[name].shape
             entries[name] = Entry(torch.int8, shape)
             entries[name + SCALE] = Entry(torch.float32, shape[:1])
-        with new_safetensors(target, lay_out(entries, {**METADATA, _SOURCE: source})) as copy:
+        table = lay_out(entries, {**METADATA, _SOURCE: source})
+        with new_safetensors(target, table, listed) as copy:
             for name in files.entries:
                 _copy(files, name, copy, is_chosen=name in chosen)
             files.validate_unchanged()
+        listed.write()
     return folder
 
 
@@ -98,6 +103,19 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _verify_copy(listed: DigestList) -> None:
+    """Raise DamageError unless an existing copy is what was written."""
+    try:
+        verify(listed.main)
+    except DamageError as error:
+        message = (
+            f"{listed.main}, a copy in int8, or its list of digests is not what was written: it was"
+            f" damaged, or changed by another program. Remove it and {listed.path}, and call"
+            " quantize_to_int8() again."
+        )
+        raise DamageError(message) from error
 
 
 def _refuse_other(path: Path) -> OptionError:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
-from tensorstow.base.new_file import new_stream
 from tensorstow.checkpoint.serialize import flatten
 from tensorstow.deepspeed.checkpoint.sharded import (
     COUNTS,
@@ -45,6 +44,7 @@ from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
+from tensorstow.io.digest_list import DigestList
 from tensorstow.optim.placed import PlacedOptimizer
 
 _NESTED = (
@@ -558,7 +558,7 @@ class DeepSpeedEngine(ConfiguredModule):
         """Write the full weights to one file that torch loads; call it on every rank.
 
         The dtype is that of the weights. One weight at a time is gathered. Rank 0 holds all of them
-        in host memory.
+        in host memory. A list of digests (``save_filename`` with ``.digests``) is written with it.
 
         Args:
             save_dir: The directory.
@@ -577,8 +577,7 @@ class DeepSpeedEngine(ConfiguredModule):
         def write() -> None:
             if whole is not None:
                 make_folder(file.parent)
-                with new_stream(file) as stream:
-                    torch.save(whole, stream)
+                DigestList(file).write_main(partial(torch.save, whole))
 
         on_every_rank(write, f"write {file}")
         return True

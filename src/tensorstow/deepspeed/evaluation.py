@@ -26,6 +26,7 @@ from tensorstow.deepspeed.master_weights import cast_model
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, buffer_pool_bytes, cast_of, directory_of
 from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.stow import stow
+from tensorstow.io.digest_list import DigestList, digest_of
 
 logger = logging.getLogger("tensorstow")
 
@@ -65,11 +66,14 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
     """Write the weights to a file in ``nvme_path`` and read them from there."""
     plan = Plan(parameters=Tier.DISK, buffer_pool_bytes=buffer_pool_bytes(settings))
     file = _file_of_machine(Path(directory_of(settings) or "."))
+    listed = DigestList(file)
 
     def write() -> None:
         if _writes_file():
             make_directories([file.parent])
             save_file({n: _own_memory(p) for n, p in model.named_parameters()}, file)
+            listed.note(file, digest_of(file))
+            listed.write()
 
     def place() -> nn.Module:
         return stow(model, None, plan=plan, weights=file)[0]
@@ -77,6 +81,7 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
     def remove() -> None:
         if _writes_file():
             file.unlink(missing_ok=True)
+            listed.remove()
 
     try:
         on_every_rank(write, "write the model's weights")

@@ -21,7 +21,7 @@ from tensorstow.base.errors import TransferError, named
 from tensorstow.base.new_file import NewFile
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import round_up
-from tensorstow.io.digest_list import RunningDigest
+from tensorstow.io.digest_list import DigestList, RunningDigest, digest_of_descriptor
 from tensorstow.io.files import open_unnamed, reserve
 from tensorstow.io.safetensors import Table
 
@@ -162,9 +162,17 @@ class NewSafetensors(PieceFile):
 
 
 @contextmanager
-def new_safetensors(path: Path, table: Table) -> Iterator[NewSafetensors]:
-    """Yield a new file that replaces ``path``, durably, when the block ends without error."""
+def new_safetensors(path: Path, table: Table, listed: DigestList) -> Iterator[NewSafetensors]:
+    """Yield a new file that replaces ``path``, durably, when the block ends without error.
+
+    Its digest is noted in ``listed``, and an older list removed: write the new one after the last
+    file. The file is read once for that, because tensors may be written in any order.
+    """
     with NewFile(path) as new_file:
         with NewSafetensors(new_file, table) as file:
             yield file
+        with named("File", path):
+            listed.note(path, digest_of_descriptor(new_file.fd))
+        new_file.seal()
+        listed.remove()
         new_file.publish()

@@ -10,7 +10,7 @@ from torch import nn
 
 import tensorstow
 from tensorstow import Plan, quantize_to_int8
-from tensorstow.base.errors import OptionError, StoreFormatError, TransferError
+from tensorstow.base.errors import DamageError, OptionError, StoreFormatError, TransferError
 from tensorstow.checkpoint import quantized_weights
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.io.mapped import PieceFile
@@ -109,6 +109,21 @@ def test_a_copy_is_made_once_and_again_of_other_files(tmp_path: Path) -> None:
     before = load_file(made)["blocks.1.weight_scale"].clone()
     quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
     assert torch.equal(load_file(made)["blocks.1.weight_scale"], 2 * before)
+
+
+def test_an_existing_copy_is_verified_before_it_is_returned(tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    made = quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8") / "model.safetensors"
+    listed, whole = made.with_name("model.safetensors.digests"), made.read_bytes()
+    made.write_bytes(whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:])
+    with pytest.raises(DamageError, match=f"Remove it and {listed}, and call"):
+        quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
+    listed.unlink()  # as after a kill before the list was written
+    quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
+    assert (made.read_bytes(), listed.exists()) == (whole, True)
+    listed.write_bytes(listed.read_bytes()[:-1])
+    with pytest.raises(DamageError, match="or its list of digests is not what was written"):
+        quantize_to_int8(on_meta(), tmp_path / "model", tmp_path / "int8")
 
 
 def test_what_fails_leaves_the_old_copy_or_none(

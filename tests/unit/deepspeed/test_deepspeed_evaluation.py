@@ -19,6 +19,7 @@ from ranks.evaluated import (
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.io import digest_list
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
 
@@ -40,7 +41,17 @@ def test_every_rank_computes_with_the_first_ones_weights(
     config = config_of(stage, device, tmp_path / "made")
     for same, files in ranks(world).run(logits_of_evaluation, config, str(tmp_path)):
         assert same
-        assert not [file for file in files if file.endswith(".safetensors")]
+        assert not [file for file in files if ".safetensors" in file]
+
+
+def test_the_file_of_an_evaluation_is_not_taken_for_another_programs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_list, "_warned_unlisted", set())
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config_of(3, "nvme", tmp_path))
+    assert torch.isfinite(engine(torch.ones(1, 2))).all()
+    assert "has no list of digests" not in caplog.text
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -53,7 +64,7 @@ def test_what_fails_on_one_rank_is_told_on_every_rank(
     here, there = ranks(2).run(error_where_the_disk_is_full, config, str(tmp_path))
     assert here == "OSError: [Errno 28] No space left on device"
     assert re.match(rf"StowError: Rank 0 could not {what}: OSError\(28", there)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert not list(tmp_path.glob("*.safetensors*"))
 
 
 def test_what_one_rank_cannot_save_is_told_on_every_rank(ranks: "Ranks", tmp_path: Path) -> None:

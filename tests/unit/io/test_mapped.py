@@ -12,6 +12,7 @@ import torch
 from process_counts import open_descriptors
 from tensorstow.base.errors import DirectoryError, TransferError
 from tensorstow.io import mapped as module
+from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.io.mapped import Mapped, drop_pages, new_safetensors, scratch_pieces
 from tensorstow.io.safetensors import Entry, Table, lay_out
 
@@ -120,7 +121,7 @@ def test_more_than_the_disk_has_is_refused_with_sizes(tmp_path: Path) -> None:
         scratch_pieces(tmp_path, 1 << 50)
     with (
         pytest.raises(DirectoryError, match=r"1\.0 PiB"),
-        new_safetensors(tmp_path / "x", table_of(1 << 50)),
+        new_safetensors(tmp_path / "x", table_of(1 << 50), DigestList(tmp_path / "x")),
     ):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -139,7 +140,7 @@ def test_a_failure_leaves_the_old_file(
     monkeypatch.setattr(os, {"write": "pwrite"}.get(moment, moment), broken)
     with (
         pytest.raises(OSError, match=r"EIO|Input/output"),
-        new_safetensors(path, table_of()) as file,
+        new_safetensors(path, table_of(), DigestList(path)) as file,
     ):
         file.put("a", torch.zeros(1))
     assert path.read_text() == "old"
@@ -155,12 +156,25 @@ def test_the_new_file_is_durable_before_it_takes_the_name(
     for name in ("fsync", "replace"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, n=name, r=real: log.append(n) or r(*a))
-    with new_safetensors(path, table_of()) as file:
+    with new_safetensors(path, table_of(), DigestList(path)) as file:
         file.put("a", torch.zeros(1))
         assert path.read_text() == "old"
     assert log == ["fsync", "replace", "fsync"]
     assert path.read_bytes() == table_of().header + bytes(4)
     assert path.stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_the_list_that_is_written_after_a_file_is_of_its_bytes_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    listed = DigestList(path)
+    listed.path.write_text("of an older file")
+    with new_safetensors(path, table_of(3), listed) as file:
+        for start in (2, 0, 1):
+            file.put("a", torch.full((1,), start, dtype=torch.uint8), start)
+        assert listed.path.exists()
+    assert not listed.path.exists()
+    listed.write()
+    verify(path)
 
 
 def _umask() -> int:
@@ -173,7 +187,7 @@ def test_a_path_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "x", tmp_path):
         with (
             pytest.raises(DirectoryError, match="was requested"),
-            new_safetensors(path, table_of()),
+            new_safetensors(path, table_of(), DigestList(path)),
         ):
             pass
 

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tensorstow.base.errors import OptionError
+from tensorstow.io.digest_list import DigestList
 from tensorstow.io.mapped import Mapped, new_safetensors
 from tensorstow.io.safetensors import Entry, lay_out, read_table
 
@@ -26,7 +27,7 @@ TENSORS = {
 
 def write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     table = lay_out({n: Entry(t.dtype, tuple(t.shape)) for n, t in tensors.items()}, metadata)
-    with new_safetensors(path, table) as file:
+    with new_safetensors(path, table, DigestList(path)) as file:
         for name, tensor in tensors.items():
             file.put(name, tensor)
 

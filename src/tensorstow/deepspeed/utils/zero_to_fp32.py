@@ -15,7 +15,7 @@ from torch import nn
 
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.base.new_file import new_stream
+from tensorstow.base.new_file import NewFile
 from tensorstow.base.sizes import parse_size, parts_within
 from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of, shard_name
 from tensorstow.deepspeed.checkpoint.sharded import (
@@ -25,6 +25,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     read_whole,
     saved_weights,
 )
+from tensorstow.io.digest_list import DigestList
 from tensorstow.io.mapped import new_safetensors
 from tensorstow.io.safetensors import Entry, lay_out
 
@@ -114,6 +115,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
 ) -> None:
     """Write the whole fp32 weights of a checkpoint to files; one of them is in memory at a time.
 
+    A list of digests is written with them.
+
     Args:
         checkpoint_dir: The directory that ``save_checkpoint`` was given.
         output_dir: Is made if it is not there.
@@ -133,26 +136,37 @@ def convert_zero_checkpoint_to_fp32_state_dict(  # upstream's
     stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
     parts = list(parts_within(weights.saved, most, weights.nbytes))
     make_folder(output)
+    index = INDEX_SUFFIX if len(parts) > 1 else ""
+    listed = DigestList(output / f"{stem}.{suffix}{index}")
     files: dict[str, str] = {}
     for number, names in enumerate(parts, start=1):
         file = shard_name(stem, suffix, number, len(parts))
         tensors = weights.read(names)
         if safe_serialization:
-            _write_safetensors(tensors, output / file)
+            _write_safetensors(tensors, output / file, listed)
         else:
             tensors |= {n: tensors[k] for k in names for n in weights.tied.get(k, ())}
-            with new_stream(output / file) as stream:
-                torch.save(tensors, stream)
+            _write_torch_file(tensors, output / file, listed)
         files |= dict.fromkeys(tensors, file)
     if len(parts) > 1:
         total = sum(weights.nbytes(name) for name in weights.saved)
-        with new_stream(output / f"{stem}.{suffix}{INDEX_SUFFIX}") as stream:
-            stream.write(index_of(dict(sorted(files.items())), total) + b"\n")
+        text = index_of(dict(sorted(files.items())), total) + b"\n"
+        listed.write_main(lambda stream: stream.write(text))
+    else:
+        listed.write()
 
 
-def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def _write_torch_file(tensors: Mapping[str, torch.Tensor], path: Path, listed: DigestList) -> None:
+    with NewFile(path) as file:
+        with listed.stream(file) as stream:
+            torch.save(tensors, stream)
+        listed.remove()
+        file.publish()
+
+
+def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path, listed: DigestList) -> None:
     entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with new_safetensors(path, lay_out(entries)) as file:
+    with new_safetensors(path, lay_out(entries), listed) as file:
         for name, tensor in tensors.items():
             file.put(name, tensor)
 
