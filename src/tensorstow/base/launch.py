@@ -1,8 +1,9 @@
 """Reads from the environment which rank this process is, and of how many.
 
-[Note: Launchers] torchrun, Kubernetes' PyTorchJob and most trainers set RANK and WORLD_SIZE; mpirun
-and srun set variables of their own. Launchers are nested (srun starts torchrun, and mpirun may use
-srun), so the innermost counts. A batch script of Slurm has the job's SLURM_NTASKS and
+[Note: Launchers] torchrun, Kubernetes' PyTorchJob and most trainers set RANK and WORLD_SIZE. Others
+set variables of their own: mpirun (Open MPI; MPICH and Intel MPI; MVAPICH2), PALS (HPE Cray), jsrun
+(LSF), flux and srun. Launchers are nested (srun starts torchrun, and mpirun may use srun), so the
+innermost counts. A batch script of Slurm has the job's SLURM_NTASKS and
 SLURM_PROCID=0, but it is one process: only a step of srun has a SLURM_STEP_ID. RANK or LOCAL_RANK
 alone describes no ranks. WORLD_SIZE=1 comes before the launchers, so that a user can say that each
 process of srun or mpirun trains a model of its own.
@@ -22,13 +23,31 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    (
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    (
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
 )
 """The variables of each launcher, the innermost first: rank, ranks, and both on this machine."""
 _ADDRESS, _PORT = "MASTER_ADDR", "MASTER_PORT"
 _THERE = " in the environment"
+_MOST_RANKS = (1 << 31) - 1
+_LAST_PORT = (1 << 16) - 1
+_SHOWN = 40
+"""Characters of a value that an error quotes."""
 _ALONE = " If this process trains a model of its own, set WORLD_SIZE=1."
 
 
@@ -72,7 +91,7 @@ class Launch:
             OptionError: Something of it is not set, or is no port.
         """
         if self.world == 1:
-            return 0, self.host or "127.0.0.1", _number({_PORT: self.port or "0"}, _PORT, least=0)
+            return 0, self.host or "127.0.0.1", _port(self.port or "0", least=0)
         needed = {"RANK": self.rank, _ADDRESS: self.host, _PORT: self.port}
         missing = [name for name, value in needed.items() if value in {None, ""}]
         if missing or self.rank is None or self.host is None or self.port is None:
@@ -83,7 +102,7 @@ class Launch:
                 f" torch.distributed.init_process_group() first.{_ALONE}"
             )
             raise OptionError(message)
-        return self.rank, self.host, _number({_PORT: self.port}, _PORT, least=1)
+        return self.rank, self.host, _port(self.port, least=1)
 
 
 def launched(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -125,8 +144,8 @@ def _describes(environ: Mapping[str, str], rank: str, world: str) -> bool:
 def _on_machine(launch: Launch, environ: Mapping[str, str], rank: str, world: str) -> Launch:
     """Return ``launch`` with the ranks on this machine and this rank's number, if they are set."""
     if world not in environ:
-        text = environ.get(rank, "")
-        return replace(launch, local_rank=int(text) if text.isdecimal() else None)  # -1 means none
+        is_set = environ.get(rank, "").isdecimal()  # -1 means none
+        return replace(launch, local_rank=_number(environ, rank, least=0) if is_set else None)
     if rank not in environ:
         return replace(launch, local_world=_number(environ, world, least=1))
     number, count = _place(environ, rank, world)
@@ -144,12 +163,19 @@ def _place(environ: Mapping[str, str], rank: str, world: str) -> tuple[int, int]
     return number, count
 
 
-def _number(environ: Mapping[str, str], name: str, *, least: int) -> int:
+def _port(text: str, *, least: int) -> int:
+    return _number({_PORT: text}, _PORT, least=least, most=_LAST_PORT)
+
+
+def _number(environ: Mapping[str, str], name: str, *, least: int, most: int = _MOST_RANKS) -> int:
     text = environ[name]
-    if not text.isdecimal() or int(text) < least:
+    digits = text.lstrip("0") or "0"
+    is_number = text.isdecimal() and len(digits) <= len(str(most))  # Python refuses 5,000 digits
+    if not is_number or not least <= int(digits) <= most:
+        quoted = repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
         message = (
-            f"{name}={text!r} in the environment is not a number of {least} or more."
+            f"{name}={quoted} in the environment is not a number from {least} to {most}."
             " Set it so, or unset it."
         )
         raise OptionError(message)
-    return int(text)
+    return int(digits)
