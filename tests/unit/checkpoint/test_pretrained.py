@@ -202,6 +202,19 @@ def test_slices_are_read_in_the_dtype_that_is_asked(tmp_path: Path) -> None:
     assert files.reader(["scale"], torch.empty(()))(0, 0).item() == 2.5
 
 
+def test_dtypes_that_only_other_programs_write_are_read(tmp_path: Path) -> None:
+    stored = {
+        "a": torch.randn(4, 8).to(torch.float8_e4m3fn),
+        "b": torch.arange(5).to(torch.uint16),
+        "c": torch.randn(3, dtype=torch.complex64),
+    }
+    save_file(stored, tmp_path / "a.safetensors")
+    files = PretrainedFiles(tmp_path)
+    for name, dtype in (("a", torch.bfloat16), ("b", torch.int64), ("c", torch.complex64)):
+        wanted = stored[name].to(dtype)
+        assert torch.equal(files.reader([name], torch.empty_like(wanted))(1, 3), wanted[1:3])
+
+
 def test_the_first_known_name_of_a_tied_parameter_is_taken(tmp_path: Path) -> None:
     save_file({"head.weight": values(2, 2)}, tmp_path / "model.safetensors")
     read = PretrainedFiles(tmp_path).reader(["embedding.weight", "head.weight"], torch.empty(2, 2))
