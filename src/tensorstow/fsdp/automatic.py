@@ -23,6 +23,7 @@ from tensorstow.base.text_file import read_or_empty
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.sharding import backend_of, from_every_rank, join_ranks, rank_here, world_size
 from tensorstow.fsdp.traced_activations import Activations
 from tensorstow.fsdp.traced_model import ExampleBatch
@@ -148,7 +149,7 @@ def _with_activations(
     tokens = facts.tokens or _TOKENS
     conditions = replace(request.conditions, activations=facts.traced.held())
     request = replace(request, conditions=conditions, batch=facts.traced.micro_batch(tokens))
-    if not example.has_blocks:
+    if not blocks_with_activations(example.units):
         return request
 
     def trace(placed: TracedPlacement) -> Iterator[MicroBatching]:

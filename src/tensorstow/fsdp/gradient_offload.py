@@ -28,7 +28,7 @@ from typing import Any, Self
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import round_up
@@ -321,7 +321,8 @@ class HostGradient(OffloadedGradient):
             for original, copy in copies:  # found_inf, which GradScaler passes
                 original.copy_(copy)
             return _mutated_result(func, args, named)
-        device = next(g.device for g in _gradients((args, named)))
+        leaves = tree_leaves((args, named))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, cls))
         return tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, out)
 
     def accumulate(self, other: torch.Tensor, alpha: float = 1.0) -> None:
@@ -346,12 +347,6 @@ def _mutated_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     if not func._schema.returns:  # noqa: SLF001  # an operation on lists
         return None
     return kwargs.get("out", args[0])
-
-
-def _gradients(tree: Any) -> Sequence[HostGradient]:  # noqa: ANN401
-    gradients: list[HostGradient] = []
-    tree_map(lambda v: gradients.append(v) if isinstance(v, HostGradient) else None, tree)
-    return gradients
 
 
 # --- hooks ---

@@ -175,7 +175,7 @@ class DeviceBuffers:
     def free_one(self, taken: Collection[_Buffer]) -> _Buffer | None:
         """Return a shared buffer that is not among ``taken``; None if all are."""
         if self._buffers is None:
-            self._buffers = self._allocate()
+            self._buffers = [self._buffer(self._largest) for _ in range(self._count)]
         return next((buffer for buffer in self._buffers if buffer not in taken), None)
 
     def unit_buffer(self, unit: _Unit) -> _Buffer:
@@ -249,9 +249,6 @@ class DeviceBuffers:
             shard.bytes_up += nbytes
             at += size
         return on_device, pairs
-
-    def _allocate(self) -> list[_Buffer]:
-        return [self._buffer(self._largest) for _ in range(self._count)]
 
     def _buffer(self, nbytes: int) -> _Buffer:
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)

@@ -35,7 +35,7 @@ from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, watch_backwards
-from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
+from tensorstow.fsdp.shard_storage import FrozenLayout, Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
     Sharding,
@@ -371,8 +371,10 @@ def _make_disk_pool(
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
     if not on_disk:
         return None
-    files = FrozenFiles(on_disk, values)
-    frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
+    frozen = {unit.name: FrozenLayout({}) for unit in on_disk}
+    if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
+        files = FrozenFiles(on_disk, values)
+        frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
     units, total = [], 0
     for unit in on_disk:
         read = frozen[unit.name]

@@ -11,7 +11,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_activations import Activations, loss_of, tracer_quiet, watch
 from tensorstow.fsdp.traced_placement import TracedPlacement, count_of
 from tensorstow.fsdp.units import ROOT, Unit, units_of
@@ -38,11 +37,6 @@ class ExampleBatch:
         if self.given_tokens is not None or self.batch is None:
             return self.given_tokens
         return count_of(self.batch)[1]
-
-    @property
-    def has_blocks(self) -> bool:
-        """Return whether the model has units whose activations can be placed."""
-        return bool(blocks_with_activations(self.units))
 
     def trace(self, placed: TracedPlacement) -> Activations | None:
         """Return the activations and operations; None: the batch is not known.
