@@ -251,7 +251,7 @@ DISK, BESIDE = Plan(parameters="disk"), Plan(parameters="disk", overlap="backwar
 LEFT = "Leave it out"
 CLIPS = "gradients are used before"
 SCALES = "A GradScaler (or div_scale) was used"
-BUFFERS = "buffer_pool_bytes="
+BUFFERS = "and no unit's parameters are on disk"
 ROUNDS = "it lets each weight on HOST or DISK be read once"
 
 
@@ -335,7 +335,7 @@ CASES = [
         )
     ),
     Case(
-        "activation_ram_budget=",
+        "and no unit's activations are on disk",
         Plan,
         {"activation_ram_budget": "1GiB"},
         {LEFT: {"activation_ram_budget": OUT}, 'say activations="disk"': {"activations": "disk"}},
@@ -715,9 +715,13 @@ def advising() -> list[tuple[str, str]]:
     found = []
     for file in sorted(files):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "message":
-                text = "".join(_texts(node.value))
-                if OPTION.search(text):
+            if not isinstance(node, ast.Assign):
+                continue
+            # Plan._refuse() adds "was given" and the advice to each reason.
+            is_reason = file.name == "plan.py" and ast.unparse(node.targets[0]) == "reason"
+            if is_reason or ast.unparse(node.targets[0]) == "message":
+                text = "was given" * is_reason + "".join(_texts(node.value))
+                if is_reason or OPTION.search(text):
                     found.append((f"{file.relative_to(ROOT)}:{node.lineno}", text))
     return found
 

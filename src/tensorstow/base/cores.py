@@ -8,8 +8,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorstow.base.text_file import read_or_empty
-
 _ROOT = Path("/")
 
 
@@ -79,3 +77,11 @@ def _quota_of(folder: Path) -> float | None:
             return int(quota) / int(period)
         case _:  # "max", "-1", or no such file
             return None
+
+
+def read_or_empty(path: Path) -> str:
+    """Return the text of a file of the kernel's; empty if this system does not have it."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensorstow.base.text_file import read_or_empty
+from tensorstow.base.cores import read_or_empty
 
 _NODES = Path("/sys/devices/system/node")
 _PCI = Path("/sys/bus/pci/devices")

@@ -164,7 +164,8 @@ class Plan:
             raise OptionError(message)
         tiers = " and ".join(sorted(tier.value for tier in self._tiers))
         if self.ram_budget is not None and self.states != Tier.DISK:
-            self._refuse("ram_budget", " with states in host memory, where all stay", states="disk")
+            reason = " with states in host memory, where all stay"
+            self._refuse("ram_budget", reason, states="disk")
         if self.micro_batches > 1 and (self._tiers == {Tier.DEVICE} or self.stage < 3):
             needed: dict[str, Any] = {"stage": 3} if self.stage < 3 else {}
             needed |= {"parameters": "host"} if self._tiers == {Tier.DEVICE} else {}

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from tensorstow.base.cores import affinity_cores
+from tensorstow.base.cores import affinity_cores, read_or_empty
 from tensorstow.base.directories import expand_path, inspect_directory, resolve_path
 from tensorstow.base.errors import DirectoryError, OptionError, named
 from tensorstow.base.fields import (
@@ -30,7 +30,7 @@ from tensorstow.base.fields import (
 )
 from tensorstow.base.new_file import new_stream
 from tensorstow.base.regular_file import memory_bytes
-from tensorstow.base.text_file import read_or_empty, read_text
+from tensorstow.base.text_file import read_text
 
 logger = logging.getLogger("tensorstow")
 

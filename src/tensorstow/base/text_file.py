@@ -17,11 +17,3 @@ def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> st
         ValueError: It is no text, or ``path`` can be no path.
     """
     return read_regular(path, MOST_BYTES).decode(encoding, errors)
-
-
-def read_or_empty(path: Path) -> str:
-    """Return the text of a file of the kernel's; empty if this system does not have it."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.core_share import LocalRanks, part
-from tensorstow.base.cores import affinity_cores, quota_cores
+from tensorstow.base.cores import affinity_cores, quota_cores, read_or_empty
 from tensorstow.base.directories import (
     check_directory,
     default_candidates,
@@ -26,7 +26,6 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.base.text_file import read_or_empty
 from tensorstow.cli.output import format_rate, make_console, print_facts, print_json
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend

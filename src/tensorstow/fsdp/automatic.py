@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from tensorstow.base import notices
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
+from tensorstow.base.cores import read_or_empty
 from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.base.text_file import read_or_empty
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
