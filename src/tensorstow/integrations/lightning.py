@@ -5,12 +5,14 @@ wrapped, cast or gathered, which every strategy of Lightning's does at some poin
 Lightning's (``devices=``, torchrun), and their gradients are reduced by what ``stow`` made. A
 checkpoint whose optimizer state is a ticket has no weights of the placed model: they are in the
 snapshot that it names. The snapshot is dropped when Lightning removes the checkpoint, if no other
-checkpoint is known to name it: from what this process has saved, or from a file that can be read
-without running code.
+checkpoint is known to name it: from what this process has saved, or from the files in the folders
+of checkpoints, if these can be read without running code. An unreadable file may name any snapshot
+of an earlier process.
 """
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -22,6 +24,7 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
 from tensorstow.checkpoint.ticket import is_own, is_ticket, new_name, read_ticket
+from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.fsdp.stow import plan_of
 
 logger = logging.getLogger("tensorstow")
@@ -36,8 +39,11 @@ class StowStrategy(ModelParallelStrategy):
         """Leave everything to ``configure_optimizers``."""
         super().__init__(save_distributed_checkpoint=False)
         self._launch = launched()  # Lightning sets WORLD_SIZE itself, without RANK, when it starts
-        self._snapshots: dict[str, list[str | None]] = {}
-        """Snapshots by checkpoint that this process has saved, an entry for each optimizer."""
+        self._snapshots: dict[Path, list[str | None] | None] = {}
+        """Snapshots by checkpoint, an entry for each optimizer; None if it cannot be read."""
+        self._made: set[str] = set()
+        """Snapshots that this process has made."""
+        self._checkpoint_callbacks: list[Any] = []
 
     def setup_environment(self) -> None:
         """Join the ranks; each has its own batches.
@@ -65,6 +71,7 @@ class StowStrategy(ModelParallelStrategy):
             OptionError: Mixed precision, or weights that ``stow`` did not place.
         """
         module: Any = self.lightning_module
+        self._checkpoint_callbacks = trainer.checkpoint_callbacks
         self.accelerator.setup(trainer)  # type: ignore[union-attr]  # set by now
         _refuse_precision(self.precision_plugin.precision)
         self.precision_plugin = _ClipsInside()
@@ -91,10 +98,13 @@ class StowStrategy(ModelParallelStrategy):
         """Return an optimizer's state dict; of several ranks each takes the ticket's snapshot."""
         real = getattr(optimizer, "_optimizer", optimizer)
         policy = getattr(real, "offload_policy", None)  # StowedOptimizer has none, and no commits
-        if self.world_size > 1 and policy is not None and policy.placement.durable:
+        is_durable = policy is not None and policy.placement.durable
+        earlier_names = _names_of(real) if is_durable else set()
+        if self.world_size > 1 and is_durable:
             step = self.lightning_module.global_step  # type: ignore[union-attr]
             real.snapshot(self.broadcast(new_name(step)))
         state: dict[str, Any] = real.state_dict()
+        self._made |= _names_of(real) - earlier_names if is_durable else set()
         return state
 
     def save_checkpoint(
@@ -120,7 +130,7 @@ class StowStrategy(ModelParallelStrategy):
         state = checkpoint["state_dict"].items()
         checkpoint["state_dict"] = {n: v for n, v in state if not n.startswith(before)}
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-        self._snapshots[str(filepath)] = _snapshots_in(checkpoint)
+        self._snapshots[Path(filepath).absolute()] = _snapshots_in(checkpoint)
 
     def load_checkpoint(
         self,
@@ -141,34 +151,44 @@ class StowStrategy(ModelParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401
         """Remove a checkpoint, and the snapshots that its tickets alone name."""
-        names = self._snapshots.pop(str(filepath), None)
-        if names is None and self.is_global_zero:
-            names = self._read_snapshots(filepath)
-        other_names = {name for snapshots in self._snapshots.values() for name in snapshots}
-        names = [None if name in other_names else name for name in names or ()]
+        names = self._unshared(Path(filepath).absolute()) if self.is_global_zero else []
         for optimizer, name in zip(self.optimizers, self.broadcast(names), strict=False):
             real: Any = getattr(optimizer, "_optimizer", optimizer)
-            kept_names = (
-                {n for summary in real.snapshots() for n in summary.names} if name else set()
-            )
-            if name is not None and name in kept_names and is_own(name):
+            if name is not None and is_own(name) and name in _names_of(real):
                 real.drop(name)
         super().remove_checkpoint(filepath)
 
-    def _read_snapshots(self, filepath: Any) -> list[str | None]:  # noqa: ANN401
-        """Return the snapshots of a checkpoint of an earlier process; none if it is unreadable."""
-        try:
-            return _snapshots_in(self.checkpoint_io.load_checkpoint(filepath, weights_only=True))
-        except FileNotFoundError:  # Lightning treats it as removed
-            return []
-        except Exception as error:  # noqa: BLE001  # torch raises errors of many kinds
-            logger.warning(
-                "%s is removed, and cannot be read without running code that it may name: if its"
-                " optimizers have snapshots, these are kept. optimizer.snapshots() lists them,"
-                " optimizer.drop(name) frees their disk space (%s: %s)",
-                *(filepath, type(error).__name__, str(error).partition("\n")[0]),
-            )
-            return []
+    def _unshared(self, path: Path) -> list[str | None]:
+        """Return the snapshots that a checkpoint alone names; None for others."""
+        places = [c.dirpath for c in self._checkpoint_callbacks if c.dirpath is not None]
+        folders = {path.parent, *map(Path, places)}
+        for folder in folders:
+            self._read_snapshots(folder, path.suffix)
+        names = self._snapshots.pop(path, None) or []
+        others = self._snapshots.values()
+        needed_names = {name for snapshots in others for name in snapshots or ()}
+        are_all_known = None not in others and all(folder.is_dir() for folder in folders)
+        return [
+            name if name not in needed_names and (are_all_known or name in self._made) else None
+            for name in names
+        ]
+
+    def _read_snapshots(self, folder: Path, suffix: str) -> None:
+        """Read the tickets of checkpoints that are not known yet, as of an earlier process."""
+        for found in sorted(folder.glob(f"*{suffix}")):
+            path = found.resolve() if found.is_symlink() else found
+            if path in self._snapshots or not path.exists():
+                continue
+            try:
+                self._snapshots[path] = _snapshots_in(load_torch_file(path, maps=True))
+            except Exception as error:  # noqa: BLE001  # torch raises errors of many kinds
+                self._snapshots[path] = None
+                logger.warning(
+                    "%s cannot be read without running code that it may name: it may need any"
+                    " snapshot of an earlier process, so these are kept. optimizer.snapshots()"
+                    " lists them, optimizer.drop(name) frees their disk space (%s: %s)",
+                    *(path, type(error).__name__, str(error).partition("\n")[0]),
+                )
 
 
 class _ClipsInside(Precision):
@@ -189,6 +209,11 @@ def _snapshots_in(checkpoint: Mapping[str, Any]) -> list[str | None]:
     """Return the snapshot that each optimizer's ticket names; None for one without a ticket."""
     states = checkpoint.get(_STATES, ())
     return [read_ticket(state).snapshot if is_ticket(state) else None for state in states]
+
+
+def _names_of(optimizer: Any) -> set[str]:  # noqa: ANN401
+    """Return the names of an optimizer's snapshots."""
+    return {name for summary in optimizer.snapshots() for name in summary.names}
 
 
 def _has_tickets(checkpoint: Mapping[str, Any]) -> bool:

@@ -243,15 +243,26 @@ class Optimizers:
         self.optimizer = AdamW(
             net.parameters(), dir=directory, checkpoints="ticket", commit_every=None
         )
-        net(torch.ones(1, 4)).sum().backward()
+        self.module = Module(net)
+        self.step()
+        self.begin_process()
+
+    def step(self) -> None:
+        self.module.net(torch.ones(1, 4)).sum().backward()
         self.optimizer.step()
+
+    def begin_process(self) -> None:
+        """Forget what the process before has saved."""
         self.strategy = StowStrategy()
         self.strategy.optimizers = [self.optimizer]
         self.strategy.broadcast = lambda obj: obj  # type: ignore[assignment, method-assign, misc]
-        self.strategy._lightning_module = Module(net)
+        self.strategy._lightning_module = self.module
 
     def save(self, path: Path, **more: Any) -> None:  # noqa: ANN401
-        states = {"optimizer_states": [self.optimizer.state_dict()], "state_dict": {}}
+        states = {
+            "optimizer_states": [self.strategy.optimizer_state(self.optimizer)],
+            "state_dict": {},
+        }
         self.strategy.save_checkpoint({**states, **more}, path)
 
     def names(self) -> list[str]:
@@ -265,12 +276,12 @@ def test_a_checkpoint_is_removed_without_running_what_is_in_it(
     made, path, proof = Optimizers(tmp_path / "run"), tmp_path / "a.ckpt", tmp_path / "proof"
     made.save(path, hyper_parameters=Runs(proof))
     (name,) = made.names()
-    made.strategy._snapshots.clear()  # as in a later process
+    made.begin_process()
     made.strategy.remove_checkpoint(path)
     assert not proof.exists()
     assert not path.exists()
     assert made.names() == [name]
-    assert f"{path} is removed, and cannot be read without running code" in caplog.text
+    assert f"{path} cannot be read without running code" in caplog.text
     made.optimizer.close()
 
 
@@ -284,12 +295,50 @@ def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(
         made.save(path, epoch=1)
     (name,) = made.names()
     if is_later_process:
-        made.strategy._snapshots.pop(str(paths[0]))
+        made.begin_process()
     made.strategy.remove_checkpoint(paths[0])
     assert made.names() == [name]
     made.strategy.remove_checkpoint(paths[1])
     assert made.names() == []
     made.strategy.remove_checkpoint(tmp_path / "never")
+    made.optimizer.close()
+
+
+@pytest.mark.usefixtures("_own_group")
+@pytest.mark.parametrize("other", ["folder", "unreadable", "link"])
+def test_a_snapshot_that_another_file_of_an_earlier_process_may_need_is_kept(
+    other: str, tmp_path: Path
+) -> None:
+    """In the folder of another callback, unreadable without running code, or behind a link."""
+    made, folder = Optimizers(tmp_path / "run"), tmp_path / "best"
+    latest, best = tmp_path / "latest" / "a.ckpt", folder / "a.ckpt"
+    folder.mkdir()
+    latest.parent.mkdir()
+    made.save(latest)
+    if other == "unreadable":
+        best = latest.with_name("best.ckpt")
+        made.save(best, hyper_parameters=Runs(tmp_path / "proof"))
+    else:
+        made.save(best)
+    if other == "link":
+        latest.with_name("link.ckpt").symlink_to(best)
+    (name,) = made.names()
+    made.begin_process()
+    if other == "folder":
+        made.strategy._checkpoint_callbacks = [
+            ModelCheckpoint(latest.parent),
+            ModelCheckpoint(folder),
+        ]
+    made.strategy.remove_checkpoint(latest)
+    assert made.names() == [name]
+    made.save(latest)  # of the same step: the ticket names what the earlier process made
+    made.strategy.remove_checkpoint(latest)
+    assert made.names() == [name]
+    made.step()
+    made.save(latest)
+    assert len(made.names()) == 2
+    made.strategy.remove_checkpoint(latest)  # nothing else can name what this process has made
+    assert made.names() == [name]
     made.optimizer.close()
 
 
