@@ -90,7 +90,7 @@ def test_the_longest_stow_runs_through_no_more_modules(tmp_path: Path) -> None:
         ("none", "none", 25),
         ("none", "commit", 33),
         ("forward", "none", 28),
-        ("backward", "none", 24),
+        ("backward", "none", 23),
     ],
 )
 def test_a_step_with_states_on_disk_runs_through_few_modules(

@@ -36,8 +36,8 @@ from tensorstow.step.managed_param import (
     write_to_copies,
 )
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule, record_step
-from tensorstow.step.step_plan import States, scalar_table
+from tensorstow.step.schedule import Schedule
+from tensorstow.step.step_plan import States, record_step, scalar_table
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (
     ABORT_ADVICE,
@@ -390,7 +390,7 @@ class BackwardOverlap(Schedule):
         order = self.gradients.arrived
         arrived = set(order)
         pairs = zip(opened.updates, opened.counts, strict=True)
-        ended = [(update, count) for update, count in pairs if update.param.number in arrived]
+        ended = [(u.param, count) for u, count in pairs if u.param.number in arrived]
         self._plan = None
         try:
             path.close()
@@ -408,8 +408,8 @@ class BackwardOverlap(Schedule):
             if update.param.number in arrived:
                 publish_weight(update.param)
             update.param.host = None
-        updates, counts = [update for update, _ in ended], [count for _, count in ended]
-        record_step(replace(opened, updates=updates, counts=counts), states)
+        updated = [param for param, _ in ended]
+        record_step(updated, [count for _, count in ended], states, commits=opened.commits)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.

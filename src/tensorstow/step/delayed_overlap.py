@@ -44,7 +44,7 @@ from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay, refusal
 from tensorstow.step.schedule import OngoingSchedule, Synchronous, weakly
-from tensorstow.step.step_plan import States
+from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import mark_published
 
 logger = logging.getLogger("tensorstow")
@@ -177,10 +177,16 @@ class DelayedOverlap(OngoingSchedule):
             self._exact.step(plan, states)
             return
         self._use_copies(plan)
-        self._start(plan, states, OverlapWith.BOTH, self.apply_early)
-        under_way = self._under_way.values()
-        self._copying = [u for u in under_way if u.update.param.tier is Tier.DEVICE]
+        path = self._params.update_router.step_path
+        with self._lock:
+            path.begin(plan, OverlapWith.BOTH)
+            path.close()
+            record_step([u.param for u in plan.updates], plan.counts, states, commits=False)
+            self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in plan.updates}
+            under_way = self._under_way.values()
+            self._copying = [u for u in under_way if u.update.param.tier is Tier.DEVICE]
         self._most_held_bytes = max(self._most_held_bytes, sum(g.nbytes for g in self.held))
+        self._hide(self.apply_early)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Apply the pending update, of all parameters.

@@ -12,8 +12,9 @@ from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.managed_param import StepPlan, fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.param_table import ParamTable
+from tensorstow.step.replaced import UpdateUnderWay
 from tensorstow.step.schedule import OngoingSchedule
-from tensorstow.step.step_plan import States
+from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import mark_published
 
 logger = logging.getLogger("tensorstow")
@@ -44,7 +45,13 @@ class ForwardOverlap(OngoingSchedule):
             write_to_copies(plan)
             for update in plan.updates:
                 fill_with_nan(update.param)
-        self._start(plan, states, OverlapWith.FORWARD, self.wait)
+        path = self._params.update_router.step_path
+        path.begin(plan, OverlapWith.FORWARD)
+        path.close()
+        self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in plan.updates}
+        params = [update.param for update in plan.updates]
+        record_step(params, plan.counts, states, commits=plan.commits)
+        self._hide(self.wait)
         self.wait([i for i in self._under_way if not self._waits.covers(i)])
         if self._waits.blind and not self._has_said:
             self._has_said = True

@@ -24,12 +24,11 @@ from tensorstow.base.errors import StowError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.managed_param import StepPlan, publish_weight
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay
-from tensorstow.step.step_plan import States
+from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import mark_published, mark_unpublished
 
 _P = ParamSpec("_P")
@@ -107,9 +106,10 @@ class Synchronous(Schedule):
         with poisoning(self._params.store.pipeline):
             path.close()
             path.wait()
-        record_step(plan, states)
-        for update in plan.updates:
-            publish_weight(update.param)
+        params = [update.param for update in plan.updates]
+        record_step(params, plan.counts, states, commits=plan.commits)
+        for param in params:
+            publish_weight(param)
 
 
 class OngoingSchedule(Schedule):
@@ -127,23 +127,11 @@ class OngoingSchedule(Schedule):
         super().abort()
         self._forget()
 
-    def _start(
-        self,
-        plan: StepPlan,
-        states: States,
-        overlap_with: OverlapWith,
-        waiter: Callable[[Iterable[int]], None],
-    ) -> None:
-        """Begin the step of ``plan``; reads of its weights call ``waiter``."""
-        path = self._params.update_router.step_path
-        with self._lock:
-            path.begin(plan, overlap_with)
-            path.close()
-            record_step(plan, states)
-            self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in plan.updates}
+    def _hide(self, waiter: Callable[[Iterable[int]], None]) -> None:
+        """Make reads of the weights of the step under way call ``waiter``."""
         call = weakly(waiter)
-        for update in plan.updates:
-            mark_unpublished(update.param.owner, call)
+        for under_way in list(self._under_way.values()):  # a thread may read one of them now
+            mark_unpublished(under_way.update.param.owner, call)
 
     @contextmanager
     def _publishing(self) -> Iterator[None]:
@@ -162,7 +150,7 @@ class OngoingSchedule(Schedule):
         """Stop waiting for the step under way."""
         for under_way in self._under_way.values():
             mark_published(under_way.update.param.owner)
-        self._under_way.clear()
+        self._under_way = {}
 
 
 def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
@@ -178,23 +166,3 @@ def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
             alive(*args, **kwargs)
 
     return call
-
-
-def record_step(plan: StepPlan, states: States) -> None:
-    """Count the step of ``plan``'s parameters, and increment their weights' version counters.
-
-    The version counters let autograd detect graphs that were made with the old weights.
-    """
-    if not plan.updates:
-        return
-    torch._foreach_add_(plan.counts, 1.0)
-    params = [update.param for update in plan.updates]
-    torch.autograd.graph.increment_version([param.parameter for param in params])
-    for param, count in zip(params, plan.counts, strict=True):
-        state = states[param.owner]
-        if "step" not in state:
-            state.update({"step": count, **param.views})
-        param.begun = True
-        param.remember()
-        if not plan.commits:
-            param.mark_stale()

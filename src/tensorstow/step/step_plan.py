@@ -14,6 +14,32 @@ Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
 
 
+def record_step(
+    params: Sequence[ManagedParam],
+    counts: Sequence[torch.Tensor],
+    states: States,
+    *,
+    commits: bool,
+) -> None:
+    """Count the step of ``params``, and increment the version counters of their weights.
+
+    The version counters let autograd detect graphs that were made with the old weights.
+    ``counts`` are their step counts before the step.
+    """
+    if not params:
+        return
+    torch._foreach_add_(list(counts), 1.0)
+    torch.autograd.graph.increment_version([param.parameter for param in params])
+    for param, count in zip(params, counts, strict=True):
+        state = states[param.owner]
+        if "step" not in state:
+            state.update({"step": count, **param.views})
+        param.begun = True
+        param.remember()
+        if not commits:
+            param.mark_stale()
+
+
 def step_of(
     param: ManagedParam, state: dict[str, Any], store: StateStore, *, begins: bool = True
 ) -> torch.Tensor:
