@@ -1,10 +1,14 @@
-"""torchtitan: an override that puts optimizer states in host memory or on disk."""
+"""torchtitan: an override that puts optimizer states in host memory or on disk.
 
+torchtitan tells an optimizer neither in which folder its state dict is saved nor which folders
+are removed, so snapshots are never dropped here: one may be what a checkpoint needs.
+"""
+
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from itertools import islice
 from typing import Any
 
 import torch
@@ -20,11 +24,13 @@ from torchtitan.config.override import derive
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_timing import timing_of
-from tensorstow.checkpoint.ticket import is_own, new_name
+from tensorstow.checkpoint.ticket import new_name
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
 __all__ = ["StowedOptimizers", "stowed"]
+
+logger = logging.getLogger("tensorstow")
 
 _OURS: dict[str, type[StowedAdam]] = {"Adam": Adam, "AdamW": AdamW}
 _BACKWARD = (
@@ -55,9 +61,6 @@ class StowedOptimizers(OptimizersContainer):
         where: dict[str, Any] = field(default_factory=dict)
         """Keywords of ``tensorstow.AdamW``."""
 
-        keep_latest_k: int = 10
-        """Checkpoints that torchtitan keeps: snapshots of older ones are dropped; 0: keep all."""
-
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
         """Make an optimizer for each part of the model, and for each class that groups name.
 
@@ -73,7 +76,8 @@ class StowedOptimizers(OptimizersContainer):
             raise OptionError(_BACKWARD)
         if config.implementation == "fused_opt_states_bf16":
             raise OptionError(_BF16_STATES)
-        self._adam_keywords, self._keep_latest_k = dict(config.where), config.keep_latest_k
+        self._adam_keywords = dict(config.where)
+        self._logged_that_all_are_kept = False
         directory, count = self._adam_keywords.get("dir"), len(model_parts)
         count *= len({group.optimizer_name for group in config.param_groups})
         if directory is not None and count > 1:
@@ -143,7 +147,7 @@ class StowedOptimizers(OptimizersContainer):
             yield f"ticket.{index}" if is_ticket else None, optimizer
 
     def _name_snapshot(self, optimizer: StowedAdam) -> None:
-        """Name the current state on every rank, and drop snapshots of checkpoints that are gone."""
+        """Name the current state on every rank."""
         states = next(iter(optimizer.state.values()), None)
         if states is None:
             return  # no step was taken
@@ -151,11 +155,14 @@ class StowedOptimizers(OptimizersContainer):
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(name)
         optimizer.snapshot(name[0])
-        if self._keep_latest_k:
-            # The newest checkpoint is not complete yet: one more is kept than torchtitan keeps.
-            names = [n for s in optimizer.snapshots() for n in s.names if is_own(n)]
-            for oldest in islice(names, max(0, len(names) - self._keep_latest_k - 1)):
-                optimizer.drop(oldest)
+        if not self._logged_that_all_are_kept:
+            self._logged_that_all_are_kept = True
+            logger.warning(
+                "Snapshot %s of %s has the states of a checkpoint, and stays if torchtitan removes"
+                " the checkpoint (checkpoint.keep_latest_k), as do all later ones."
+                " optimizer.snapshots() lists them, optimizer.drop(name) frees their disk space",
+                *(name[0], self._adam_keywords["dir"]),
+            )
 
 
 def _packed(ticket: dict[str, Any]) -> bytes:
@@ -172,22 +179,18 @@ def _unpacked(packed: bytes) -> dict[str, Any]:
 @override(target=OptimizersContainer.Config, description="States in host memory or on disk")
 def stowed(
     config: OptimizersContainer.Config,
-    *,
-    keep_latest_k: int = 10,
     **keywords: Any,  # noqa: ANN401
 ) -> StowedOptimizers.Config:
     """Place the states of torchtitan's Adam and AdamW; name it in ``--override.imports``.
 
     Args:
         config: torchtitan's options of optimizers.
-        keep_latest_k: As ``--checkpoint.keep_latest_k``: snapshots of older ones are dropped.
         **keywords: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With
-            ``dir`` a checkpoint has a ticket instead of the states.
+            ``dir`` a checkpoint has a ticket instead of the states, and its snapshot is kept until
+            you drop it.
 
     Returns:
         The options of ``StowedOptimizers``.
     """
-    options: StowedOptimizers.Config = derive(
-        config, StowedOptimizers.Config, where=keywords, keep_latest_k=keep_latest_k
-    )
+    options: StowedOptimizers.Config = derive(config, StowedOptimizers.Config, where=keywords)
     return options
