@@ -5,7 +5,8 @@
 has removed that checkpoint for ``save_total_limit``: while the Trainer saved another, its folder
 existed and was one of the oldest that exceeded the limit, and it is gone after that. Any other
 folder that disappears was moved, perhaps to be kept. A snapshot that a copy of the checkpoint names
-too is kept. A ticket that cannot be read identifies no snapshot.
+too is kept. A ticket that cannot be read may name any snapshot of an earlier process, so these are
+kept while its checkpoint exists.
 """
 
 import logging
@@ -39,6 +40,10 @@ class DropSnapshots(transformers.TrainerCallback):
         """Snapshots by checkpoint; filled on rank 0 only, which removes checkpoints."""
         self._moved: set[str] = set()
         """Snapshots of checkpoints that were moved."""
+        self._earlier: set[str] = set()
+        """Snapshots that checkpoints of earlier processes name."""
+        self._unread: set[Path] = set()
+        """Checkpoints whose tickets cannot be read."""
         self._order: list[Path] = []
         """Checkpoints in the order in which the Trainer removes them, as of the current save."""
         self._save_hook: RemovableHandle | None = None
@@ -52,7 +57,9 @@ class DropSnapshots(transformers.TrainerCallback):
     ) -> None:
         """Record the snapshots that the checkpoints name."""
         self._snapshots.clear()
+        self._unread.clear()
         self._note_checkpoints(args)
+        self._earlier = set(self._snapshots.values())
         if self._save_hook is not None:
             self._save_hook.remove()
         # A save asks for the state dict after it has made its folder and before it removes others:
@@ -82,7 +89,9 @@ class DropSnapshots(transformers.TrainerCallback):
                     *(folder, name, name),
                 )
         kept_names = {name for summary in optimizer.snapshots() for name in summary.names}
+        self._unread -= {folder for folder in removed if not folder.is_dir()}
         needed_names = self._moved.union(self._snapshots.values())  # copies name the same snapshot
+        needed_names |= self._earlier if self._unread else set()
         unneeded_names = kept_names.intersection(names.values()) - needed_names
         for name in broadcast_object_list([sorted(unneeded_names)])[0]:
             optimizer.drop(name)
@@ -114,7 +123,9 @@ class DropSnapshots(transformers.TrainerCallback):
                 ticket = ticket_in(path.parent)
             except StowError as error:
                 logger.warning("%s Its snapshot is kept, also if the checkpoint is removed", error)
+                self._unread.add(path.parent)
                 continue
+            self._unread.discard(path.parent)
             if ticket is not None and ticket.snapshot is not None and is_own(ticket.snapshot):
                 self._snapshots[path.parent] = ticket.snapshot
 

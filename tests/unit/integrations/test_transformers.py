@@ -274,6 +274,25 @@ def test_a_snapshot_that_a_copy_of_its_checkpoint_names_is_kept(
     finish(made)
 
 
+def test_a_damaged_copy_keeps_the_snapshots_of_an_earlier_process(tmp_path: Path) -> None:
+    """It may be repaired, and which snapshot it names is not known."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
+    where = {"states": "disk", "dir": True}
+    first = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=1, **saves)
+    first.train()
+    finish(first)
+    out = tmp_path / "out"
+    copy = shutil.copytree(out / "checkpoint-1", out / "checkpoint-900") / "optimizer.pt"
+    flip(copy)
+    os.utime(copy.parent, (2**32, 2**32))  # the Trainer removes the oldest
+    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], **saves)
+    second.train(resume_from_checkpoint=str(out / "checkpoint-1"))
+    assert copy.exists()
+    assert not (out / "checkpoint-1").exists()
+    assert [s.step for s in inner(second).snapshots()] == [1, 4, 5]
+    finish(second)
+
+
 @pytest.mark.parametrize(
     "saved", [torch.ones(3), 7, None, "a text", {"state": {}}, {"tensorstow": 1}]
 )
