@@ -4,6 +4,7 @@ import random
 import shutil
 import sqlite3
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 from powerloss.contents import commit, damages_in, make_content, release_all
@@ -58,6 +59,20 @@ def drop_copy(root: Path) -> None:
     """Leave one manifest alone, without the copy that would be put in its place."""
     for path in (root / "a").glob("manifest-copy.sqlite*"):
         path.unlink()
+
+
+def change_rows(path: Path, statement: str) -> None:
+    """Run a statement of SQL in a manifest."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute(statement)
+
+
+def damage_heads(root: Path) -> None:
+    """Make the records of the newest transaction in all data files unreadable."""
+    for data in DATA:
+        with (root / data).open("r+b") as file:
+            file.seek(4096)
+            file.write(bytes(8192))
 
 
 def facts(root: Path) -> str:

@@ -79,7 +79,9 @@ def _lines(recovery: Recovery, *, is_recovered: bool) -> list[str]:
         f"damaged, or written over since: {describe(generation)}" for generation in recovery.damaged
     ]
     lines += [f"lost: {loss}" for loss in recovery.lost]
-    if is_recovered:
+    if is_recovered and recovery.is_copy_only:
+        lines.append("the second copy of the manifest is made anew")
+    elif is_recovered:
         goes = "the run goes on from what is whole" if recovery.whole else "a new run begins there"
         lines.append(f"{goes}; the manifest before is {directory / DAMAGED_NAME}")
     return lines

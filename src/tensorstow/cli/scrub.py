@@ -26,10 +26,18 @@ class Reading:
     directory: Path
     read_bytes: int
     damages: tuple[Damage, ...]
+    copy_damage: str | None
+    """What is wrong with the manifest's copy; None if nothing is."""
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether anything is not as written."""
+        return bool(self.damages) or self.copy_damage is not None
 
     def __str__(self) -> str:
         """Return one line for people."""
-        outcome = f"{len(self.damages):,} damaged" if self.damages else "all as written"
+        count = len(self.damages) + (self.copy_damage is not None)
+        outcome = f"{count:,} damaged" if self.is_damaged else "all as written"
         return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"
 
 
@@ -46,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             print_line(console, str(reading))
     if options.json:
         print_by_rank([asdict(reading) for reading in readings], directories, options.directory)
-    return DAMAGED if any(reading.damages for reading in readings) else 0
+    return DAMAGED if any(reading.is_damaged for reading in readings) else 0
 
 
 def _chosen(generations: Sequence[Generation], wanted: str | None) -> Sequence[Generation]:
@@ -65,7 +73,9 @@ def _read_back(store: StoreContents, options: argparse.Namespace, console: Conso
             damages += progress.damages
             for damage in () if options.json else progress.damages:
                 print_line(console, str(damage))
-    return Reading(store.directory, done, tuple(damages))
+    if store.copy_damage is not None and not options.json:
+        print_line(console, store.copy_damage)
+    return Reading(store.directory, done, tuple(damages), store.copy_damage)
 
 
 @contextmanager

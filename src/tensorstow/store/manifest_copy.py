@@ -11,6 +11,7 @@ it is not equal.
 """
 
 import logging
+import os
 import sqlite3
 import tempfile
 from collections.abc import Sequence
@@ -131,9 +132,7 @@ def _compare(copy: Path, path: Path) -> tuple[bool, bool]:
         return False, False
     try:
         with closing(connect_to_read(copy)) as ours, closing(connect_to_read(path)) as theirs:
-            if check_marks(ours, copy):
-                check_all(ours, copy)
-                check_header(copy)
+            if _check_copy(ours, copy):
                 # A copy of another run is made anew. The seal is a digest over all rows.
                 is_same_run, is_equal = (
                     read_meta(ours, key) == read_meta(theirs, key) for key in ("run", "seal")
@@ -142,6 +141,35 @@ def _compare(copy: Path, path: Path) -> tuple[bool, bool]:
     except (StowError, sqlite3.Error) as error:
         logger.warning("%s, the second copy of the manifest, is made anew: %s", copy, error)
     return False, False
+
+
+def find_copy_damage(path: Path) -> str | None:
+    """Return what is wrong with the copy of the manifest ``path``; None if nothing is.
+
+    Call it when the run is over; nothing is written. Nothing is wrong if there is no copy, or if a
+    killed process left it in the middle of a write: opening the store makes it anew.
+    """
+    copy = path.with_name(COPY_NAME)
+    # A database with an empty log may be read without the files that SQLite makes next to it.
+    log = with_suffix(copy, "-wal")
+    is_still = not (log.exists() and log.stat().st_size)
+    try:
+        if not os.path.lexists(copy) or with_suffix(copy, "-journal").exists():
+            return None
+        with closing(connect_to_read(copy, "&immutable=1" if is_still else "")) as connection:
+            _check_copy(connection, copy)
+    except (StowError, sqlite3.Error) as error:
+        return f"{copy}, the second copy of the manifest, is damaged: {error}"
+    return None
+
+
+def _check_copy(connection: sqlite3.Connection, copy: Path) -> bool:
+    """Return whether a copy has tables; raise StowError if they are not as written."""
+    if not check_marks(connection, copy):
+        return False
+    check_all(connection, copy)
+    check_header(copy)
+    return True
 
 
 def copy_database(path: Path, target: Path, disk: SystemDisk) -> None:

@@ -8,9 +8,9 @@ import errno as codes
 import os
 import sqlite3
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,16 +27,18 @@ from tensorstow.store.manifest_copy import (
     COPY_NAME,
     DAMAGED_NAME,
     copy_database,
+    find_copy_damage,
     replace_manifest,
 )
 from tensorstow.store.records import Generation
-from tensorstow.store.rows import read_names
+from tensorstow.store.rows import check_seal, read_names, read_summaries
 from tensorstow.store.schema import (
     MANIFEST_NAME,
     MOST_BYTES,
     check_database,
     check_marks,
     connect,
+    read_meta,
     with_suffix,
 )
 from tensorstow.store.scrub import ScrubProgress, open_for_reading, scrub
@@ -56,11 +58,13 @@ class Recovery:
     damaged: tuple[Generation, ...]
     """Those with whole records and other bytes: damaged, or written over since."""
     newest: Head
-    """The newest transaction that a data file records."""
+    """The newest transaction that a data file records, or a manifest if none is readable."""
     lost: tuple[str, ...]
-    """What was reported or has a name, and is not whole."""
+    """What was reported or has a name, and is not whole; or may be, if nothing tells."""
     damage: str | None
     """What is wrong; None if nothing is."""
+    is_copy_only: bool
+    """Whether only the manifest's copy is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,11 @@ class _Rows:
     """The contents of a manifest or its copy."""
 
     whole: tuple[Generation, ...]
-    names: tuple[tuple[str, int], ...]
+    names: Mapping[str, int]
+    """Snapshots and their generations: all of them if there is a ``head``."""
     damage: str | None
+    head: Head
+    """What it ends with; transaction 0 unless its seal is right."""
 
 
 @contextmanager
@@ -109,6 +116,7 @@ def hold_recovery(
 def _find(run: str, paths: Sequence[Path], report: Callable[[ScrubProgress], object]) -> Recovery:
     data_files = data_paths(paths)
     rows = _choose_rows(paths[0], run, data_files)
+    copy_damage = find_copy_damage(paths[0] / MANIFEST_NAME) if rows.damage is None else None
     damage, whole = rows.damage, rows.whole
     bad: set[int] = set()
     with open_for_reading(data_files) as files:
@@ -119,15 +127,30 @@ def _find(run: str, paths: Sequence[Path], report: Callable[[ScrubProgress], obj
                 bad.update(flawed.generations)
     good = [generation for generation in whole if generation.number not in bad]
     heads = [head for file in data_files if (head := find_head(file, run)) is not None]
-    newest = max(heads, key=lambda head: head.transaction, default=Head(run))
+    newest = max(heads, key=lambda head: head.transaction, default=rows.head)
+    is_known = bool(heads) or rows.head.transaction > 0
+    is_listed = is_known and rows.head.transaction >= newest.transaction
+    lost = list(_lost(newest, rows.names, good)) if damage is not None else []
+    if not is_known:
+        lost.append(
+            "what was reported is unknown: no data file's record of it and no manifest's list of"
+            " commits is readable"
+        )
+    if not is_listed:
+        good = _with_names(good, rows.names)
+        lost.append(
+            "names of snapshots are unknown: no manifest has the last list of them; each commit"
+            " that is whole is kept under a name"
+        )
     return Recovery(
         run=run,
         directories=tuple(paths),
         whole=tuple(good),
         damaged=tuple(generation for generation in whole if generation.number in bad),
         newest=newest,
-        lost=tuple(_lost(newest, rows.names, good)) if damage is not None else (),
-        damage=damage,
+        lost=tuple(lost),
+        damage=damage or copy_damage,
+        is_copy_only=damage is None and copy_damage is not None,
     )
 
 
@@ -136,17 +159,36 @@ def _choose_rows(first: Path, run: str, data_files: Sequence[Path]) -> _Rows:
     try:
         copy = _read_rows(first, COPY_NAME, run, data_files)
     except StoreFormatError as error:
-        copy = _Rows((), (), str(error))
+        copy = _Rows((), {}, str(error), Head(run))
     try:
         rows = _read_rows(first, MANIFEST_NAME, run, data_files)
     except StoreFormatError as error:
         if copy.damage is not None:
             raise  # intact but unreadable for us: what it refers to must not be overwritten
-        return _Rows(copy.whole, copy.names, str(error))
+        return replace(copy, damage=str(error))
     if rows.damage is None:
         return rows
     better, other = (copy, rows) if copy.damage is None else (rows, copy)
-    return _Rows(tuple(_united(better.whole, other.whole)), better.names, rows.damage)
+    listed = max(better, other, key=lambda each: each.head.transaction)
+    names = listed.names if listed.head.transaction else {**other.names, **better.names}
+    whole = [
+        replace(
+            generation, names=tuple(n for n, g in sorted(names.items()) if g == generation.number)
+        )
+        for generation in _united(better.whole, other.whole)
+    ]
+    return _Rows(tuple(whole), names, rows.damage, listed.head)
+
+
+def _with_names(whole: Sequence[Generation], taken: Mapping[str, int]) -> list[Generation]:
+    """Name generations that have no name: the next commit would free what an unknown one pinned."""
+    named_ones: list[Generation] = []
+    for generation in whole:
+        name = f"recovered-{generation.number}"
+        while name in taken:
+            name += "+"
+        named_ones.append(generation if generation.names else replace(generation, names=(name,)))
+    return named_ones
 
 
 def _united(*manifests: Sequence[Generation]) -> list[Generation]:
@@ -157,13 +199,11 @@ def _united(*manifests: Sequence[Generation]) -> list[Generation]:
     return without_overlaps([by_number[number] for number in sorted(by_number)])
 
 
-def _lost(
-    newest: Head, names: Sequence[tuple[str, int]], whole: Sequence[Generation]
-) -> Iterator[str]:
+def _lost(newest: Head, names: Mapping[str, int], whole: Sequence[Generation]) -> Iterator[str]:
     numbers = {generation.number for generation in whole}
     if newest.generation and max(numbers, default=0) < newest.generation:
         yield (f"generation {newest.generation} (step {newest.step}), the newest that was reported")
-    for name, number in names:
+    for name, number in names.items():
         if number not in numbers:
             yield f"snapshot {name!r} (generation {number})"
 
@@ -171,6 +211,11 @@ def _lost(
 def recover(recovery: Recovery) -> None:
     """Write a manifest of the intact generations; call it while ``recovery`` is held."""
     first, disk = recovery.directories[0], SystemDisk()
+    if recovery.is_copy_only:
+        with named("A recovery of the store in", first):
+            copy_database(first / MANIFEST_NAME, first / COPY_NAME, disk)
+            disk.sync_directory(first)
+        return
     with (
         named("A recovery of the store in", first),
         tempfile.TemporaryDirectory(dir=first) as scratch,
@@ -202,11 +247,26 @@ def _read_rows(first: Path, name: str, run: str, data_files: Sequence[Path]) -> 
             whole = whole_generations(connection, run)
             try:
                 check_schema(connection)
-                names = read_names(connection, run)
+                names = dict(read_names(connection, run))
             except (StowError, *MALFORMED):
-                names = []
+                names = {}
+            head = _sealed_head(connection, run)
             damage = _find_damage(connection, first / name, data_files)
-    return _Rows(tuple(whole), tuple(names), damage)
+    return _Rows(tuple(whole), names, damage, head)
+
+
+def _sealed_head(connection: sqlite3.Connection, run: str) -> Head:
+    """Return what a manifest ends with if its lists are those that were written."""
+    with suppress(StowError, *MALFORMED):
+        check_schema(connection)
+        check_seal(connection)
+        if read_meta(connection, "run") == run:
+            transaction = int(read_meta(connection, "transaction"))
+            newest = read_summaries(connection)[-1:]
+            return Head(
+                run, transaction, *((newest[0].number, int(newest[0].step)) if newest else ())
+            )
+    return Head(run)
 
 
 def _copy_manifest(first: Path, name: str, scratch: Path) -> Path:

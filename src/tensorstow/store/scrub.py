@@ -24,6 +24,7 @@ from tensorstow.store.checksums import (
 )
 from tensorstow.store.datafiles import check_files
 from tensorstow.store.inspect import data_files, read_only
+from tensorstow.store.manifest_copy import find_copy_damage
 from tensorstow.store.records import (
     ChunkRecord,
     ChunkShape,
@@ -89,6 +90,8 @@ class StoreContents:
     files: tuple[File, ...]
     generations: tuple[Generation, ...]
     """Oldest first."""
+    copy_damage: str | None
+    """What is wrong with the manifest's copy; None if nothing is."""
 
 
 @contextmanager
@@ -112,7 +115,8 @@ def open_contents(directory: Path) -> Iterator[StoreContents]:
         numbers = [summary.number for summary in read_summaries(connection)]
         generations = tuple(load(connection, first / MANIFEST_NAME, run, n) for n in numbers)
         with open_for_reading(paths) as files:
-            yield StoreContents(first, files, generations)
+            copy_damage = find_copy_damage(first / MANIFEST_NAME)
+            yield StoreContents(first, files, generations, copy_damage)
 
 
 @contextmanager

@@ -113,7 +113,8 @@ def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["scrub", "--json", str(tmp_path)]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole == {
-        "directory": str(tmp_path), "read_bytes": whole["read_bytes"], "damages": []
+        "directory": str(tmp_path), "read_bytes": whole["read_bytes"], "damages": [],
+        "copy_damage": None,
     }  # fmt: skip
     flip(tmp_path / "states-0.bin", record.extent.offset)
     assert main(["scrub", "--json", str(tmp_path)]) == 1

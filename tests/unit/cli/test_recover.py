@@ -4,7 +4,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from attacks.flips import LOG, MANIFEST, copy, directories, drop_copy, make_run
+from attacks.flips import (
+    COPIES,
+    LOG,
+    MANIFEST,
+    change_rows,
+    copy,
+    damage_heads,
+    directories,
+    drop_copy,
+    make_run,
+)
 from powerloss.contents import commit
 from tensorstow import AdamW
 from tensorstow.base.errors import DamageError
@@ -67,12 +77,55 @@ def test_steps_are_lost_only_if_that_is_accepted(
         assert (root / MANIFEST).read_bytes() == before
         with pytest.raises(DamageError):  # and stays known
             Store.open(directories(root), open_engine("threads"))
-    assert json.loads(said)["lost"] == ["generation 7 (step 7), the newest that was reported"]
+    newest, names = json.loads(said)["lost"]
+    assert newest == "generation 7 (step 7), the newest that was reported"
+    assert "names of snapshots are unknown" in names
     assert recover(root, "--accept-loss") == LOST
     assert "a new run begins there" in capsys.readouterr().out
     assert recover(root) == 0
     with Store.open(directories(root), open_engine("threads")) as store:
         assert store.generation() is None
+
+
+def test_a_copy_that_is_damaged_alone_is_made_anew(
+    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["rest"], root)
+    change_rows(root / COPIES[0], "UPDATE chunks SET offset = offset + 4096 WHERE generation = 7")
+    first, before = str(root / "a"), (root / MANIFEST).read_bytes()
+    for _ in range(2):
+        assert main(["scrub", first]) == DAMAGED
+        assert "manifest-copy.sqlite, the second copy of the manifest, is damaged" in (
+            said := capsys.readouterr().out.replace("\n", "")
+        )
+        assert "1 damaged" in said
+        assert main(["scrub", first, "--json"]) == DAMAGED
+        assert "generation 7" in json.loads(capsys.readouterr().out)["copy_damage"]
+        assert recover(root) == DAMAGED
+        assert "add --yes to go on, which loses nothing" in capsys.readouterr().out
+    assert recover(root, "--yes") == 0
+    assert "the second copy of the manifest is made anew" in capsys.readouterr().out
+    assert (root / MANIFEST).read_bytes() == before
+    assert main(["scrub", first]) == 0
+    assert recover(root) == 0
+    (root / MANIFEST).unlink()
+    with Store.open(directories(root), open_engine("threads")) as store:
+        assert [s.number for s in store.generations()] == [2, 4, 7]
+
+
+def test_what_no_file_records_may_be_lost(
+    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    copy(golden["rest"], root)
+    for path in (root / "a").glob("manifest*"):
+        path.unlink()
+    damage_heads(root)
+    assert recover(root, "--yes") == DAMAGED
+    assert "lost: what was reported is unknown" in capsys.readouterr().out
+    assert not (root / MANIFEST).exists()
+    assert recover(root, "--accept-loss") == LOST
 
 
 def test_training_does_not_begin_anew_over_a_damaged_run(

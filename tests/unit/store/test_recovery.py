@@ -13,7 +13,9 @@ from attacks.flips import (
     ENGINE,
     LOG,
     MANIFEST,
+    change_rows,
     copy,
+    damage_heads,
     directories,
     drop_copy,
     facts,
@@ -80,6 +82,67 @@ def test_heads_that_are_damaged_lose_nothing(golden: dict[str, Path], tmp_path: 
         file.seek(4096)
         file.write(b"\0" * 8192)
     assert recovered(tmp_path / "run") == ([2, 4, 7], ["step-2", "step-4"])
+
+
+def test_heads_that_are_all_damaged_lose_nothing_of_a_whole_manifest(
+    golden: dict[str, Path], tmp_path: Path
+) -> None:
+    copy(golden["rest"], tmp_path / "run")
+    damage_heads(tmp_path / "run")
+    assert damage_of(tmp_path / "run").lost == ()
+    assert recovered(tmp_path / "run") == ([2, 4, 7], ["step-2", "step-4"])
+
+
+def test_a_manifests_list_says_what_was_reported_if_no_head_does(
+    golden: dict[str, Path], tmp_path: Path
+) -> None:
+    copy(golden["rest"], tmp_path / "run")
+    damage_heads(tmp_path / "run")
+    change_rows(tmp_path / "run" / MANIFEST, "UPDATE chunks SET offset = 1 WHERE generation = 7")
+    lost = damage_of(tmp_path / "run").lost
+    assert lost == ("generation 7 (step 7), the newest that was reported",)
+    change_rows(tmp_path / "run" / MANIFEST, "DELETE FROM generations WHERE generation = 7")
+    reported, names = damage_of(tmp_path / "run").lost
+    assert "what was reported is unknown" in reported
+    assert "names of snapshots are unknown" in names
+
+
+@pytest.mark.parametrize("statement", ["DELETE FROM snapshots", "UPDATE snapshots SET name = 'x'"])
+def test_generations_keep_a_name_if_theirs_may_be_lost(statement: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, tmp_path / "live")
+    for path in (root / MANIFEST, root / COPIES[0]):
+        change_rows(path, f"{statement} WHERE generation = 4")
+    with pytest.raises(DamageError):
+        Store.open(directories(root), ENGINE)
+    with hold_recovery(directories(root)) as found:
+        assert ["names of snapshots are unknown" in lost for lost in found.lost] == [True]
+        recover(found)
+    with Store.open(directories(root), ENGINE) as store:
+        commit(store, 50)
+        kept = {s.number: s.names for s in store.generations()}
+        assert damages_in(store) == []
+    assert {2: ("step-2",), 4: ("recovered-4",), 7: ("recovered-7",)}.items() <= kept.items()
+
+
+def test_a_name_that_only_a_lost_log_had_may_be_lost(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, tmp_path / "live")
+    older = [(path, path.read_bytes()) for path in (root / MANIFEST, root / COPIES[0])]
+    with Store.open(directories(root), ENGINE) as store:
+        store.add_snapshot("last")
+    for path, content in older:
+        path.write_bytes(content)
+    assert ["names of snapshots are unknown" in lost for lost in damage_of(root).lost] == [True]
+
+
+def test_names_are_those_of_the_manifest_that_has_its_seal(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    make_run(root, tmp_path / "live")
+    change_rows(root / MANIFEST, "DELETE FROM snapshots")
+    change_rows(root / COPIES[0], "UPDATE chunks SET offset = 1 WHERE generation = 7")
+    assert damage_of(root).lost == ()
+    assert recovered(root) == ([2, 4, 7], ["step-2", "step-4"])
 
 
 def test_a_manifest_that_is_gone(golden: dict[str, Path], tmp_path: Path) -> None:
