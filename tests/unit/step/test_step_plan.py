@@ -12,9 +12,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint import content
 from tensorstow.optim import step_runner
-from tensorstow.step.managed_param import NO_SCALARS, ParamUpdate, StepPlan
-from tensorstow.step.schedule import record_step
-from tensorstow.step.step_plan import must_seed, name_of, step_of
+from tensorstow.step.step_plan import must_seed, name_of, record_step, step_of
 
 
 def weight(numel: int = 4, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -28,13 +26,12 @@ def test_accounting_counts_and_tells_autograd() -> None:
     param = params.get(p)
     count = step_of(param, optimizer.state[p], params.store)
     before = p._version
-    update = ParamUpdate(optimizer.param_groups[0], param, None)
-    record_step(StepPlan([update], [count], [], NO_SCALARS), optimizer.state)
+    record_step([param], [count], optimizer.state, commits=False)
     assert optimizer.state[p]["step"] == 1
     assert p._version > before
     assert params.get(p).begun
     assert not params.get(p).written_by_others
-    record_step(StepPlan([], [], [], NO_SCALARS), optimizer.state)
+    record_step([], [], optimizer.state, commits=False)
 
 
 def test_seeds_are_taken_where_others_wrote_other_bits(tmp_path: Path) -> None:
