@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,13 +34,26 @@ def index_of(files: Mapping[str, str], total_size: int, **metadata: str) -> byte
     return json.dumps(index, indent=2).encode()
 
 
+class _Facts(NamedTuple):
+    """What another program may change about a file."""
+
+    is_same: bool
+    """Whether the path leads to the file, if it is opened again for each read."""
+    nbytes: int
+    mtime_ns: int
+    ctime_ns: int
+    has_name: bool
+
+
 class SeenFile:
     """A file of weights as it was when it was opened.
 
     [Note: Changed files] Programs set the time of the last write back (``rsync --inplace -t``), and
     no program sets that of the last change (ctime), which renaming, linking or ``chmod`` change
     too. So another ctime means changed contents, with two exceptions: the file still has its listed
-    digest, or has lost its last name, for another file took it and the contents did not change.
+    digest; or it has none, and has lost its last name since, for another file took it. That happens
+    once. Whether somebody also wrote to it in the same interval, and set the time of that write
+    back, only its digest tells.
     """
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
@@ -63,8 +77,9 @@ class SeenFile:
         now = self._look()
         if now == self._seen:
             return
-        is_unnamed = not self._is_reopened and not os.fstat(self._fd).st_nlink
-        if not (is_unnamed and now[:-1] == self._seen[:-1]) and not self._has_digest():
+        lost_name = not self._is_reopened and self._seen.has_name and not now.has_name
+        only_lost_name = lost_name and now[:3] == self._seen[:3] and self._digest is None
+        if not only_lost_name and not self._has_digest():
             message = (
                 f"{self.path} was changed while a model is computed with its weights or reads them:"
                 " what was read before and after are of different models. Write new weights to a"
@@ -78,14 +93,15 @@ class SeenFile:
         opened = self.path if self._is_reopened else Path(f"/proc/self/fd/{self._fd}")
         return self._digest is not None and digest_of(opened) == self._digest
 
-    def _look(self) -> tuple[bool, int, int, int]:
+    def _look(self) -> _Facts:
         try:
             facts = os.fstat(self._fd)
             is_same = not self._is_reopened or os.path.samestat(facts, self.path.stat())
         except OSError as error:
             code = error.errno or codes.EIO
             raise TransferError(self.path, "fstat", offset=0, length=0, errno=code) from error
-        return is_same, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+        times = facts.st_mtime_ns, facts.st_ctime_ns
+        return _Facts(is_same, facts.st_size, *times, has_name=facts.st_nlink > 0)
 
 
 class WeightFile(SeenFile):

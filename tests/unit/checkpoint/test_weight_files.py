@@ -116,3 +116,39 @@ def test_a_file_that_another_replaced_is_still_read(opened: WeightFile, tmp_path
     (tmp_path / "other").rename(opened.path)
     assert torch.equal(read(opened, "a"), TENSORS["a"])
     opened.validate_unchanged()
+    opened.validate_unchanged()
+    fd = os.open(f"/proc/self/fd/{opened._file.fd}", os.O_WRONLY)
+    seen = os.fstat(fd)
+    os.pwrite(fd, b"x", seen.st_size - 1)
+    os.utime(fd, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    os.close(fd)
+    with pytest.raises(DamageError, match="was changed"):  # its last name is lost once
+        opened.validate_unchanged()
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("way", ["rename", "unlink"])
+def test_a_digest_says_whether_a_file_that_lost_its_name_was_written_to(
+    tmp_path: Path,
+    way: str,
+    is_written: bool,  # noqa: FBT001
+) -> None:
+    save_safetensors(nn.Linear(64, 64), tmp_path)
+    path = tmp_path / "model.safetensors"
+    opened = WeightFiles([path]).by_path[path]
+    seen = path.stat()
+    if is_written:
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    if way == "rename":
+        save_safetensors(nn.Linear(3, 3), tmp_path)
+    else:
+        path.unlink()
+    if not is_written:
+        opened.validate_unchanged()
+        return
+    for _ in range(2):
+        with pytest.raises(DamageError, match="was changed"):
+            opened.validate_unchanged()
