@@ -33,13 +33,14 @@ SUBJECTS = {
     "deepspeed_numbers": "what DeepSpeed's door computes, against a plain loop: 288 cells",
     "seed_example": "the seed example with and without offload, in fresh processes",
     "lecture": "no offload, naive offloading, ZeRO-Offload and ZeRO-Infinity side by side",
+    "delayed": "loss curves of delayed updates beside exact ones, on the seed example",
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
 
 FOLDERS = dict.fromkeys(("gpu", "accelerator_model", "plan_bytes"), "accelerator")
 """Of the others: cpu."""
 
-PICTURES = {"lecture": "lecture_picture"}
+PICTURES = {"lecture": "lecture_picture", "delayed": "delayed_picture"}
 """Modules that draw what a subject saved."""
 
 

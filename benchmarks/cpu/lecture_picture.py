@@ -38,7 +38,7 @@ def draw(results: Path) -> Path:
     right.set_xlabel("seconds of a step", color=INK)
     left.invert_yaxis()  # the first way on top
     for axes in (left, right):
-        _style(axes)
+        style(axes)
     path = results.with_suffix(".svg")
     # Text stays text, and the same figures are the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lecture"}):
@@ -50,7 +50,8 @@ def _note(axes: Axes, x: float, row: int, text: str) -> None:
     axes.text(x, row, text, ha="center", va="center", color=INK, fontsize=9)
 
 
-def _style(axes: Axes) -> None:
+def style(axes: Axes) -> None:
+    """Give axes the look of this project's pictures."""
     axes.grid(axis="x", color=GRID)
     axes.set_axisbelow(True)
     axes.set_facecolor(PAPER)

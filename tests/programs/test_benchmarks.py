@@ -192,6 +192,30 @@ def test_the_lecture_s_picture_shows_what_was_measured() -> None:
     assert numbers_of_picture(document) <= set(texts_of(picture))
 
 
+def test_loss_curves_of_delayed_updates_are_run_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    run_benchmarks(tmp_path, "delayed")
+    document = json.loads((tmp_path / "delayed.json").read_text())
+    check_document(document, "delayed")
+    warmup, exact, delayed = document["figures"]
+    assert warmup["verdict"] == "passed"
+    assert exact["detail"]["losses"] != delayed["detail"]["losses"]
+    assert {"exact", "delayed", " end of the warm-up"} <= set(texts_of(tmp_path / "delayed.svg"))
+
+
+def test_the_page_of_delayed_updates_shows_what_was_measured() -> None:
+    results = ROOT / "benchmarks/results"
+    document = json.loads((results / "delayed.json").read_text())
+    assert document["quick"] is False
+    assert document["figures"][0]["verdict"] == "passed"
+    picture = ROOT / "docs/images/delayed.svg"
+    assert picture.read_bytes() == (results / "delayed.svg").read_bytes()
+    page = (ROOT / "docs/guides/delayed-updates.md").read_text()
+    for figure in document["figures"][1:]:
+        assert f"{figure['measured']:.3f}" in page
+
+
 def test_unknown_subject_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/run.py", "kernel", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
