@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
@@ -71,6 +71,19 @@ class SeenFile:
             weakref.finalize(self, os.close, self._fd)
         self._digest = listed_digest(path, (path, path.with_name(INDEX)))
         self._seen = self._look()
+
+    @classmethod
+    def held(cls, path: Path) -> Self:
+        """Return the facts of a file that may lose its name, and stays open for that."""
+        with named("File", path):
+            fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            seen = cls(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        weakref.finalize(seen, os.close, fd)
+        return seen
 
     def validate_unchanged(self) -> None:
         """Raise DamageError if somebody has written to the file since, or replaced it."""

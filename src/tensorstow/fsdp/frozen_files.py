@@ -17,7 +17,7 @@ from torch import nn
 
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import format_bytes
-from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
+from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.shard_storage import FrozenLayout
 from tensorstow.fsdp.units import Unit
@@ -102,6 +102,43 @@ def _log_copied(copied: Mapping[str, nn.Parameter]) -> None:
 
 
 # --- weights that are mapped ---
+
+
+def watch_mapped_files(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let each forward raise DamageError if a file that frozen parameters are mapped from changed.
+
+    Their memory is the file's: what another program writes to it is computed with from then on.
+    Call it before the values are validated for the last time.
+    """
+    frozen = [p for p in parameters if not p.requires_grad and p.device.type == "cpu" and p.numel()]
+    mappings = _private_mappings() if frozen else []
+    starts = [mapping.start for mapping in mappings]
+    paths: set[Path] = set()
+    for parameter in frozen:
+        index = bisect_right(starts, parameter.data_ptr()) - 1
+        if index >= 0 and parameter.data_ptr() < mappings[index].stop:
+            paths.add(mappings[index].path)
+    seen = [SeenFile.held(path) for path in sorted(paths) if path.is_file()]
+    if seen:
+        model.register_forward_pre_hook(_MappedFiles(seen), prepend=True)
+
+
+class _MappedFiles:
+    """A hook before forward that validates files."""
+
+    def __init__(self, seen: Sequence[SeenFile] = ()) -> None:
+        """Keep the files open."""
+        self._seen = seen
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def __call__(self, *_: object) -> None:
+        """Raise DamageError if a file was changed since."""
+        for file in self._seen:
+            file.validate_unchanged()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Return a hook without files: a copied or saved model has memory of its own."""
+        return _MappedFiles, ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
-from tensorstow.fsdp.frozen_files import FrozenFiles
+from tensorstow.fsdp.frozen_files import FrozenFiles, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import Init, InitialValues
@@ -158,6 +158,8 @@ class StowRequest:
         """Set the first values of parameters that stay whole; collective over ``group``."""
         values = self.first_values(group)
         values.fill(self.units)
+        if self.device.type == "cpu":  # else they are copied to the device
+            watch_mapped_files(self.model, self.model.parameters())
         values.buffers(self.model)
 
     def make_optimizer(self) -> PlacedOptimizer:
@@ -343,6 +345,7 @@ def _take_scalars(request: StowRequest, values: InitialValues) -> Unit | None:
         return None
     scalars = Unit(ROOT, request.model, parameters)
     values.fill([scalars])
+    watch_mapped_files(request.model, parameters.values())
     for unit in request.units:
         for name in parameters:
             unit.parameters.pop(name, None)

@@ -19,6 +19,7 @@ from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.frozen_files import watch_mapped_files
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
 from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
@@ -82,6 +83,8 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
             _empty(unit, streamed[unit.name])
         else:
             _fill(unit, sources, options)
+    resident = [p for unit in units if unit.name not in streamed for p in unit.parameters.values()]
+    watch_mapped_files(model, resident)
     values.buffers(model)
     move_buffers(model, options.device)
     stream = None

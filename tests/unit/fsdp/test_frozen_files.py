@@ -1,5 +1,6 @@
 """Frozen weights that are in the user's files: read from there, never copied, never written."""
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.engine import open_engine
+from tensorstow.io.safetensors import read_table
 from tensorstow.store.store import Store
 
 WIDTH, WORDS, BLOCKS, RANK = 48, 70, 8, 4
@@ -267,19 +269,93 @@ def test_the_first_ranks_values_count_if_files_differ(
 # --- changes later ---
 
 
-@pytest.mark.parametrize("way", ["weights", "mapped"])
-def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, way: str) -> None:
-    path = save(tmp_path / "model.safetensors")
-    least = Plan(parameters="disk", prefetch=0)
-    model, optimizer = placed(path, way, plan=least)
-    train(model, optimizer, range(1))
+def write_unseen(path: Path) -> None:
+    """Write to a file, and set its time back."""
     seen = path.stat()
     with path.open("r+b") as opened:
         opened.seek(-1, os.SEEK_END)
         opened.write(b"x")
     os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+
+
+def placed_over(path: Path, way: str, plan: Plan) -> tuple[Any, Any]:
+    """Return a model whose frozen weights are in the file, in memory too."""
+    if way == "mapped":
+        return tensorstow.stow(mapped(path), ADAMW, plan=plan)
+    with torch.device("meta"):
+        model = Model()
+    return tensorstow.stow(model, ADAMW, plan=plan, weights=path)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(parameters="disk", prefetch=0),
+        Plan(parameters="host"),
+        Plan(parameters="device"),
+        Plan(states="disk", overlap="backward"),
+    ],
+    ids=["disk", "host", "device", "backward"],
+)
+@pytest.mark.parametrize("way", ["weights", "mapped"])
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, way: str, plan: Plan) -> None:
+    path = save(tmp_path / "model.safetensors")
+    model, optimizer = placed_over(path, way, plan)
+    train(model, optimizer, range(1))
+    write_unseen(path)
     with pytest.raises(DamageError, match="was changed while a model is computed with"):
         train(model, optimizer, range(1, 3))
+
+
+def test_a_file_that_a_read_only_model_is_mapped_from_is_watched(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors")
+    values, padding = load_file(path), 0
+    while read_table(path).entries["embedding.weight"].offset % 64:  # unaligned ones are copied
+        padding += 1
+        save_file(values, path, {"padding": "x" * padding})
+    model, _ = tensorstow.stow(mapped(path), None, plan=Plan())
+    loss(model, 0, 0)
+    write_unseen(path)
+    with pytest.raises(DamageError, match="was changed while a model is computed with"):
+        loss(model, 0, 0)
+
+
+def test_copies_of_a_model_have_nothing_of_the_file(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors")
+    model, _ = placed_over(path, "weights", Plan())
+    expected = loss(model, 0, 0)
+    other = copy.deepcopy(model)
+    write_unseen(path)
+    assert torch.equal(loss(other, 0, 0), expected)
+    with pytest.raises(DamageError):
+        loss(model, 0, 0)
+
+
+def test_a_new_file_of_the_same_name_leaves_the_mapped_one(tmp_path: Path) -> None:
+    path = save(tmp_path / "model.safetensors")
+    model, optimizer = placed_over(path, "weights", Plan())
+    before = train(model, optimizer, range(1))
+    (tmp_path / "new").write_bytes(b"x")
+    (tmp_path / "new").rename(path)
+    assert before == train(*placed(save(tmp_path / "other.safetensors"), "weights"), range(1))
+    train(model, optimizer, range(1, 3))
+
+
+def from_other_memory(path: Path) -> None:
+    import torch.distributed as dist  # noqa: PLC0415  # in ranks alone
+
+    model, optimizer = placed_over(path, "weights", Plan(stage=1))
+    train(model, optimizer, range(1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        write_unseen(path)
+    dist.barrier()
+    with pytest.raises(DamageError, match="was changed"):
+        train(model, optimizer, range(1, 2))
+
+
+def test_every_rank_sees_that_a_file_changed(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2).run(from_other_memory, save(tmp_path / "model.safetensors"))
 
 
 @pytest.mark.parametrize("way", ["weights", "mapped"])
