@@ -8,7 +8,7 @@ attribute shows that. So its bytes are compared with the file's. A weight that d
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
