@@ -111,7 +111,7 @@ def watch_mapped_files(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
     Call it before the values are validated for the last time.
     """
     frozen = [p for p in parameters if not p.requires_grad and p.device.type == "cpu" and p.numel()]
-    mappings = _private_mappings() if frozen else []
+    mappings = list(_private_mappings()) if frozen else []
     starts = [mapping.start for mapping in mappings]
     paths: set[Path] = set()
     for parameter in frozen:
