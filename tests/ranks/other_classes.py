@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tensorstow.deepspeed as deepspeed
+from parity.problem import one_torch_thread
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.ops.lion import Lion
 from tensorstow.deepspeed.utils import (
@@ -122,6 +123,7 @@ def through_engine(case: Case, folder: str) -> list[torch.Tensor]:
     return [*weights, torch.tensor(norm)]
 
 
+@one_torch_thread()  # as ranks have: with others some processors' products have other bits
 def in_ram(case: Case, world: int) -> list[torch.Tensor]:
     """Train the plain class in this process by what ``world`` ranks see."""
     model = Narrow()
