@@ -83,7 +83,13 @@ def deepspeed() -> Iterator[Door]:
         def contents() -> list[torch.Tensor]:
             states: dict[str, Any] = engine.optimizer.state_dict()
             kept = [t for entry in states["state"].values() for t in entry.values()]
-            return [t.detach().clone() for t in (*engine.module.state_dict().values(), *kept)]
+            counts = (engine.global_steps, engine.micro_steps, engine.global_samples)
+            numbers = [float(group["lr"]) for group in engine.optimizer.param_groups]
+            numbers += [*counts, engine.skipped_steps, engine.lr_scheduler.last_batch_iteration]
+            grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
+            weights = engine.module.state_dict().values()
+            rest = torch.tensor(numbers, dtype=torch.float64)
+            return [t.detach().clone() for t in (*weights, *kept, *grads, rest)]
 
         yield Door(save, load, contents)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from traceback import StackSummary
+from typing import Any
 
 import pytest
 import torch
@@ -160,8 +161,64 @@ def test_checkpoints_of_others_are_loaded_and_a_cut_file_is_named(
                 named = str(file.parent if length is None else file)
                 if said is None or named not in said:
                     unnamed.append((file.name, length, said))
+                assert all_equal(door.contents(), before)
             file.write_bytes(whole)
     assert unnamed == []
+
+
+def _first(values: dict[str, Any], key: str, value: object) -> None:
+    """Set an option of the first group."""
+    values["groups"][0][key] = value
+
+
+def _all_steps(values: dict[str, Any], step: object) -> None:
+    values["steps"] = dict.fromkeys(values["steps"], step)
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "lr, text": (lambda v: _first(v, "lr", "x"), "lr='x'"),
+    "lr, NaN": (lambda v: _first(v, "lr", float("nan")), "lr=nan"),
+    "betas": (lambda v: _first(v, "betas", (2.0, 3.0)), r"betas\[0\]=2.0"),
+    "amsgrad": (
+        lambda v: _first(v, "amsgrad", not v["groups"][0]["amsgrad"]),
+        "decides which states exist",
+    ),
+    "one group less": (lambda v: v["groups"].pop(), r"groups of \[3\] parameters"),
+    "another class": (lambda v: v.update({"class": "SGD"}), "has the states of SGD"),
+    "steps, text": (lambda v: _all_steps(v, "x"), "'step' of embedding.weight is 'x'"),
+    "steps, negative": (lambda v: _all_steps(v, -5.0), "'step' of embedding.weight is -5.0"),
+    "steps of another": (lambda v: v["steps"].update(other=1.0), "'other' has states"),
+    "groups": (lambda v: v.update(groups=None), "engine.pt cannot be read"),
+    "no counter": (lambda v: v.pop("global_steps"), "global_steps"),
+    "counter, text": (lambda v: v.update(global_steps="x"), "global_steps='x'"),
+    "client": (lambda v: v.update(client_state=5), "engine.pt cannot be read"),
+    "scheduler": (lambda v: v["scheduler"].clear(), "no 'last_batch_iteration'"),
+    "scheduler, text": (
+        lambda v: v["scheduler"].update(last_batch_iteration="x"),
+        "last_batch_iteration='x'",
+    ),
+    "nothing": (lambda v: v.clear(), "engine.pt cannot be read"),
+}
+"""What is done to the values of a checkpoint without digests, and what is said of it."""
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_values_that_cannot_be_are_refused_before_anything_changes(
+    tmp_path: Path, name: str
+) -> None:
+    edit, said = EDITS[name]
+    with DOORS["DeepSpeed"]() as door:
+        door.save(tmp_path)
+        for listing in tmp_path.rglob(f"*{SUFFIX}"):
+            listing.unlink()
+        (file,) = tmp_path.rglob("engine.pt")
+        values = torch.load(file, weights_only=True)
+        edit(values)
+        torch.save(values, file)
+        before = door.contents()
+        with pytest.raises(StowError, match=said):
+            door.load(tmp_path)
+        assert all_equal(door.contents(), before)
 
 
 @pytest.mark.parametrize("of_rank", [0, 1])

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import BackwardError, OptionError, StoreFormatError
 from tensorstow.checkpoint.serialize import flatten
+from tensorstow.deepspeed.checkpoint.saved_values import check_others
 from tensorstow.deepspeed.checkpoint.sharded import (
     COUNTS,
     LATEST,
@@ -475,7 +476,8 @@ class DeepSpeedEngine(ConfiguredModule):
 
         It also loads checkpoints that DeepSpeed wrote under stages 1 to 3, and its universal ones.
         The next backward is that of a step's first micro-batch: gradients that wait for ``step()``,
-        in this engine or when it was saved, are dropped.
+        in this engine or when it was saved, are dropped. Names, shapes, groups, hyper-parameters
+        and counters are checked before anything is changed.
 
         Args:
             load_dir: The directory.
@@ -495,46 +497,60 @@ class DeepSpeedEngine(ConfiguredModule):
                 different tags, or have different directories on one host.
             StowError: Another rank could not read. That rank raises its own error.
         """
-        universal = self.settings.load_universal
-        latest = LATEST_UNIVERSAL if universal else LATEST
-        found_tag = latest_tag(Path(load_dir), latest) if tag is None else str(tag)
-        validate_same_folder(load_dir, found_tag, "load_checkpoint()")
-        if found_tag is None and universal:
-            message = (
-                f"{load_dir} has no file latest_universal, which checkpoint.load_universal asks"
-                " for: convert a checkpoint by ds_to_universal, or leave the key out."
-            )
-            raise StoreFormatError(message)
-        if found_tag is None:
+        folder = self._folder_to_load(Path(load_dir), tag)
+        if folder is None:
             return None, None
-        folder = Path(load_dir) / found_tag
         saved = on_every_rank(partial(open_checkpoint, folder), f"read {folder}")
-        if self._update is not None:
-            self._update.drop_gradients()
-        self._backwards, self._loss = 0, 0.0
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        on_every_rank(
-            partial(saved.load_module, self.module, strict=load_module_strict),
-            f"load the weights in {folder}",
-        )
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        scale = None if optimizer is None else self._scale
+        scheduler = None if load_module_only or not load_lr_scheduler_states else self.lr_scheduler
+
+        def check() -> dict[str, Any]:
+            saved.check(self.module, optimizer, strict=load_module_strict)
+            check_others(saved, scale, scheduler)
+            return saved.client_state
+
+        client_state = on_every_rank(check, f"check {folder}")
+        self._begin_step_again()
+        on_every_rank(partial(saved.load_module, self.module), f"load the weights in {folder}")
         if self.optimizer is not None:
             drop_unused_masters(self.optimizer)
         if load_module_only:
-            return str(folder), saved.client_state
-        if load_optimizer_states and self.optimizer is not None:
+            return str(folder), client_state
+        if optimizer is not None:
             on_every_rank(
-                partial(saved.load_states, self.module, self.optimizer),
-                f"load the states in {folder}",
+                partial(saved.load_states, self.module, optimizer), f"load the states in {folder}"
             )
-            if self._scale is not None and saved.scale is not None:
-                self._scale.load_state_dict(saved.scale)
-        if load_lr_scheduler_states and self.lr_scheduler is not None and saved.scheduler:
-            self.lr_scheduler.load_state_dict(saved.scheduler)
+            if scale is not None and saved.scale is not None:
+                scale.load_state_dict(saved.scale)
+        if scheduler is not None and saved.scheduler is not None:
+            scheduler.load_state_dict(saved.scheduler)
         for name, count in saved.counts.items():
             setattr(self, name, count)
         # Another number of ranks changes a step's micro-batches, so the step begins again.
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        return str(folder), saved.client_state
+        return str(folder), client_state
+
+    def _folder_to_load(self, directory: Path, tag: str | int | None) -> Path | None:
+        """Return the folder of a checkpoint, the newest without ``tag``; None if there is none."""
+        universal = self.settings.load_universal
+        latest = LATEST_UNIVERSAL if universal else LATEST
+        found_tag = latest_tag(directory, latest) if tag is None else str(tag)
+        validate_same_folder(directory, found_tag, "load_checkpoint()")
+        if found_tag is None and universal:
+            message = (
+                f"{directory} has no file latest_universal, which checkpoint.load_universal asks"
+                " for: convert a checkpoint by ds_to_universal, or leave the key out."
+            )
+            raise StoreFormatError(message)
+        return None if found_tag is None else directory / found_tag
+
+    def _begin_step_again(self) -> None:
+        """Drop the gradients that wait for ``step()``: the next backward is the first of a step."""
+        if self._update is not None:
+            self._update.drop_gradients()
+        self._backwards, self._loss = 0, 0.0
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
 
     def module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict, with DTensors for sharded parameters."""

@@ -1,12 +1,38 @@
 """The loss scale of fp16: grows, and shrinks on overflow."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.fields import PositiveFloat, check_fields, from_fields, whole_number
 from tensorstow.deepspeed.config.settings import Fp16
 
 _FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """The state of a loss scale in a checkpoint."""
+
+    scale: PositiveFloat
+    patience: int
+    good_steps: Annotated[int, whole_number(0)]
+    cur_iter: int | None = None
+    """None: an older checkpoint lacks it."""
+
+    def __post_init__(self) -> None:
+        """Check every value; raises OptionError."""
+        check_fields(self)
+
+
+def read_scale(state: object) -> ScaleState:
+    """Return the state of a loss scale; raise OptionError if it cannot be one."""
+    meant = "scale is a loss scale's state"
+    if not isinstance(state, Mapping):
+        message = f"{meant}: this is {abbreviated(state)}."
+        raise OptionError(message)
+    return from_fields(ScaleState, state, meant)
 
 
 class LossScale:
@@ -81,10 +107,10 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint; a static scale stays as configured."""
         if self.dynamic:
-            self.scale = float(state["scale"])
-            self._patience = int(state["patience"])
-            self._good_steps = int(state["good_steps"])
-            self.cur_iter = int(state.get("cur_iter", self._good_steps))
+            read = read_scale(state)
+            self.scale, self._patience = read.scale, read.patience
+            self._good_steps = read.good_steps
+            self.cur_iter = read.good_steps if read.cur_iter is None else read.cur_iter
 
     def _back_off(self) -> None:
         if self._patience > 1:

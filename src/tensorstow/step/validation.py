@@ -30,6 +30,7 @@ _FLAGS = (
     *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "bias_correction"),
 )
+_MOST_STEPS = 2.0**63
 _NUMBERS = (int, float, np.integer, np.floating)
 _STORED_FLAGS = frozenset({"amsgrad", "maximize", "decoupled_weight_decay"})
 _KEYS = _STORED_FLAGS | {"lr", "betas", "eps", "weight_decay"}
@@ -366,6 +367,7 @@ def check_saved(
                 " Adam's. Load the state_dict of an Adam or AdamW."
             )
             raise OptionError(message)
+    check_step(entry["step"], name)
     for key, value in entry.items():
         if key == "step":
             continue
@@ -382,6 +384,23 @@ def check_saved(
                 f" {tuple(parameter.shape)}: they are of different models."
             )
             raise OptionError(message)
+        if not value.is_floating_point():
+            message = (
+                f"The saved {key!r} of {name} is {value.dtype}: Adam's states are numbers of"
+                " floating point. The file is damaged, or something else wrote it."
+            )
+            raise OptionError(message)
+
+
+def check_step(step: object, name: str) -> None:
+    """Raise OptionError unless ``step`` is a count of steps, or a tensor with one."""
+    count = number_of(_item(step))
+    if count is None or not 0.0 <= count < _MOST_STEPS or count % 1.0:
+        message = (
+            f"The saved 'step' of {name} is {abbreviated(_item(step))}: it must be a whole number,"
+            " at least 0 and below 2**63. The file is damaged, or something else wrote it."
+        )
+        raise OptionError(message)
 
 
 def accept_grad_dtype(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:

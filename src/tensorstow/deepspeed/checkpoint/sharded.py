@@ -33,6 +33,14 @@ from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
+from tensorstow.deepspeed.checkpoint.saved_values import (
+    check_options,
+    check_states,
+    checking,
+    counts_in,
+    options_in,
+    refuse_other_amsgrad,
+)
 from tensorstow.deepspeed.states import StatesByName, group_names, set_states, states_of
 from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded
@@ -46,6 +54,8 @@ from tensorstow.fsdp.sharding import (
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.optim.placed import PlacedOptimizer
+from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.step.validation import check_step
 from tensorstow.tensors.dtensor import is_sharded, shard_of, to_local
 
 COUNTS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
@@ -213,31 +223,82 @@ class ShardedCheckpoint:
         """
         self._folder = folder
         self._common = read_common(folder, verify_together)
-        self.counts: dict[str, int] = {name: self._common[name] for name in COUNTS}
-        self.scale: dict[str, Any] | None = self._common["scale"]
-        self.scheduler: Any = self._common["scheduler"]
+        self.path = folder / _KEPT
+        """The file of the values that are the same on every rank."""
+        with checking(self.path):
+            self.counts: dict[str, int] = counts_in(self._common, COUNTS)
+            self.scale: dict[str, Any] | None = self._common["scale"]
+            self.scheduler: Any = self._common["scheduler"]
+            plain, tensors = self._common["client_state"]
+            self.client_state: dict[str, Any] = inflate(plain, tensors.__getitem__)
+            """The ``client_state`` of ``save_checkpoint``."""
 
-    @property
-    def client_state(self) -> dict[str, Any]:
-        """The ``client_state`` of ``save_checkpoint``."""
-        plain, tensors = self._common["client_state"]
-        state: dict[str, Any] = inflate(plain, tensors.__getitem__)
-        return state
+    def check(self, module: nn.Module, optimizer: PlacedOptimizer | None, *, strict: bool) -> None:
+        """Raise an error if the checkpoint cannot be loaded; nothing is changed.
 
-    def load_module(self, module: nn.Module, *, strict: bool) -> None:
-        """Load weights and buffers; raises OptionError for other names if ``strict``."""
+        What is known of tensors without reading them is checked: names, shapes and the lengths of
+        files. ``optimizer`` None: weights alone are to be loaded. Raises OptionError for another
+        model, other groups or another class, and for other names if ``strict``; StoreFormatError
+        for values that cannot have been saved.
+        """
         folder = self._folder
-        saved = {
-            n.removeprefix(_MODULE): v
-            for n, v in _metadata(folder).items()
-            if n.startswith(_MODULE)
-        }
-        names, tensors = saved.keys(), _room_for(module)
+        saved, own = self._saved_weights(), _kept(module)
         if strict:
-            refuse_other_names(folder, tensors.keys() - names, names - tensors.keys(), STRICT)
-        taken = {name: values for name, values in tensors.items() if name in names}
-        for name, values in taken.items():
-            refuse_other_shape(folder, name, saved[name].size, values.shape)
+            missing, unexpected = own.keys() - saved.keys(), saved.keys() - own.keys()
+            refuse_other_names(folder, missing, unexpected, STRICT)
+        for name in own.keys() & saved.keys():
+            refuse_other_shape(folder, name, saved[name].size, own[name].shape)
+        if optimizer is not None:
+            self._check_states(module, optimizer)
+
+    def _check_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
+        folder, common = self._folder, self._common
+        theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
+        if theirs not in {None, ours}:
+            message = (
+                f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
+                " one, or pass load_optimizer_states=False."
+            )
+            raise OptionError(message)
+        with checking(self.path):
+            saved_groups = [list(group["params"]) for group in common["groups"]]
+            entries: dict[str, dict[str, Any]] = {
+                name: {"step": step} for name, step in common["steps"].items()
+            }
+            for name, numbers in common.get("numbers", {}).items():
+                entries.setdefault(name, {}).update(numbers)
+        refuse_other_groups(folder, saved_groups, group_names(module, optimizer))
+        own = {id(p): bool(g.get("amsgrad")) for g in optimizer.param_groups for p in g["params"]}
+        named = {name: p for name, p in _parameters(module).items() if id(p) in own}
+        for key, saved in _metadata(folder).items():
+            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
+            if key.startswith(_OPTIMIZER) and isinstance(saved, TensorStorageMetadata):
+                values = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+                entries.setdefault(name, {})[state] = values
+        with checking(self.path):
+            check_options(optimizer, common["groups"])
+        refuse_other_amsgrad(optimizer, common["groups"])
+        with checking(self.path):
+            for name, entry in entries.items():
+                if name not in named:
+                    message = f"{name!r} has states, and is no parameter of the optimizer."
+                    raise OptionError(message)
+                if isinstance(optimizer, StowedAdam):
+                    check_states(named[name], entry, name, amsgrad=own[id(named[name])])
+                elif "step" in entry:
+                    check_step(entry["step"], name)
+
+    def _saved_weights(self) -> dict[str, TensorStorageMetadata]:
+        return {
+            name.removeprefix(_MODULE): entry
+            for name, entry in _metadata(self._folder).items()
+            if name.startswith(_MODULE)
+        }
+
+    def load_module(self, module: nn.Module) -> None:
+        """Load the weights and buffers that the checkpoint has, after ``check``."""
+        folder, saved = self._folder, self._saved_weights()
+        taken = {name: values for name, values in _room_for(module).items() if name in saved}
         _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
         targets: Mapping[str, torch.Tensor] = {
             **dict(module.named_buffers()),
@@ -248,20 +309,8 @@ class ShardedCheckpoint:
                 to_local(targets[name]).copy_(to_local(values))
 
     def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
-        """Load states and hyper-parameters; collective.
-
-        Raises OptionError if the groups have other parameters, or the optimizer has another class.
-        """
+        """Load states and hyper-parameters, after ``check``; collective."""
         folder, common = self._folder, self._common
-        theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
-        if theirs not in {None, ours}:
-            message = (
-                f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"
-                " one, or pass load_optimizer_states=False."
-            )
-            raise OptionError(message)
-        saved_groups = [group["params"] for group in common["groups"]]
-        refuse_other_groups(folder, saved_groups, group_names(module, optimizer))
         named = _parameters(module)
         room: Tensors = {}
         for key, saved in _metadata(folder).items():
@@ -288,7 +337,7 @@ class ShardedCheckpoint:
             states.setdefault(name, {})[state] = to_local(values)
         set_states(module, optimizer, states)
         for group, saved in zip(optimizer.param_groups, common["groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k not in {"params", "param_names"}})
+            group.update(options_in(saved))
 
 
 def refuse_other_groups(
@@ -386,16 +435,23 @@ def _values_of(module: nn.Module) -> Tensors:
     """Return this rank's shards of parameters and buffers, by their names in a checkpoint."""
     named = _parameters(module)
     tensors: Tensors = {}
-    for name, values in module.state_dict().items():
+    for name, values in _kept(module).items():
         if name in named:
             if is_sharded(values):
                 share = values.to_local().detach().clone().cpu()
                 tensors[_MODULE + name] = host_dtensor(share, named[name])
             else:
                 tensors[_MODULE + name] = values.detach().clone().cpu()
-        elif name not in dict(module.named_parameters(remove_duplicate=False)):
+        else:
             tensors[_MODULE + name] = values
     return tensors
+
+
+def _kept(module: nn.Module) -> Tensors:
+    """Return the parameters and buffers that a checkpoint has: a shared parameter once."""
+    all_names = dict(module.named_parameters(remove_duplicate=False))
+    others = all_names.keys() - _parameters(module).keys()
+    return {name: values for name, values in module.state_dict().items() if name not in others}
 
 
 def _room_for(module: nn.Module) -> Tensors:

@@ -14,6 +14,12 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.deepspeed.checkpoint.saved_values import (
+    check_options,
+    check_states,
+    checking,
+    counts_in,
+)
 from tensorstow.deepspeed.checkpoint.sharded import STRICT, ShardedCheckpoint, refuse_other_groups
 from tensorstow.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from tensorstow.deepspeed.checkpoint.zero_files import (
@@ -21,13 +27,15 @@ from tensorstow.deepspeed.checkpoint.zero_files import (
     UNIVERSAL_MAIN,
     Fragment,
     Partitions,
+    SavedGroup,
+    check_whole,
     joined,
     model_files,
     partitions_of,
     read_dict,
 )
 from tensorstow.deepspeed.states import StatesByName, group_names, set_states
-from tensorstow.doorkit.checkpoint_checks import refuse_other_names, refuse_other_shape
+from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.sharding import verify_together
 from tensorstow.io.digest_list import DigestList
@@ -60,6 +68,8 @@ class ZeroCheckpoint:
         files, ours = model_files(folder), DigestList(folder / UNIVERSAL_MAIN)
         verify_together(ours.main if os.path.lexists(ours.path) else files[0])
         self._folder = folder
+        self.path = files[0]
+        """The file of the values that are the same on every rank."""
         self._models = [read_dict(file, "module") for file in files]
         self._common = self._models[0]
         if self._common.get("num_experts") or self._common.get("ds_autoep_layers"):
@@ -68,6 +78,10 @@ class ZeroCheckpoint:
                 " they are not read."
             )
             raise StoreFormatError(message)
+        with checking(self.path):
+            counts = counts_in(self._common, [n for n in _COUNTS if n in self._common])
+        self.counts: dict[str, int] = {"micro_steps": 0, **counts}
+        """The engine's counters; micro-batches begin again, as upstream."""
 
     @staticmethod
     def is_at(folder: Path) -> bool:
@@ -76,13 +90,8 @@ class ZeroCheckpoint:
 
     @cached_property
     def _partitions(self) -> Partitions:
-        return partitions_of(self._folder, self._models)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The engine's counters; micro-batches begin again, as upstream."""
-        counts = {name: int(self._common[name]) for name in _COUNTS if name in self._common}
-        return {"micro_steps": 0, **counts}
+        with reading(self._folder):
+            return partitions_of(self._folder, self._models)
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -109,31 +118,43 @@ class ZeroCheckpoint:
             "cur_iter": scaler.cur_iter,
         }
 
-    @torch.no_grad()
-    def load_module(self, module: nn.Module, *, strict: bool) -> None:
-        """Load weights and buffers; raises OptionError if ``strict`` and the names differ."""
-        module_state = module.state_dict()
-        saved_state: Mapping[str, torch.Tensor] = self._common["module"]
+    def check(self, module: nn.Module, optimizer: PlacedOptimizer | None, *, strict: bool) -> None:
+        """Raise an error if the checkpoint cannot be loaded; nothing is changed.
+
+        ``optimizer`` None: weights alone are to be loaded. Raises OptionError for another model,
+        other groups or another class, and for other names if ``strict``; StoreFormatError for
+        values that cannot have been saved.
+        """
+        with reading(self.path):
+            saved_state = dict(self._common["module"])
+            shapes = {n: self._shapes.get(n, values.shape) for n, values in saved_state.items()}
         if strict:
-            missing = module_state.keys() - saved_state.keys()
-            unexpected = saved_state.keys() - module_state.keys()
-            refuse_other_names(self._folder, missing, unexpected, STRICT)
+            own = module.state_dict().keys()
+            refuse_other_names(
+                self._folder, own - saved_state.keys(), saved_state.keys() - own, STRICT
+            )
+        for name, target in self._targets(module).items():
+            refuse_other_shape(self._folder, name, shapes[name], target.shape)
+            if saved_state[name].shape != target.shape:
+                check_whole(*self._cut(name), name)
+        if optimizer is not None:
+            self._check_states(module, optimizer)
+
+    def _targets(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the module's weights and buffers that the checkpoint has."""
         named = dict(resharded(module).named_parameters())
         targets: dict[str, torch.Tensor] = {**dict(module.named_buffers()), **named}
-        both = {name: target for name, target in targets.items() if name in saved_state}
-        for name, target in both.items():
-            shape = self._shapes.get(name, saved_state[name].shape)
-            refuse_other_shape(self._folder, name, shape, target.shape)
-        for name, target in both.items():
-            is_whole = saved_state[name].shape == target.shape
-            _write(target, saved_state[name] if is_whole else self._gathered(name), name)
+        return {name: t for name, t in targets.items() if name in self._common["module"]}
 
     @torch.no_grad()
-    def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
-        """Load fp32 weights, states and hyper-parameters.
+    def load_module(self, module: nn.Module) -> None:
+        """Load the weights and buffers that the checkpoint has, after ``check``."""
+        for name, target in self._targets(module).items():
+            values = self._common["module"][name]
+            is_whole = values.shape == target.shape
+            _write(target, values if is_whole else joined(*self._cut(name), name), name)
 
-        Raises OptionError if the checkpoint's groups have other parameters.
-        """
+    def _check_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
         saved = self._partitions
         self._compare_groups(module, optimizer)
         keys = {key for fragments in saved.fragments.values() for key in fragments}
@@ -144,6 +165,23 @@ class ZeroCheckpoint:
                 " load_optimizer_states=False."
             )
             raise OptionError(message)
+        named = dict(resharded(module).named_parameters())
+        for name, shape in saved.shapes.items():
+            refuse_other_shape(self._folder, name, shape, named[name].shape)
+            for key, fragments in saved.fragments[name].items():
+                check_whole(fragments, shape, f"{key} of {name}")
+            states = {k: torch.empty(shape, device="meta") for k in saved.fragments[name]}
+            entry = {**states, "step": saved.steps.get(name) or 0.0}
+            del entry[FP32]
+            with checking(self._folder):
+                check_states(named[name], entry, name, amsgrad=False)
+        with checking(self._folder):
+            check_options(optimizer, [_hyper_parameters(group) for group in saved.groups])
+
+    @torch.no_grad()
+    def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
+        """Load fp32 weights, states and hyper-parameters, after ``check``."""
+        saved = self._partitions
         named = dict(resharded(module).named_parameters())
         states: StatesByName = {}
         for name in saved.shapes:
@@ -161,7 +199,7 @@ class ZeroCheckpoint:
             states[name] = entry
         set_states(module, optimizer, states)
         for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
-            group.update({k: v for k, v in saved_group.values.items() if k in _HYPER_PARAMETERS})
+            group.update(_hyper_parameters(saved_group))
 
     def _compare_groups(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
         named = dict(resharded(module).named_parameters())
@@ -179,10 +217,10 @@ class ZeroCheckpoint:
         listed = [groups] if isinstance(groups, Mapping) else groups
         return {name: torch.Size(s) for group in (*listed, frozen) for name, s in group.items()}
 
-    def _gathered(self, name: str) -> torch.Tensor:
-        """Return a whole weight that stage 3 had cut."""
+    def _cut(self, name: str) -> tuple[list[Fragment], torch.Size]:
+        """Return the fragments and the shape of a weight that stage 3 had cut."""
         if name in self._partitions.shapes:
-            return self._partitions.whole(name, FP32)
+            return self._partitions.fragments[name][FP32], self._partitions.shapes[name]
         cut = [model.get("frozen_param_fragments") or {} for model in self._models]
         if name not in cut[0]:
             message = (
@@ -195,12 +233,16 @@ class ZeroCheckpoint:
             values = fragment[name].reshape(-1)[: shape.numel() - start]
             fragments.append(Fragment(start, values))
             start += values.numel()
-        return joined(fragments, shape, name)
+        return fragments, shape
 
 
 def open_checkpoint(folder: Path) -> ShardedCheckpoint | ZeroCheckpoint:
     """Return the checkpoint in ``folder``; raises StoreFormatError if there is none."""
     return ZeroCheckpoint(folder) if ZeroCheckpoint.is_at(folder) else ShardedCheckpoint(folder)
+
+
+def _hyper_parameters(group: SavedGroup) -> dict[str, Any]:
+    return {key: value for key, value in group.values.items() if key in _HYPER_PARAMETERS}
 
 
 def _write(target: torch.Tensor, whole: torch.Tensor, name: str) -> None:

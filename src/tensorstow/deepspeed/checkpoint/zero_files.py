@@ -125,6 +125,17 @@ class Partitions:
 
 def joined(fragments: Sequence[Fragment], shape: torch.Size, name: str) -> torch.Tensor:
     """Return the tensor with these elements; a view if one fragment has all of them."""
+    check_whole(fragments, shape, name)
+    if len(fragments) == 1:
+        return fragments[0].values.view(shape)
+    flat = torch.empty(shape.numel(), dtype=fragments[0].values.dtype)
+    for fragment in fragments:
+        flat[fragment.start : fragment.start + fragment.values.numel()] = fragment.values
+    return flat.view(shape)
+
+
+def check_whole(fragments: Sequence[Fragment], shape: torch.Size, name: str) -> None:
+    """Raise StoreFormatError unless the fragments have all elements of a tensor."""
     count = sum(fragment.values.numel() for fragment in fragments)
     if count != shape.numel():
         message = (
@@ -132,12 +143,6 @@ def joined(fragments: Sequence[Fragment], shape: torch.Size, name: str) -> torch
             " rank is missing, or of another checkpoint."
         )
         raise StoreFormatError(message)
-    if len(fragments) == 1:
-        return fragments[0].values.view(shape)
-    flat = torch.empty(shape.numel(), dtype=fragments[0].values.dtype)
-    for fragment in fragments:
-        flat[fragment.start : fragment.start + fragment.values.numel()] = fragment.values
-    return flat.view(shape)
 
 
 def model_files(folder: Path) -> list[Path]:

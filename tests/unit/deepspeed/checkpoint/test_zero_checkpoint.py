@@ -1,5 +1,6 @@
 """DeepSpeed's own checkpoints in an engine: the bits of states, other ranks, what is refused."""
 
+import dataclasses
 import gc
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from ranks.pool import Ranks
 from ranks.zero_read import HYPER, Held, Words, engine_for, loaded_from, run_of
 from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.deepspeed.checkpoint.zero_checkpoint import ZeroCheckpoint
-from tensorstow.deepspeed.checkpoint.zero_files import model_files, read_file
+from tensorstow.deepspeed.checkpoint.zero_files import (
+    model_files,
+    read_file,
+)
 from zero_written import DynamicLossScaler, ZeroRun
 
 
@@ -125,7 +129,6 @@ def test_what_is_of_another_model_is_told(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"it lacks \['more.bias', 'more.weight'\]"):
         engine.load_checkpoint(tmp_path, "saved")
     del engine.module.more
-    assert all_equal(engine.parameters(), before)
     engine.optimizer.param_groups.append(engine.optimizer.param_groups.pop(0))
     with pytest.raises(OptionError, match=r"groups of \[3, 2\] parameters and the optimizer of"):
         engine.load_checkpoint(tmp_path, "saved")
@@ -133,8 +136,30 @@ def test_what_is_of_another_model_is_told(tmp_path: Path) -> None:
     checkpoint = ZeroCheckpoint(tmp_path / "saved")
     checkpoint._partitions.fragments["out.bias"]["momentum_buffer"] = []
     with pytest.raises(OptionError, match=r"'momentum_buffer'.*, and the optimizer is AdamW"):
-        checkpoint.load_states(engine.module, engine.optimizer)
+        checkpoint.check(engine.module, engine.optimizer, strict=True)
+    assert all_equal(engine.parameters(), before)
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_values_that_cannot_be_are_refused_before_anything_changes(
+    tmp_path: Path, stage: int
+) -> None:
+    betas = [{**HYPER[0], "betas": (2, 3)}, HYPER[1]]
+    for name, changed, said in (
+        ("steps", {"counts": ("x", 0, 12)}, "global_steps='x'"),
+        ("samples", {"counts": (3, 0, -1)}, "global_samples=-1"),
+        ("betas", {"hyper": betas}, r"betas\[0\]=2"),
+        ("step", {"step": -5.0}, "'step' of embedding.weight is -5.0"),
+        ("scheduler", {"scheduler": {"last_batch_iteration": "x"}}, "last_batch_iteration='x'"),
+    ):
+        dataclasses.replace(run_of(), **changed).write(tmp_path / name, stage, 1)
+        engine = engine_for(0)
+        before = [p.detach().clone() for p in engine.parameters()]
+        with pytest.raises(StoreFormatError, match=said):
+            engine.load_checkpoint(tmp_path, name)
+        assert all_equal(engine.parameters(), before)
+        engine.destroy()
 
 
 def test_what_it_returns_is_not_of_the_files(tmp_path: Path) -> None:
