@@ -35,7 +35,7 @@ from tensorstow.store.rows import check_seal, read_names, read_summaries
 from tensorstow.store.schema import (
     MANIFEST_NAME,
     MOST_BYTES,
-    check_database,
+    check_journal,
     check_marks,
     connect,
     read_meta,
@@ -240,7 +240,7 @@ def recover(recovery: Recovery) -> None:
 
 def _read_rows(first: Path, name: str, run: str, data_files: Sequence[Path]) -> _Rows:
     """Return what is whole of the manifest ``name``, from a copy, as SQLite writes to its log."""
-    check_database(first / name)
+    check_journal(first / name)
     with tempfile.TemporaryDirectory(dir=first) as scratch:
         copy = _copy_manifest(first, name, Path(scratch))
         with closing(connect(copy)) as connection:

@@ -78,11 +78,20 @@ def check_database(path: Path) -> None:
     for suffix in SUFFIXES:
         with suppress(FileNotFoundError):
             check_regular(with_suffix(path, suffix), most=MOST_BYTES, follow_links=False)
+    check_journal(path)
+
+
+def check_journal(path: Path) -> None:
+    """Raise DamageError if the journal of a database names a file that SQLite would delete.
+
+    It is a super-journal, which SQLite writes for a transaction over several databases, and deletes
+    after a rollback. This project has no such transactions.
+    """
     journal = with_suffix(path, "-journal")
-    with suppress(FileNotFoundError), regular_stream(journal, os.O_RDONLY | os.O_NOFOLLOW) as file:
+    flags = os.O_RDONLY | os.O_NOFOLLOW
+    with suppress(FileNotFoundError), regular_stream(journal, flags, most=MOST_BYTES) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - len(_JOURNAL_MAGIC)))
-        # The magic number ends the name of a super-journal, which SQLite deletes after a rollback.
-        # It writes one for transactions over several databases, and this project has none.
+        # The magic number at the end says that a name is before it; a journal begins with it too.
         if file.tell() > 0 and file.read() == _JOURNAL_MAGIC:
             message = (
                 f"{journal} was found, and it names a file for SQLite to delete: this program"
