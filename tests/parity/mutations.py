@@ -113,8 +113,12 @@ def gradients_read_before_clipping(patch: pytest.MonkeyPatch, _: Path) -> None:
 
 def in_update(change: Callable[[StowedAdam, float], float]) -> Break:
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
-        update = StowedAdam._update
-        patch.setattr(StowedAdam, "_update", lambda self, by: update(self, change(self, by)))
+        take = StowedAdam._take_step
+
+        def changed(self: StowedAdam, loss: Any = None, *, divisor: float = 1.0) -> None:  # noqa: ANN401
+            take(self, loss, divisor=change(self, divisor))
+
+        patch.setattr(StowedAdam, "_take_step", changed)
 
     return apply
 

@@ -28,7 +28,7 @@ Use = Callable[[torch.Tensor, DeviceEvent | None], None]
 
 def parameters_wait_for_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let those who read a parameter itself have what is there."""
-    patch.setattr(forward_overlap, "mark_unpublished", lambda *_: None)
+    patch.setattr(schedule, "mark_unpublished", lambda *_: None)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch, _: Path) -> None:
