@@ -17,9 +17,9 @@ from tensorstow import AdamW, DelayedUpdate
 COMMAND = "python benchmarks/run.py delayed"
 WARMUP = 40
 """The number of the paper of ZeRO-Offload."""
-_STEPS, _SMALL_STEPS = 160, 48
+_STEPS, _SMALL_STEPS = 120, 48
 _BATCHES = 8
-_BATCH, _SMALL_BATCH = (2, 64), (2, 16)
+_BATCH, _SMALL_BATCH = (1, 64), (2, 16)
 _SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 _LAST = 10
 """Steps at the end over which the final loss is averaged."""
