@@ -1,15 +1,17 @@
 """Translates a DeepSpeed configuration to a plan, a dtype and a directory."""
 
+import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, UpdateOn
+from tensorstow.base.update_on import Overlap, UpdateOn, refuse_delayed
 from tensorstow.base.update_timing import timing_of
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.formats.state_format import StateFormat
@@ -71,13 +73,10 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
         "managed_gradient_accumulation=false": not settings.managed_accumulation,
     }
     dependent = ", ".join(name for name, is_set in needs.items() if is_set)
-    if asked is not None and dependent and timing_of(asked).begins_early:
-        message = (
-            f'overlap="backward" was given with {dependent}: gradients are used during backward,'
-            ' before all of a step are final. Use overlap="none", or leave one of them out.'
-        )
-        raise OptionError(message)
     if asked is not None:
+        refuse_delayed(asked, "to initialize()", "Leave it out.")
+        read_value(Overlap, asked, "overlap")
+        _refuse_overlap(plan, asked, dependent)
         return asked, "as passed to initialize()"
     if plan.parameters != Tier.DISK and plan.update_on is None:
         return "forward", "exact with clipping, scaling and skipped steps"
@@ -85,6 +84,39 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
     if dependent:
         return "none", f"{cause}, and {dependent} needs all gradients before an update"
     return "backward", f"{cause}, and nothing needs all gradients before an update"
+
+
+def _refuse_overlap(plan: Plan, asked: Overlap, dependent: str) -> None:
+    """Raise OptionError, which names what can be used, if ``asked`` cannot be had."""
+    usable = [
+        overlap
+        for overlap in get_args(Overlap)
+        if not (dependent and timing_of(overlap).begins_early) and _fits(plan, overlap)
+    ]
+    if asked in usable:
+        return
+    use = f"Use overlap={' or '.join(map(json.dumps, usable))}"
+    if not _fits(plan, asked):
+        cause = "parameters on disk" if plan.parameters == Tier.DISK else "a ratio below 1"
+        also = f" and {dependent}" if dependent else ""
+        message = (
+            f"overlap={json.dumps(asked)} was given with {cause}{also}: updates beside the next"
+            f" forward would need weights that it does not have. {use}."
+        )
+        raise OptionError(message)
+    message = (
+        f'overlap="backward" was given with {dependent}: gradients are used during backward, before'
+        f" all of a step are final. {use}, or leave {dependent.replace(', ', ' and ')} out."
+    )
+    raise OptionError(message)
+
+
+def _fits(plan: Plan, overlap: Overlap) -> bool:
+    try:
+        plan.but(overlap=overlap)
+    except OptionError:
+        return False
+    return True
 
 
 def _update_on(settings: Settings, parameters: Tier, *, device_is_host: bool) -> UpdateOn | None:

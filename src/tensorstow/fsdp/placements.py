@@ -55,6 +55,7 @@ from tensorstow.fsdp.validation import (
     OptimizerFactory,
     describe_units,
     given_keywords,
+    is_of_class,
     stays_on_device,
     validate_class,
     validate_mesh,
@@ -127,6 +128,8 @@ class StowRequest:
             "dir": None if self._is_for_scratch_alone() else self.directory,
         }
         placed = {name: value for name, value in decided.items() if value != DEFAULTS[name]}
+        if is_of_class(self.optimizer):  # on disk by default
+            return {"states": decided["states"], **placed}
         return {"module": self.model, **placed}
 
     def _is_for_scratch_alone(self) -> bool:
@@ -170,7 +173,7 @@ class StowRequest:
         def make() -> PlacedOptimizer:
             optimizer = self.optimizer(named, **placed)
             if isinstance(optimizer, StowedOptimizer):
-                validate_class(optimizer, self.plan, self.device)
+                validate_class(self.plan, self.device, optimizer)
             note_placed(validate_optimizer(optimizer, placed))
             return optimizer
 

@@ -190,7 +190,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
         validate_activations(plan, chosen)
     validate_device(plan, device)
     request = StowRequest(model, chosen, plan, compute_dtype, device, weights, init, optimizer, dir)
-    validate_factory(optimizer, request.keywords)
+    validate_factory(optimizer, request.keywords, plan, device)
     place, ranks = choose_placement(request, mesh)
     sizes = Sizes.of(chosen, ranks)  # placing takes the parameters out of their units
     placed = place()

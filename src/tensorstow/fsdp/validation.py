@@ -7,6 +7,7 @@ which would wait for each other for ever.
 
 import hashlib
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -350,8 +351,18 @@ def accepts(optimizer: OptimizerFactory, name: str) -> bool:
     return name in taken or any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values())
 
 
-def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> None:
+def is_of_class(optimizer: OptimizerFactory) -> bool:
+    """Return whether the factory makes a StowedOptimizer, which takes no model."""
+    factory = optimizer.func if isinstance(optimizer, partial) else optimizer
+    return isinstance(factory, type) and issubclass(factory, StowedOptimizer)
+
+
+def validate_factory(
+    optimizer: OptimizerFactory, placed: Mapping[str, Any], plan: Plan, device: torch.device
+) -> None:
     """Check that the optimizer's function takes the plan's keywords and contradicts none."""
+    if is_of_class(optimizer):
+        validate_class(plan, device)
     for name, value in given_keywords(optimizer).items():
         if name in _FREE and name not in placed:
             continue
@@ -361,7 +372,8 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
             written, meaning = _as_written(optimizer, name, value)
             message = (
                 f"{written} was given to the optimizer{meaning}, and the plan says"
-                f" {placed.get(name, DEFAULTS[name])!r}. Say it in one place: in the plan."
+                f" {placed.get(name, DEFAULTS[name])!r}. Say it in one place: leave it out"
+                f"{_or_in_plan(plan, device, name, said)}."
             )
             raise OptionError(message)
     try:
@@ -371,14 +383,26 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
             refuse_unknown_keywords(optimizer.func.__name__, optimizer.keywords, names)
         message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
+    _validate_accepted(optimizer, placed, plan, device)
+
+
+def _validate_accepted(
+    optimizer: OptimizerFactory, placed: Mapping[str, Any], plan: Plan, device: torch.device
+) -> None:
+    """Check that the optimizer's function takes the plan's keywords."""
     missing = sorted(name for name in placed if not accepts(optimizer, name))
     factory = optimizer.func if isinstance(optimizer, partial) else optimizer
     if missing and isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
         stowed = f"partial(tensorstow.StowedOptimizer, {factory.__name__}, ...)"
+        obstacle = _class_obstacle(plan, device)
         if factory in {torch.optim.Adam, torch.optim.AdamW}:
             stowed = f"tensorstow.{factory.__name__}"
+        elif obstacle is not None:
+            stowed = "tensorstow.AdamW or Adam"
+        cause = f", with {obstacle} ({_OF_TORCH})" if obstacle else ""
         message = (
-            f"{factory.__name__} of torch was given, which keeps states in memory. Use {stowed}."
+            f"{factory.__name__} of torch was given{cause}, which keeps states in memory. Use"
+            f" {stowed}."
         )
         raise OptionError(message)
     if missing:
@@ -388,6 +412,17 @@ def validate_factory(optimizer: OptimizerFactory, placed: Mapping[str, Any]) -> 
             " def make(named, **placement): return tensorstow.AdamW(groups, **placement)."
         )
         raise OptionError(message)
+
+
+def _or_in_plan(plan: Plan, device: torch.device, name: str, value: object) -> str:
+    """Return the advice to say an option in the plan, if the plan can be used then."""
+    if name == "dir":
+        return ", or leave dir= of stow out"
+    try:
+        validate_device(plan.but(**{name: value}), device)
+    except OptionError:
+        return ", for the plan cannot say it"
+    return f", or say {name}={json.dumps(value)} in the plan instead"
 
 
 def _as_written(optimizer: OptimizerFactory, name: str, value: object) -> tuple[str, str]:
@@ -443,8 +478,26 @@ def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOp
     return optimizer
 
 
-def validate_class(optimizer: StowedOptimizer, plan: Plan, device: torch.device) -> None:
+_OF_TORCH = "classes of torch's step in step(), on the CPU, parameters in host memory"
+
+
+def validate_class(
+    plan: Plan, device: torch.device, optimizer: StowedOptimizer | None = None
+) -> None:
     """Check that a class of torch's can update by a plan; an optimizer that cannot is closed."""
+    obstacle = _class_obstacle(plan, device)
+    if obstacle is not None:
+        if optimizer is not None:
+            optimizer.close()
+        message = (
+            f"A StowedOptimizer was to update a model with {obstacle}: {_OF_TORCH}. Use"
+            " tensorstow.AdamW or Adam, or a plan without that."
+        )
+        raise OptionError(message)
+
+
+def _class_obstacle(plan: Plan, device: torch.device) -> str | None:
+    """Return why a class of torch's cannot update by a plan, or None."""
     tiers = {plan.parameters, *plan.units.values()}
     obstacles = {
         f"an accelerator ({device})": device.type != "cpu",
@@ -452,15 +505,7 @@ def validate_class(optimizer: StowedOptimizer, plan: Plan, device: torch.device)
         plan.timing.keyword: plan.timing.is_overlapped,
         f"update_on={plan.update_on!r}": plan.update_on is not None,
     }
-    for obstacle, is_present in obstacles.items():
-        if is_present:
-            optimizer.close()
-            message = (
-                f"A StowedOptimizer was to update a model with {obstacle}: classes of torch's step"
-                " in step(), on the CPU, parameters in host memory. Use tensorstow.AdamW or Adam,"
-                " or another plan."
-            )
-            raise OptionError(message)
+    return " and ".join(name for name, is_present in obstacles.items() if is_present) or None
 
 
 # --- ranks ---
