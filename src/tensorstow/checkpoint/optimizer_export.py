@@ -115,7 +115,7 @@ def state_dict_of(
     Returns:
         "state" and "param_groups", for ``load_state_dict``. The tensors are the file's mapped
         memory. A file with a list of digests is read once to verify it; of another one nothing is
-        read before it is used.
+        read before it is used: moments that are NaN or negative are taken as they are.
 
     Raises:
         DamageError: The file is not what was written.
@@ -157,13 +157,20 @@ def _saved_groups(
     try:
         plain = json.loads(table.metadata[_HYPER])
         saved: list[dict[str, Any]] = inflate(plain, lambda i: tensors.pop(f"{_HYPER}.{i}").clone())
-        return [{**group, "params": list(group["params"])} for group in saved]
-    except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        return [{**group, "params": [*map(_name, group["params"])]} for group in saved]
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         message = (
             f"The parameter groups in {path} cannot be read ({error!r}): something else wrote its"
             " metadata. Take the original."
         )
         raise OptionError(message) from error
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        message = f"params has {name!r}, which is no text"
+        raise TypeError(message)
+    return name
 
 
 def _names(groups: Groups, module: torch.nn.Module | None) -> tuple[bool, list[list[str]]]:

@@ -357,3 +357,37 @@ def test_a_damaged_export_is_not_loaded(
     optimizer.save_safetensors(path)
     optimizer.load_safetensors(path)
     optimizer.close()
+
+
+BAD: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
+    "step of two": ({"0.step": torch.ones(2)}, {}, "'step' of Parameter 0"),
+    "step, NaN": ({"0.step": torch.tensor(float("nan"))}, {}, "'step' of Parameter 0 is nan"),
+    "step, negative": ({"0.step": torch.tensor(-1.0)}, {}, r"'step' of Parameter 0 is -1\.0"),
+    "step, huge": ({"0.step": torch.tensor(1e30)}, {}, "'step' of Parameter 0 is 1"),
+    "step, half": ({"0.step": torch.tensor(1.5)}, {}, r"'step' of Parameter 0 is 1\.5"),
+    "integers": ({"0.exp_avg": torch.ones(2, 3).long()}, {}, "'exp_avg'.*int64"),
+    "booleans": ({"0.exp_avg": torch.ones(2, 3).bool()}, {}, "'exp_avg'.*bool"),
+    "nested": ({}, {"params": [["a"]]}, "cannot be read.*no text"),
+    "a device": ({}, {"lr": {"__device__": "x"}}, "cannot be read"),
+}
+"""Tensors and options that are put into a file, and what is said of them."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_values_that_no_optimizer_saved_are_refused(tmp_path: Path, name: str) -> None:
+    tensors, changed, said = BAD[name]
+    weight, path = nn.Parameter(torch.ones(2, 3)), tmp_path / "states.safetensors"
+    with AdamW([weight]) as optimizer:
+        weight.sum().backward()
+        optimizer.step()
+        optimizer.save_safetensors(path)
+        with safe_open(path, "pt") as file:
+            metadata = dict(file.metadata())
+        groups = json.loads(metadata["param_groups"])
+        metadata["param_groups"] = json.dumps([{**groups[0], **changed}])
+        save_file({**load_file(path), **tensors}, path, metadata)
+        path.with_name(f"{path.name}.digests").unlink()
+        before = copy.deepcopy(optimizer.state_dict())
+        with pytest.raises(OptionError, match=said):
+            optimizer.load_safetensors(path)
+        assert same_states(optimizer.state_dict(), before)
