@@ -11,8 +11,9 @@ from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.optim.stowed_adam import StowedAdam
 
 STOWED = [
-    (Plan(parameters="device", states="disk"), 9),
-    (Plan(parameters="device", states="disk", overlap="forward"), 9),
+    # fp32_sums is one of them: sums in host memory and in fp32 are put aside by one class.
+    (Plan(parameters="device", states="disk"), 10),
+    (Plan(parameters="device", states="disk", overlap="forward"), 10),
     (Plan(parameters="device", states="disk", overlap="backward"), 8),
     (Plan(parameters="device", states="disk", update_on="device"), 9),
     (Plan(parameters="device", states="disk", update_on="hybrid"), 9),

@@ -201,7 +201,7 @@ def test_loss_curves_of_delayed_updates_are_run_and_drawn(tmp_path: Path) -> Non
     warmup, exact, delayed = document["figures"]
     assert warmup["verdict"] == "passed"
     assert exact["detail"]["losses"] != delayed["detail"]["losses"]
-    assert {"exact", "delayed", " end of the warm-up"} <= set(texts_of(tmp_path / "delayed.svg"))
+    assert {"exact", "delayed", "end of the warm-up"} <= set(texts_of(tmp_path / "delayed.svg"))
 
 
 def test_the_page_of_delayed_updates_shows_what_was_measured() -> None:
