@@ -173,27 +173,34 @@ def _made(path: Path, created: list[Path]) -> DirectoryFacts:
     # Other ranks and runs make theirs at the same time; or it is a link to nowhere.
     with named("Directory", path), contextlib.suppress(FileExistsError):
         if not path.exists():
-            missing = next((p for p in reversed(path.parents) if not p.exists()), None)
-            if missing is not None:
-                message = (
-                    f"Directory {path} was requested, and {missing} does not exist. If the path is"
-                    f" right and its disk mounted, make it: mkdir -p {shlex.quote(str(path))}"
-                )
-                raise DirectoryError(message)
+            _refuse_missing_parents(path)
             path.mkdir()
             created.append(path)
     return check_directory(path)
 
 
+def _refuse_missing_parents(path: Path) -> None:
+    """Raise DirectoryError for a directory whose parents are missing: a slip, or no mount."""
+    missing = next((p for p in reversed(path.parents) if not p.exists()), None)
+    if missing is not None:
+        message = (
+            f"Directory {path} was requested, and {missing} does not exist. If the path is"
+            f" right and its disk mounted, make it: mkdir -p {shlex.quote(str(path))}"
+        )
+        raise DirectoryError(message)
+
+
 def make_folder(path: Path) -> None:
-    """Make a directory for files that a user asked for, and the directories that it is in.
+    """Make a directory for files that a user asked for, in one that exists.
 
     Raises:
-        DirectoryError: It cannot be made, or no file can be in it.
+        DirectoryError: It cannot be made, its parent is missing, or no file can be in it.
     """
     with named("Directory", path):
         _refuse_kernel_files(path)
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _refuse_missing_parents(path)
+        path.mkdir(exist_ok=True)
 
 
 def choose_directory(

@@ -169,8 +169,11 @@ def test_nothing_is_made_in_a_filesystem_of_the_kernel(
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
-    make_folder(tmp_path / "one" / "two")
-    make_folder(tmp_path / "one" / "two")
+    with pytest.raises(DirectoryError, match=rf"{tmp_path / 'one'} does not exist.*mkdir -p"):
+        make_folder(tmp_path / "one" / "two")
+    assert not (tmp_path / "one").exists()
+    for folder in ("one", "one/two", "one/two"):
+        make_folder(tmp_path / folder)
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=str(tmp_path / "file")):
         make_folder(tmp_path / "file" / "two")

@@ -57,6 +57,7 @@ def main(args: Namespace) -> None:
         message = f"{source} was saved without an optimizer: it has no states to write."
         raise OptionError(message)
     zero = target / "zero"
+    make_folder(target)
     make_folder(zero)
     shapes = [_write_states(source, common, group, zero) for group in common["groups"]]
     torch.save(_optimizer_state(common), zero / "optimizer_state.pt")
