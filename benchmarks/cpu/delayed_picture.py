@@ -21,7 +21,8 @@ def draw(results: Path) -> Path:
     axes = figure.subplots()
     warmup = curves["delayed"]["warmup_steps"]
     axes.axvline(warmup, color=GRID)
-    axes.text(warmup, axes.get_ylim()[1], " end of the warm-up", color=INK, va="top", fontsize=9)
+    top = axes.get_xaxis_transform()  # y is a share of the height
+    axes.text(warmup, 1, " end of the warm-up", color=INK, va="top", fontsize=9, transform=top)
     for way, color in _COLORS.items():
         losses = curves[way]["losses"]
         axes.plot(range(1, len(losses) + 1), losses, color=color, label=way, linewidth=1.2)
