@@ -23,7 +23,7 @@ from uuid import uuid4
 
 import torch
 
-from tensorstow.base.errors import DamageError, OptionError
+from tensorstow.base.errors import DamageError, OptionError, abbreviated
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.content import options_of
 from tensorstow.store.store import Store
@@ -83,28 +83,41 @@ def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
     Raises OptionError if it is none, or one of a newer version.
     """
     fields, groups = state_dict.get(KEY), state_dict.get("param_groups")
-    if not isinstance(fields, Mapping) or fields.get("format") != FORMAT:
+    version = fields.get("format") if isinstance(fields, Mapping) else None
+    if not isinstance(fields, Mapping) or type(version) is not int or version != FORMAT:
         message = (
-            f"A state dict with {KEY}={fields!r} was given: a ticket of format {FORMAT} was"
-            " expected. Load it with the version that saved it."
+            f"A state dict with {KEY}={abbreviated(fields)} was given: a ticket of format {FORMAT}"
+            " was expected. Load it with the version that saved it."
         )
         raise OptionError(message)
     name, step = fields.get("snapshot"), fields.get("step")
     has_fields = fields.keys() - {_DIGEST} == _FIELDS
     has_groups = isinstance(groups, Sequence) and all(isinstance(g, dict) for g in groups)
+    has_texts = has_groups and all(isinstance(key, str) for g in groups or () for key in g)
     is_named = name is None or isinstance(name, str)
-    is_whole = has_fields and has_groups and is_named and type(step) is int
-    if not is_whole or state_dict.get("state"):
+    states = state_dict.get("state", {})
+    has_states = not isinstance(states, Mapping) or len(states) > 0
+    is_whole = has_fields and has_texts and is_named and type(step) is int
+    if not is_whole or has_states:
         message = (
-            f"A ticket with snapshot={name!r}, step={step!r} and the keys"
+            f"A ticket with snapshot={abbreviated(name)}, step={abbreviated(step)} and the keys"
             f" {sorted(map(str, (*state_dict, *fields)))} was given: a ticket has param_groups, no"
             " states, the number of a step, the name of a snapshot, and no other fields than"
             f" {sorted({*_FIELDS, _DIGEST})}. The file is damaged: take another checkpoint, or"
             " resume() for the newest commit."
         )
         raise DamageError(message)
-    _check_digest(fields, groups or [])
-    return TicketFields(name, options_of(groups or []), _DIGEST in fields)
+    try:
+        _text_of([fields, groups])  # values that cannot be compared are no options
+        _check_digest(fields, groups or [])
+        return TicketFields(name, options_of(groups or []), _DIGEST in fields)
+    except (RuntimeError, TypeError) as error:  # nesting without end, a sparse tensor, none at all
+        message = (
+            f"A ticket of step {step} was given, and a value in it is no option of an optimizer"
+            f" ({type(error).__name__}). The file is damaged: take another checkpoint, or resume()"
+            " for the newest commit."
+        )
+        raise DamageError(message) from error
 
 
 def _check_digest(fields: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -134,7 +134,22 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "groups": lambda ticket: ticket.pop("param_groups"),
     "states": lambda ticket: ticket.update(state={0: {"step": 1.0}}),
     "text": lambda ticket: ticket.update({KEY: "a text"}),
+    "a tensor for the format": lambda ticket: ticket[KEY].update(format=torch.ones(2)),
+    "a tensor for the states": lambda ticket: ticket.update(state=torch.ones(2)),
+    "nesting without end": lambda ticket: ticket["param_groups"][0].update(lr=nested()),
+    "a sparse tensor": lambda ticket: ticket["param_groups"][0].update(lr=torch.eye(2).to_sparse()),
+    "a tensor without values": lambda ticket: ticket["param_groups"][0].update(
+        lr=torch.empty(2, device="meta")
+    ),
+    "a key that is no text": lambda ticket: ticket["param_groups"][0].update({5: 1}),
 }
+
+
+def nested() -> list[Any]:
+    """Return a list that holds itself."""
+    value: list[Any] = []
+    value.append(value)
+    return value
 
 
 @pytest.mark.parametrize("change", CHANGES)
