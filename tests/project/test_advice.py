@@ -891,7 +891,9 @@ def advising() -> list[tuple[str, str]]:
             if not isinstance(node, ast.Assign):
                 continue
             # Plan._refuse() adds "was given" and the advice to each reason.
-            is_reason = file.name == "plan.py" and ast.unparse(node.targets[0]) == "reason"
+            is_reason = (
+                file == ROOT / "base" / "plan.py" and ast.unparse(node.targets[0]) == "reason"
+            )
             if is_reason or ast.unparse(node.targets[0]) == "message":
                 text = "was given" * is_reason + "".join(_texts(node.value))
                 if is_reason or OPTION.search(text):

@@ -173,15 +173,15 @@ def _made(path: Path, created: list[Path]) -> DirectoryFacts:
     # Other ranks and runs make theirs at the same time; or it is a link to nowhere.
     with named("Directory", path), contextlib.suppress(FileExistsError):
         if not path.exists():
-            _refuse_missing_parents(path)
+            _refuse_missing(path, path.parent)
             path.mkdir()
             created.append(path)
     return check_directory(path)
 
 
-def _refuse_missing_parents(path: Path) -> None:
-    """Raise DirectoryError for a directory whose parents are missing: a slip, or no mount."""
-    missing = next((p for p in reversed(path.parents) if not p.exists()), None)
+def _refuse_missing(path: Path, parent: Path) -> None:
+    """Raise DirectoryError if ``parent`` of a path is missing: a slip, or a disk not mounted."""
+    missing = next((p for p in reversed((parent, *parent.parents)) if not p.exists()), None)
     if missing is not None:
         message = (
             f"Directory {path} was requested, and {missing} does not exist. If the path is"
@@ -191,16 +191,20 @@ def _refuse_missing_parents(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory for files that a user asked for, in one that exists.
+    """Make a directory for files that a user asked for, and the one that it is in.
+
+    Of a relative path all levels are made. An absolute one may be misspelled or lack its mount: all
+    but the last two levels must exist, and all but the last below the root.
 
     Raises:
-        DirectoryError: It cannot be made, its parent is missing, or no file can be in it.
+        DirectoryError: It cannot be made, levels are missing, or no file can be in it.
     """
     with named("Directory", path):
         _refuse_kernel_files(path)
-        if not path.exists():
-            _refuse_missing_parents(path)
-        path.mkdir(exist_ok=True)
+        if path.is_absolute():
+            is_below_root = path.parent.parent == Path(path.anchor)
+            _refuse_missing(path, path.parent if is_below_root else path.parent.parent)
+        path.mkdir(parents=True, exist_ok=True)
 
 
 def choose_directory(

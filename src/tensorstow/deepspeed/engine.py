@@ -452,7 +452,6 @@ class DeepSpeedEngine(ConfiguredModule):
         folder = Path(save_dir) / tag
 
         def prepare() -> object:
-            make_folder(folder.parent)
             make_folder(folder)
             return flatten(client_state or {}, "client_state")
 

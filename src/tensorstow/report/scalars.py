@@ -119,6 +119,5 @@ def require(package: str) -> None:
 
 def _create(directory: str | os.PathLike[str]) -> Path:
     path = expand_path(directory)
-    make_folder(path.parent)  # a project's, with a folder for each run
     make_folder(path)
     return path

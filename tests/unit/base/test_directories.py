@@ -169,11 +169,17 @@ def test_nothing_is_made_in_a_filesystem_of_the_kernel(
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(DirectoryError, match=rf"{tmp_path / 'one'} does not exist.*mkdir -p"):
-        make_folder(tmp_path / "one" / "two")
-    assert not (tmp_path / "one").exists()
-    for folder in ("one", "one/two", "one/two"):
-        make_folder(tmp_path / folder)
+    make_folder(tmp_path / "one" / "two")
+    make_folder(tmp_path / "one" / "two")
+    for slip in (
+        tmp_path / "a" / "b" / "c",
+        Path("/no-such-mount/run"),
+        Path("/no-such-mount/a/b"),
+    ):
+        with pytest.raises(DirectoryError, match=r"does not exist.*mkdir -p"):
+            make_folder(slip)
+    assert not (tmp_path / "a").exists()
+    assert not Path("/no-such-mount").exists()
     (tmp_path / "file").touch()
     with pytest.raises(DirectoryError, match=str(tmp_path / "file")):
         make_folder(tmp_path / "file" / "two")

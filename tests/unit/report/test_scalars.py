@@ -73,5 +73,5 @@ def test_a_package_that_is_missing_and_a_place_that_cannot_be_are_named(tmp_path
     with pytest.raises(OptionError, match="for no_such_package, and the package is not installed"):
         scalars.require("no_such_package")
     (tmp_path / "file").touch()
-    with pytest.raises(DirectoryError, match="file was requested: File exists"):
+    with pytest.raises(DirectoryError, match="file/job was requested: Not a directory"):
         CsvScalars(tmp_path / "file" / "job")
