@@ -130,6 +130,20 @@ def test_nothing_leads_out_of_a_directory_that_is_named(tmp_path: Path, row: str
         assert (directory / "lock").read_text() == "of another program"
 
 
+def test_a_link_in_a_directory_that_is_named_leads_to_no_file_of_the_run(tmp_path: Path) -> None:
+    one, two, named = (tmp_path / name for name in ("run", "two", "named"))
+    make_store(one, two).close()
+    named.mkdir()
+    (named / "link").symlink_to(two)
+    connection = sqlite3.connect(one / "manifest.sqlite", isolation_level=None)
+    connection.execute("UPDATE files SET directory = ? WHERE file = 1", (str(named / "link"),))
+    redigest(connection)
+    connection.close()
+    with pytest.raises(OptionError, match="which was not named"):
+        clean(one, named)
+    assert left(two) == ["lock", "states-1.bin"]
+
+
 def test_a_folder_that_is_no_store_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "states-0.bin").write_text("not ours")
     with pytest.raises(StoreFormatError), hold_dead_run(tmp_path):
