@@ -163,7 +163,7 @@ class AdamW(Adam):
         overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
             updates run during the backward that computes the gradients, without clipping or
             GradScaler. ``DelayedUpdate()``, which is inexact: updates run during the next forward
-            and backward, which use the earlier weights; see docs/guides/delayed-updates.md.
+            and backward, which use the earlier weights.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one
