@@ -6,13 +6,19 @@ SCRIPTS = [
     ROOT / "docs/tutorial.md",
     ROOT / "docs/guides/8b-on-24gb.md",
     ROOT / "docs/guides/lora.md",
+    ROOT / "docs/guides/deepspeed.md",
+    ROOT / "docs/guides/colossalai.md",
+    ROOT / "docs/guides/several-gpus.md",
+    ROOT / "docs/guides/generation.md",
+    ROOT / "docs/guides/long-sequences.md",
+    ROOT / "docs/how-it-works.md",
 ]
 """Pages that are one script each: a reader pastes their blocks in order into an empty folder."""
 
 PAGES = [
     ROOT / "README.md",
     ROOT / "docs/tutorial.md",
-    ROOT / "docs/concepts.md",
+    ROOT / "docs/how-it-works.md",
     ROOT / "docs/serial-reference.md",
     *sorted((ROOT / "docs/guides").glob("*.md")),
 ]

@@ -211,7 +211,7 @@ def test_the_page_of_delayed_updates_shows_what_was_measured() -> None:
     assert document["figures"][0]["verdict"] == "passed"
     picture = ROOT / "docs/images/delayed.svg"
     assert picture.read_bytes() == (results / "delayed.svg").read_bytes()
-    page = (ROOT / "docs/guides/delayed-updates.md").read_text()
+    page = (ROOT / "docs/how-it-works.md").read_text()
     for figure in document["figures"][1:]:
         assert f"{figure['measured']:.3f}" in page
 

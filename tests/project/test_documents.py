@@ -20,7 +20,8 @@ from tensorstow import errors
 from tensorstow.cli.main import make_parser
 from tree import ROOT
 
-ALL = [*PAGES, *(ROOT / name for name in ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/roadmap.md"))]
+OTHERS = ("CONTRIBUTING.md", "ARCHITECTURE.md", "docs/roadmap.md", "benchmarks/compatibility.md")
+ALL = [*PAGES, *(ROOT / name for name in OTHERS)]
 
 
 def code_of(page: Path) -> list[str]:

@@ -73,8 +73,10 @@ def offload_activations(
         closes at the end of its block.
 
     Raises:
-        OptionError: The options contradict each other, or a unit is not in the model.
+        OptionError: The options contradict each other, or a unit is not in the model; in forward:
+            other hooks for saved tensors are in force.
         DirectoryError: A directory cannot be created, or is read-only, in RAM or full.
+        StowError: In backward: it is the second one over the same graph.
     """
     return ActivationOffload(
         model, to, ram_budget, read_paths(None if dir == () else dir, "dir"), units

@@ -33,6 +33,9 @@ from tensorstow.base.update_timing import UpdateTiming, timing_of
 class Plan:
     """Where the parameters, states and activations of a model live, and how ranks share them.
 
+    Use a weight on disk only inside the forward of its unit. Its memory is a buffer that other
+    units use next, so a variable that still refers to it may read other values without an error.
+
     Args:
         parameters: The tier of the parameters: "device" (or "cuda", "gpu"), "host" (or "cpu",
             "ram"), "disk" (or "nvme"). Default: "host".
@@ -50,16 +53,24 @@ class Plan:
         accumulation_steps: Backward passes per step.
         micro_batches: Into how many parts a batch is cut inside each unit, in training. All of them
             go through one unit before the next, so that weights on HOST and DISK are read as often
-            as for one. Default: 1, the whole batch goes through at once.
+            as for one. The results are those of as many backward passes of ``loss / micro_batches``
+            within rounding; bit for bit if the number is a power of two, one rank computes, and no
+            tensor or weight is used both in a unit and outside of it. Dropout draws in another
+            order, and batch norms see one micro-batch at a time. A unit that takes or returns
+            objects, or tokens of all samples in one dimension, raises an error in forward. With
+            weights on disk use ``overlap="backward"``: ``step()`` reads and writes them once more
+            otherwise. Default: 1, the whole batch goes through at once.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
         buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
             steps, commits and resuming; at least the three largest units. Default: None, these and
-            ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
+            ``prefetch`` more. A run that began with parameters in memory needs more when it is
+            resumed with parameters on disk: all units whose states share a chunk.
         device_limit: Bytes of an accelerator's memory up to which copies of units in host memory
             stay there from forward to backward, so that each is copied once. Everything else that
-            torch has allocated is measured, step by step, and subtracted. Default: None, no copy
-            stays.
+            torch has allocated is measured, step by step, and subtracted. The first two steps keep
+            no copy. A step that needs more memory than earlier ones passes the limit once, and
+            fewer copies stay: leave room if batches differ in size. Default: None, no copy stays.
         activations: What a block saves for its backward: "keep" where it was computed, "recompute"
             in backward from the block's inputs, or move to "host" memory from an accelerator, or to
             "disk". What is outside of blocks (the logits, say) is kept. Default: "keep".

@@ -20,6 +20,20 @@ class DelayedUpdate:
     This is inexact: the results are those of another algorithm. Nothing chooses it but you. Source:
     Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021, section 5.2.
 
+    ``step()`` applies the update of the previous step and starts that of its own gradients. The
+    first use of the weights after it decides: a forward of ``module=`` with gradients leaves the
+    update pending; any other use (evaluation, ``state_dict()``, ``p.norm()``, an average) applies
+    it. In a forward or backward such calls raise OptionError. So code that reads weights after
+    every step delays nothing, and a warning is logged.
+
+    A step that commits is exact, so a resumed run has the bits of one that was not interrupted and
+    made the same commits. With ``dir=`` set ``commit_every`` to a number of steps; a time raises
+    an error, because a clock would decide the results.
+
+    It takes one more copy of the weights in host memory and the gradients of two steps. It works
+    with ``AdamW`` and ``Adam``, but not with sharded parameters, ``stow()`` or
+    ``update_on="device"``.
+
     Args:
         warmup_steps: How many steps at the start are exact. Default: 40, as in the paper.
 

@@ -95,7 +95,7 @@ def initialize(
             1e-4}``.
         overlap: When updates run: "none", "forward" or "backward", as in ``tensorstow.AdamW``; the
             results are the same. Default: None, by the configuration, which is logged
-            (docs/guides/deepspeed.md). "none" and "forward" let gradients be read behind
+            (docs/guides/deepspeed.md). "none" and "forward" let gradients be read after
             ``backward`` and skip steps that are not finite, "backward" does not.
 
     Returns:

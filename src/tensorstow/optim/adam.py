@@ -157,11 +157,13 @@ class AdamW(Adam):
         update_on: Where updates run, with the same bits. "host"; "device", on the accelerator that
             has the parameters; "hybrid", on both at once, or a number between 0 and 1, the device's
             share; "auto", the faster of "host" and "device". "hybrid" and "auto" measure the first
-            steps. Default: None, as a resumed run did, else "host".
+            steps. All but "host" need every parameter on the device, ``overlap`` "none" or
+            "backward", and device memory for three chunks. Default: None, as a resumed run did,
+            else "host".
         overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
             updates run during the backward that computes the gradients, without clipping or
             GradScaler. ``DelayedUpdate()``, which is inexact: updates run during the next forward
-            and backward, which use the earlier weights; see docs/guides/delayed-updates.md.
+            and backward, which use the earlier weights.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one

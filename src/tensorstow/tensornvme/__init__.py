@@ -19,7 +19,7 @@ _ABSENT = {
     " `backend` says which backend serves, and `tensorstow doctor` lists those that work",
 }
 add_absent_modules(__name__, _ABSENT)
-refuse_other_modules(__name__, "docs/guides/tensornvme.md")
+refuse_other_modules(__name__, "docs/guides/colossalai.md")
 
 
 def __getattr__(name: str) -> NoReturn:
