@@ -149,7 +149,7 @@ MUTATIONS = (
         "unit/memory/test_moving_bytes.py::test_memory_is_left_when_no_transfer_uses_it",
     ),
     Mutation(
-        _STREAM,
+        _DEVICE,
         "self.last_use: DeviceEvent = link.record_event()",
         "self.last_use: DeviceEvent = torch.Event(link.device)",
         f"{_READ}::test_a_new_buffer_is_filled_behind_the_last_use_of_its_memory",
@@ -466,13 +466,13 @@ MUTATIONS = (
     ),
     Mutation(
         _H2D,
-        "if copied.gathered:\n            copied.buffer.ready = self.link.record_event()",
-        "if copied.gathered:\n            copied.buffer.ready = torch.Event(self.link.device)",
+        "if copied.gathered:\n            copied.buffer.last_use = self.link.record_event()",
+        "if copied.gathered:\n            copied.buffer.last_use = torch.Event(self.link.device)",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
     ),
     Mutation(
         _H2D,
-        "self.buffer.ready = link.record_event()\n        self.gathered.clear()",
+        "self.buffer.last_use = link.record_event()\n        self.gathered.clear()",
         "self.gathered.clear()",
         f"{_WAITS}::test_a_copy_that_was_kept_gives_way_behind_its_reader",
     ),
@@ -483,9 +483,9 @@ MUTATIONS = (
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[True]",
     ),
     Mutation(
-        _H2D,
-        "return _Buffer(memory, self.link.record_event())",
-        "return _Buffer(memory, torch.Event(self.link.device))",
+        _DEVICE,
+        "self.last_use: DeviceEvent = link.record_event()",
+        "self.last_use: DeviceEvent = torch.Event(link.device)",
         f"{_WAITS}::test_buffers_are_made_of_memory_that_is_in_use_still",
     ),
     # --- what is pinned ---
