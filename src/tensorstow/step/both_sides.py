@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tensorstow.io.device_link import DeviceEvent
-from tensorstow.states.caller_chunks import CallerChunks
+from tensorstow.states.native_pipeline import CallerChunks
 
 
 class Side:
