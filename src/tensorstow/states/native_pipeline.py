@@ -21,7 +21,7 @@ from tensorstow.states.kernels import team_of
 from tensorstow.states.layout import STATE_DTYPES
 from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.states.stored_chunks import StoredChunk, StoredChunks, WrittenWeights
+from tensorstow.states.stored_chunks import StoredChunk, StoredChunks
 from tensorstow.states.traffic import TrafficCounters
 
 
@@ -32,10 +32,6 @@ class CallerChunks:
         """Use the pipeline of ``handle``; ``naive``: a step ends after its writes."""
         self._handle = handle
         self._is_naive = naive
-
-    def choose(self, chunks: Iterable[int]) -> None:
-        """Leave these chunks to the caller from the next step on; all chunks until then."""
-        self._handle.live().set_caller_chunks(list(chunks))
 
     def acquire(self, *, wait: bool) -> tuple[int, int] | None:
         """Return the next (chunk, slot) whose states are in memory and verified.
@@ -150,7 +146,6 @@ class UpdatePipeline:
         self._policy = policy
         self.handle = handle = NativeHandle()
         self.stored = StoredChunks(handle)
-        self.written_weights = WrittenWeights(handle)
         self.counters = TrafficCounters(handle)
         waiting, computing = team_of(policy)
         threads = computing if timing.is_overlapped else waiting

@@ -374,7 +374,7 @@ class StateStore:
         ):
             return False
         weight = self.weights(parameter).detach().reshape(-1)
-        return not self.pipeline.written_weights.is_unchanged(parameter, weight)
+        return not self.pipeline.handle.live().unchanged(parameter, weight.data_ptr())
 
     def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the states of the parameters of ``states`` (any shape, cast to fp32).
@@ -398,8 +398,12 @@ class StateStore:
                         self.pipeline.stored.rewritten(chunk, streams)
             for number in states:
                 if (family := self.families[number]).has_master:
-                    master = states[number].get("master")
-                    self.pipeline.written_weights.record_master(number, master, family.dtype)
+                    native, master = self.pipeline.handle.live(), states[number].get("master")
+                    if master is None:
+                        native.forget_weight(number)  # the next update seeds it from the parameter
+                    else:
+                        weight = master.detach().reshape(-1).to("cpu", family.dtype)
+                        native.record_weight(number, weight.data_ptr())
 
     @property
     def engine(self) -> _native.Engine | None:
