@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tensorstow.step.both_sides import Side, run_to_end
+from tensorstow.step.gradient_feed import Side, run_to_end
 
 
 class Changes:
