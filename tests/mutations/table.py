@@ -799,15 +799,15 @@ MUTATIONS = (
         f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
     ),
     Mutation(
-        _BLOCKS,
-        "while self._uploads and self._uploads[0][0].query():",
-        "while self._uploads:",
+        _COPIES,
+        "and self._copies[0][1].query():",
+        ":",
         f"{_ACTIVATIONS}::test_a_block_that_is_still_copied_up_is_given_to_no_read",
     ),
     Mutation(
-        _BLOCKS,
-        "ready.synchronize()  # the host",
-        "# the host",
+        _COPIES,
+        "copied.synchronize()",
+        "pass",
         f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
     ),
     Mutation(
