@@ -13,7 +13,7 @@ from powerloss.recorder import ForgetfulDisk, HastyDisk, NamelessDisk, Recording
 from powerloss.replay import lose_power, put_back
 from tensorstow.base.errors import StowError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.extents import Extents
+from tensorstow.store.space import Extents
 from tensorstow.store.store import Store
 
 DIRECTORIES = ("a", "b")

@@ -150,9 +150,9 @@ def test_memory_that_late_copies_use_outlives_the_offload(device: torch.device) 
     torch.accelerator.synchronize(device)
     spin(device, LATE)
     loss.backward()
-    uploads = list(offload._pool._blocks._uploads)
-    ready = uploads[-1][0]
-    memory = [block.tensor(0, block.nbytes, torch.uint8) for _, _, block in uploads]
+    uploads = list(offload._pool._blocks._uploads._copies)
+    ready = uploads[-1][1]
+    memory = [block.tensor(0, block.nbytes, torch.uint8) for (_, block), _ in uploads]
     assert not ready.query()
     offload.close()
     del loss, offload, uploads

@@ -7,7 +7,7 @@ import torch
 
 from tensorstow.base.profile import identify_machine
 from tensorstow.io.pinned import pinned_bytes
-from tensorstow.measure import calibration, device_rates, host_rates
+from tensorstow.measure import calibration, host_rates
 from tensorstow.measure.calibration import measure_link
 from tensorstow.measure.host_rates import measure_compute
 
@@ -43,8 +43,8 @@ def test_what_it_computes_at_is_measured(
 
 def test_its_updates_are_measured(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "simulated":
-        monkeypatch.setattr(device_rates, "PARAMETERS", 1 << 12)
-    found = device_rates.measure_device_updates(device, seconds=0.01)
+        monkeypatch.setattr(calibration, "PARAMETERS", 1 << 12)
+    found = calibration.measure_device_updates(device, seconds=0.01)
     assert set(found) == {"float32/fp32", "bfloat16/fp32", "bfloat16/split", "float16/fp32"}
     assert all(1e2 < rate < 1e13 for rate in found.values())
 

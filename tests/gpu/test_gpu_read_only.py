@@ -17,8 +17,8 @@ from parity.cover import Row, all_pairs
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import BudgetError
 from tensorstow.fsdp.read_only import stream_of
-from tensorstow.fsdp.weight_stream import DeviceMemory, WeightStream
-from tensorstow.io.device_link import StreamLink
+from tensorstow.fsdp.weight_stream import WeightStream
+from tensorstow.io.device_link import DeviceMemory, StreamLink
 
 WIDTH, BLOCKS = 64, 6
 BLOCK_BYTES = 4 * WIDTH * (WIDTH + 1)

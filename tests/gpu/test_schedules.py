@@ -29,8 +29,7 @@ from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.states import memory
-from tensorstow.states.caller_chunks import CallerChunks
-from tensorstow.states.native_pipeline import UpdatePipeline
+from tensorstow.states.native_pipeline import CallerChunks, UpdatePipeline
 
 LONG = 15.0
 """Seconds; a busy machine needs less for a few small copies."""

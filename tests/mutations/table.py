@@ -9,7 +9,7 @@ _HOST_WEIGHT = "step/host_weight.py"
 _UPDATER = "step/device_updater.py"
 _FEED = "step/gradient_feed.py"
 _LINK_FEED = "step/link_feed.py"
-_SIDES = "step/both_sides.py"
+_SIDES = "step/gradient_feed.py"
 _COPIES = "io/device_link.py"
 _QUEUE = "fsdp/gradient_offload.py"
 _H2D = "fsdp/h2d_prefetch.py"
@@ -149,7 +149,7 @@ MUTATIONS = (
         "unit/memory/test_moving_bytes.py::test_memory_is_left_when_no_transfer_uses_it",
     ),
     Mutation(
-        _STREAM,
+        _DEVICE,
         "self.last_use: DeviceEvent = link.record_event()",
         "self.last_use: DeviceEvent = torch.Event(link.device)",
         f"{_READ}::test_a_new_buffer_is_filled_behind_the_last_use_of_its_memory",
@@ -466,13 +466,13 @@ MUTATIONS = (
     ),
     Mutation(
         _H2D,
-        "if copied.gathered:\n            copied.buffer.ready = self.link.record_event()",
-        "if copied.gathered:\n            copied.buffer.ready = torch.Event(self.link.device)",
+        "if copied.gathered:\n            copied.buffer.last_use = self.link.record_event()",
+        "if copied.gathered:\n            copied.buffer.last_use = torch.Event(self.link.device)",
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[False]",
     ),
     Mutation(
         _H2D,
-        "self.buffer.ready = link.record_event()\n        self.gathered.clear()",
+        "self.buffer.last_use = link.record_event()\n        self.gathered.clear()",
         "self.gathered.clear()",
         f"{_WAITS}::test_a_copy_that_was_kept_gives_way_behind_its_reader",
     ),
@@ -483,9 +483,9 @@ MUTATIONS = (
         f"{_WAITS}::test_what_is_gathered_has_gone_up_before[True]",
     ),
     Mutation(
-        _H2D,
-        "return _Buffer(memory, self.link.record_event())",
-        "return _Buffer(memory, torch.Event(self.link.device))",
+        _DEVICE,
+        "self.last_use: DeviceEvent = link.record_event()",
+        "self.last_use: DeviceEvent = torch.Event(link.device)",
         f"{_WAITS}::test_buffers_are_made_of_memory_that_is_in_use_still",
     ),
     # --- what is pinned ---
@@ -799,15 +799,15 @@ MUTATIONS = (
         f"{_ACTIVATIONS}::test_gradients_are_those_without_it",
     ),
     Mutation(
-        _BLOCKS,
-        "while self._uploads and self._uploads[0][0].query():",
-        "while self._uploads:",
+        _COPIES,
+        "and self._copies[0][1].query():",
+        ":",
         f"{_ACTIVATIONS}::test_a_block_that_is_still_copied_up_is_given_to_no_read",
     ),
     Mutation(
-        _BLOCKS,
-        "ready.synchronize()  # the host",
-        "# the host",
+        _COPIES,
+        "copied.synchronize()",
+        "pass",
         f"{_ACTIVATIONS}::test_a_backward_whose_copies_are_late",
     ),
     Mutation(

@@ -1,12 +1,12 @@
 """Host memory of saved activations, reused for storages of the same size."""
 
 import sys
-from collections import defaultdict, deque
+from collections import defaultdict
 
 import torch
 
 from tensorstow.io.arena import Arena
-from tensorstow.io.device_link import DeviceEvent, DeviceLink
+from tensorstow.io.device_link import CopyQueue, DeviceEvent, DeviceLink
 from tensorstow.io.files import ALIGN
 from tensorstow.io.pinned import HostMemory, PinnedBlock
 from tensorstow.memory.bounded_bytes import BoundedBytes
@@ -25,7 +25,7 @@ class HostBlocks:
         """Bytes of storages in host memory, in blocks or not; the pool counts them."""
         self._idle: defaultdict[tuple[torch.device, int], list[HostMemory]] = defaultdict(list)
         """Idle blocks by device and bytes."""
-        self._uploads: deque[tuple[DeviceEvent, torch.device, HostMemory]] = deque()
+        self._uploads: CopyQueue[tuple[torch.device, HostMemory]] = CopyQueue()
         self._unused_bytes = 0
 
     @property
@@ -37,8 +37,7 @@ class HostBlocks:
         """Return memory for ``nbytes`` from which ``device`` can copy."""
         padded = -(-nbytes // ALIGN) * ALIGN
         while self._uploads and self._is_too_much(padded):
-            ready, of, block = self._uploads.popleft()
-            ready.synchronize()  # the host waits: blocks that the device reads fill the budget
+            of, block = self._uploads.pop()  # waits: blocks that the device reads fill the budget
             self._unused_bytes -= block.nbytes
             self.give_back(block, of)
         if self._idle[device, padded]:
@@ -59,7 +58,7 @@ class HostBlocks:
         ``ready`` is the event after the copy that still reads it; None: no copy does.
         """
         if ready is not None and not ready.query():
-            self._uploads.append((ready, device, block))
+            self._uploads.add((device, block), ready)
         elif self._is_too_much(block.nbytes):
             return
         else:
@@ -78,8 +77,7 @@ class HostBlocks:
 
     def settle(self) -> None:
         """Make blocks idle if their copies are complete."""
-        while self._uploads and self._uploads[0][0].query():
-            _, device, block = self._uploads.popleft()
+        for device, block in self._uploads.pop_complete():
             self._unused_bytes -= block.nbytes
             self.give_back(block, device)
 

@@ -24,12 +24,13 @@ from tensorstow.activations.saved import (
     address_of,
     version_of,
 )
-from tensorstow.base.directories import choose_directory, make_directories, read_paths
+from tensorstow.base.directories import make_directories, read_paths
 from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.fields import read_value
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.sizes import format_bytes, parse_size
 from tensorstow.io.device_link import is_remote
+from tensorstow.states.scratch import choose_scratch
 
 logger = logging.getLogger("tensorstow")
 
@@ -102,7 +103,7 @@ class ActivationOffload:
             size = DEFAULT_RAM_BUDGET if ram_budget is None else ram_budget
             budget = parse_size(size, "ram_budget")
             directories = [facts.path for facts in make_directories(directories)]
-            directories = directories or [_chosen_directory()]
+            directories = directories or [choose_scratch("saved activations")]
         self._pool = ActivationPool(budget, directories, to_disk=to == "disk")
         self._moves_cpu = to == "disk"
         self._parameters: dict[int, StorageIdentity] = {}
@@ -331,19 +332,6 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a wrapper of torch.func, or zeros that torch never wrote."""
     is_wrapper: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
     return is_wrapper or tensor._is_zerotensor()  # noqa: SLF001
-
-
-def _chosen_directory() -> Path:
-    facts = choose_directory()
-    logger.warning(
-        "saved activations go to scratch files in %s (%s on %s, %s free); name a directory to"
-        " choose another place",
-        facts.path,
-        facts.filesystem,
-        facts.device,
-        format_bytes(facts.free_bytes),
-    )
-    return facts.path
 
 
 def _list_units(units: Iterable[object]) -> list[nn.Module]:

@@ -8,12 +8,13 @@ import contextlib
 import errno as codes
 import logging
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from tensorstow.base.errors import (
     DirectoryError,
@@ -23,8 +24,68 @@ from tensorstow.base.errors import (
     advice_for,
     named,
 )
-from tensorstow.base.mounts import MOUNTINFO, mount_of
 from tensorstow.base.sizes import format_bytes
+
+MOUNTINFO = Path("/proc/self/mountinfo")
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
+_KERNEL_FILESYSTEMS = frozenset(
+    {
+        *("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"),
+        *("configfs", "bpf", "pstore", "efivarfs", "mqueue", "binfmt_misc", "fusectl", "nsfs"),
+        *("selinuxfs", "smackfs", "resctrl", "rpc_pipefs", "nfsd", "functionfs", "gadgetfs"),
+    }
+)
+
+
+class Mount(NamedTuple):
+    """A mounted filesystem."""
+
+    point: str
+    filesystem: str
+    """The kind as the kernel names it: ext4, xfs, overlay, tmpfs ..."""
+    device: str
+    """What is mounted: /dev/nvme0n1p2, a network share, or a plain word."""
+
+    @property
+    def is_memory(self) -> bool:
+        """Bytes written here stay in RAM."""
+        is_block_device = self.device.startswith(_MEMORY_DEVICES)
+        return self.filesystem in _MEMORY_FILESYSTEMS or is_block_device
+
+    @property
+    def is_of_kernel(self) -> bool:
+        """What is here are the kernel's own values, and no files that are kept."""
+        return self.filesystem in _KERNEL_FILESYSTEMS
+
+
+def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
+    """Return the mount that a path lies on: the longest that is a parent, the latest of equals.
+
+    The path is absolute, without symbolic links, and may be missing. The kernel's own list is read
+    because statfs has only numbers, which Python does not expose.
+    """
+    try:
+        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []
+    mounts = [mount for line in lines if path.is_relative_to((mount := _parse_mount(line)).point)]
+    # max() keeps the first of equals, and a later mount on the same point hides the earlier.
+    unknown = Mount("/", "unknown", "unknown")
+    return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
+
+
+def _parse_mount(line: str) -> Mount:
+    """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
+    before, _, after = line.partition(" - ")
+    filesystem, device = after.split(" ")[:2]
+    return Mount(_unescape(before.split(" ")[4]), filesystem, _unescape(device))
+
+
+def _unescape(text: str) -> str:
+    r"""Undo the kernel's escapes: a space in a path is written as ``\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
 
 logger = logging.getLogger("tensorstow")
 

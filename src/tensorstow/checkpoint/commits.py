@@ -187,7 +187,7 @@ class Commits:
         """Find weights that others wrote since the last commit, before a step that commits."""
         for param in params.all():
             if param.written_by_others:
-                params.store.pipeline.written_weights.forget_capture(param.number)
+                params.store.pipeline.handle.live().forget_capture(param.number)
 
     def end_step(
         self, params: ParamTable, groups: Groups, states: States, *, commits: bool

@@ -146,7 +146,7 @@ def hyper_of(
 def chunk_record(chunk: Chunk, store: StateStore, storage: StoreStorage) -> ChunkRecord:
     """Return where a chunk's states and weights are, and their checksums."""
     stored = store.pipeline.stored
-    states, weights = stored.checksums(chunk)
+    states, weights = store.pipeline.handle.live().checksums(chunk.number)
     return ChunkRecord(
         chunk=chunk.number,
         extent=storage.extent(stored.place(chunk)),

@@ -448,10 +448,10 @@ def _put_back(plain: object, kind: str, generation: Generation, storage: StoreSt
 def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: States) -> None:
     param.begun = "step" in states.get(param.owner, {})
     if reseed:
-        store.pipeline.written_weights.forget(param.number)
+        store.pipeline.handle.live().forget_weight(param.number)
         param.written = None
         return
     if param.family.dtype != torch.float32:
         with param.held():
-            store.pipeline.written_weights.record(param.number, param.weight.detach())
+            store.pipeline.handle.live().record_weight(param.number, param.weight.data_ptr())
     param.remember()

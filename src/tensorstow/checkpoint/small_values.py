@@ -21,10 +21,9 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.checkpoint.content import has_bytes, options_of, unmanaged_tensors
 from tensorstow.checkpoint.run import Extra
 from tensorstow.checkpoint.serialize import extra_of, flatten
-from tensorstow.step.host_weight import Stamp, stamp_of
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
-from tensorstow.tensors.dtensor import pager_of, shard_of
+from tensorstow.tensors.dtensor import Stamp, pager_of, shard_of, stamp_of
 
 _MOST_BYTES = 16 << 20
 """Largest ``extra``, and largest sum of buffers, that is copied at each step."""

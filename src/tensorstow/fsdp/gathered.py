@@ -1,7 +1,7 @@
 """Makes a sharded parameter whole in place, for every variable that refers to it."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,21 +86,22 @@ def is_whole_in_place(parameter: torch.Tensor) -> bool:
 
 def note_parameters(module: nn.Module) -> None:
     """Note FSDP2's record of each parameter, for ``whole_in_place``, once a model is sharded."""
-    for record in _records(module):
+    for _, record in records_of(module.modules()):
         _RECORDS[record.sharded_param] = weakref.ref(record)
 
 
 def is_unsharded(module: nn.Module, parameter: torch.Tensor) -> bool:
     """Return whether a tensor is the unsharded parameter of a forward, until its backward."""
-    unsharded = (getattr(record, "_unsharded_param", None) for record in _records(module))
+    unsharded = (getattr(r, "_unsharded_param", None) for _, r in records_of(module.modules()))
     return any(candidate is parameter for candidate in unsharded)
 
 
-def _records(module: nn.Module) -> Iterator[Any]:
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            for group in part._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-                yield from group.fsdp_params
+def records_of(modules: Iterable[object]) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's records of the parameters of those modules that are units, and their groups."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # not public
+                yield from ((group, record) for record in group.fsdp_params)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.fsdp.device_cache import DeviceCache
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.units import found_in
-from tensorstow.io.device_link import DeviceEvent, DeviceLink, is_away
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, DeviceMemory, is_away
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.memory.use_order import UseOrder
@@ -87,15 +87,6 @@ class _Unit:
 
 
 @dataclass(eq=False, slots=True)
-class _Buffer:
-    """The device's memory for one unit."""
-
-    memory: torch.Tensor
-    ready: DeviceEvent
-    """The event of its last use."""
-
-
-@dataclass(eq=False, slots=True)
 class _Staging:
     """Pinned memory for the shards of one unit that are staged; None: pinning failed."""
 
@@ -109,7 +100,7 @@ class _Copied:
     """A unit in a buffer."""
 
     unit: _Unit
-    buffer: _Buffer
+    buffer: DeviceMemory
     on_device: dict[int, torch.Tensor]
     """Each shard on the device, by the id of its storage."""
     complete: DeviceEvent
@@ -127,7 +118,7 @@ class _Copied:
 
     def keep(self, link: DeviceLink) -> None:
         """Mark no shard as gathered, to use the copy again."""
-        self.buffer.ready = link.record_event()
+        self.buffer.last_use = link.record_event()
         self.gathered.clear()
         self.used.clear()
 
@@ -140,8 +131,8 @@ class DeviceBuffers:
         self.link = link
         self._ahead = ahead
         self._units: list[_Unit] = []
-        self._buffers: list[_Buffer] | None = None
-        self._unit_buffers: dict[_Unit, _Buffer] = {}
+        self._buffers: list[DeviceMemory] | None = None
+        self._unit_buffers: dict[_Unit, DeviceMemory] = {}
         self._staging: list[_Staging] = []
         """The least recently used one first."""
         self._staging_block: PinnedBlock | None = None
@@ -160,7 +151,7 @@ class DeviceBuffers:
     @property
     def own_bytes(self) -> int:
         """Return the bytes of the buffers of units whose copies stay."""
-        return sum(buffer.memory.nbytes for buffer in self._unit_buffers.values())
+        return sum(buffer.bytes.nbytes for buffer in self._unit_buffers.values())
 
     @property
     def staging_bytes(self) -> int:
@@ -172,16 +163,16 @@ class DeviceBuffers:
         """Return the pinned bytes of host memory."""
         return 0 if self._staging_block is None else self._staging_block.pinned_bytes
 
-    def free_one(self, taken: Collection[_Buffer]) -> _Buffer | None:
+    def free_one(self, taken: Collection[DeviceMemory]) -> DeviceMemory | None:
         """Return a shared buffer that is not among ``taken``; None if all are."""
         if self._buffers is None:
-            self._buffers = [self._buffer(self._largest) for _ in range(self._count)]
+            self._buffers = [DeviceMemory(self._largest, self.link) for _ in range(self._count)]
         return next((buffer for buffer in self._buffers if buffer not in taken), None)
 
-    def unit_buffer(self, unit: _Unit) -> _Buffer:
+    def unit_buffer(self, unit: _Unit) -> DeviceMemory:
         """Return the unit's own buffer."""
         if unit not in self._unit_buffers:
-            self._unit_buffers[unit] = self._buffer(sum(unit.sizes))
+            self._unit_buffers[unit] = DeviceMemory(sum(unit.sizes), self.link)
         return self._unit_buffers[unit]
 
     def free_own(self, units: Iterable[_Unit]) -> None:
@@ -194,7 +185,7 @@ class DeviceBuffers:
         first = self._staging[0].copied if any(unit.staged) and self._staging else None
         return first is None or first.query()
 
-    def copy(self, unit: _Unit, buffer: _Buffer) -> _Copied:
+    def copy(self, unit: _Unit, buffer: DeviceMemory) -> _Copied:
         """Begin copying a unit's shards to ``buffer``."""
         staging = self._take_staging() if any(unit.staged) else None
         versions = _versions_of(unit)
@@ -203,8 +194,8 @@ class DeviceBuffers:
                 pinned.enter_context(pinned_by(pager))
             on_device, pairs = self._lay_out(unit, buffer, staging)
             # Pageable memory has been read when this returns.
-            self._last_copy = complete = self.link.h2d(pairs, [buffer.ready])
-        buffer.ready = complete
+            self._last_copy = complete = self.link.h2d(pairs, [buffer.last_use])
+        buffer.last_use = complete
         if staging is not None:
             staging.copied = complete
         return _Copied(unit, buffer, on_device, complete, versions)
@@ -227,18 +218,17 @@ class DeviceBuffers:
 
     @staticmethod
     def _lay_out(
-        unit: _Unit, buffer: _Buffer, staging: _Staging | None
+        unit: _Unit, buffer: DeviceMemory, staging: _Staging | None
     ) -> tuple[dict[int, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return each shard's part of ``buffer``, and pairs of targets and sources to copy."""
         on_device, pairs = {}, []
         at = staged_at = 0
         parts = zip(unit.shards, unit.dtypes, unit.sizes, unit.staged, strict=True)
         for shard, dtype, size, is_staged in parts:
-            nbytes = shard.padded.numel() * dtype.itemsize
-            target = buffer.memory[at : at + nbytes].view(dtype).view(shard.padded.shape)
+            target = buffer.tensor(at, shard.padded.numel(), dtype).view(shard.padded.shape)
             source = shard.padded
             if is_staged and staging is not None and staging.memory is not None:
-                part = staging.memory[staged_at : staged_at + nbytes]
+                part = staging.memory[staged_at : staged_at + target.nbytes]
                 source = part.view(dtype).view(target.shape)
                 source.copy_(shard.padded)
                 staged_at += size
@@ -246,13 +236,9 @@ class DeviceBuffers:
                 source = shard.padded.to(dtype)
             on_device[id(shard)] = target
             pairs.append((target.view(-1), source.view(-1)))
-            shard.bytes_up += nbytes
+            shard.bytes_up += target.nbytes
             at += size
         return on_device, pairs
-
-    def _buffer(self, nbytes: int) -> _Buffer:
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.link.device)
-        return _Buffer(memory, self.link.record_event())
 
     def _allocate_staging(self) -> list[_Staging]:
         count, staged, device = self._count, self._largest_staged, self.link.device
@@ -482,7 +468,7 @@ class H2DPrefetcher:
         copied = self._copies[unit] = self.buffers.copy(unit, buffer)
         return copied
 
-    def _free_buffer(self, unit: _Unit) -> _Buffer | None:
+    def _free_buffer(self, unit: _Unit) -> DeviceMemory | None:
         if self.cache is not None and unit in self.cache:
             return self.buffers.unit_buffer(unit)
         return self.buffers.free_one([copied.buffer for copied in self._copies.values()])
@@ -499,7 +485,7 @@ class H2DPrefetcher:
         """Free the buffer for the next copy, after the work of the caller's stream."""
         del self._copies[copied.unit]
         if copied.gathered:
-            copied.buffer.ready = self.link.record_event()
+            copied.buffer.last_use = self.link.record_event()
 
 
 def _versions_of(unit: _Unit) -> list[int]:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.fsdp.gathered import records_of
 from tensorstow.fsdp.module_hooks import ModelHook
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.optim.placed import PlacedOptimizer
@@ -156,10 +157,8 @@ class UnshardHooks:
 
         An interrupt may have left some of a unit's resharded and the unit's state unchanged.
         """
-        for module in self._modules:
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-                for sharded in group.fsdp_params:
-                    sharded.to_sharded()
+        for _, sharded in records_of(self._modules):
+            sharded.to_sharded()
 
     def _drop_unsharded_gradients(self, *, due_only: bool = False) -> bool:
         """Drop unreduced gradients of unsharded weights; return whether there were any.
@@ -167,16 +166,14 @@ class UnshardHooks:
         ``due_only``: only those that were to be reduced by now, not those of earlier micro-batches.
         """
         any_dropped = False
-        for module in self._modules:
-            for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
-                if due_only and not group.reduce_grads:
-                    continue
-                for sharded in group.fsdp_params:
-                    whole = getattr(sharded, "_unsharded_param", None)
-                    if whole is not None and whole.grad is not None:
-                        any_dropped, whole.grad = True, None
-                    if sharded.unsharded_accumulated_grad is not None:
-                        any_dropped, sharded.unsharded_accumulated_grad = True, None
+        for group, sharded in records_of(self._modules):
+            if due_only and not group.reduce_grads:
+                continue
+            whole = getattr(sharded, "_unsharded_param", None)
+            if whole is not None and whole.grad is not None:
+                any_dropped, whole.grad = True, None
+            if sharded.unsharded_accumulated_grad is not None:
+                any_dropped, sharded.unsharded_accumulated_grad = True, None
         return any_dropped
 
     def _reshard(self) -> None:

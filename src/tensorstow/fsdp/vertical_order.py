@@ -36,6 +36,7 @@ from tensorstow.fsdp.batch_dimensions import (
     batch_of,
     samples_of,
 )
+from tensorstow.fsdp.gathered import records_of
 from tensorstow.fsdp.micro_batch_sums import CallSums, WeightSum, put_back
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.units import ROOT, Unit
@@ -187,16 +188,14 @@ class VerticalOrder:
         """
         sums = CallSums()
         for module in (owner, self._model()):
-            state: Any = getattr(module, "_get_fsdp_state", None)
-            for group in () if state is None else state()._fsdp_param_groups:  # noqa: SLF001
-                for sharded in group.fsdp_params:
-                    whole = getattr(sharded, "_unsharded_param", None)
-                    if whole is not None and whole.requires_grad:
-                        if whole not in self._sums:
-                            self._sums[whole] = WeightSum(sharded, whole, group)
-                        sums.by_weight[id(whole)] = self._sums[whole]
-                        if keep and module is owner:
-                            sums.kept.append((whole, self._sums[whole]))
+            for group, sharded in records_of([module]):
+                whole = getattr(sharded, "_unsharded_param", None)
+                if whole is not None and whole.requires_grad:
+                    if whole not in self._sums:
+                        self._sums[whole] = WeightSum(sharded, whole, group)
+                    sums.by_weight[id(whole)] = self._sums[whole]
+                    if keep and module is owner:
+                        sums.kept.append((whole, self._sums[whole]))
         return sums
 
 

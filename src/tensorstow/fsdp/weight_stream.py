@@ -29,26 +29,12 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.io.arena import Arena
-from tensorstow.io.device_link import DeviceEvent, DeviceLink
+from tensorstow.io.device_link import DeviceEvent, DeviceLink, DeviceMemory
 from tensorstow.io.file_runs import Run
 from tensorstow.io.pinned import HostMemory, PinnedBlock
 from tensorstow.io.safetensors import Entry
 from tensorstow.memory.moving_bytes import ByteState, MovingBytes
 from tensorstow.memory.unit_buffers import UnitBuffers
-
-
-class DeviceMemory:
-    """Bytes of an accelerator's memory."""
-
-    def __init__(self, nbytes: int, link: DeviceLink) -> None:
-        """Allocate them."""
-        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=link.device)
-        self.last_use: DeviceEvent = link.record_event()
-        """The next copy to it waits for this."""
-
-    def tensor(self, offset: int, count: int, dtype: torch.dtype, /) -> torch.Tensor:
-        """Return a 1-D view of ``count`` elements from byte ``offset``."""
-        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,20 @@ DeviceLink = StreamLink | PlainLink
 """A link to a device, which may be the CPU itself."""
 
 
+class DeviceMemory:
+    """Bytes of a device's memory that are filled by copies, one after the other."""
+
+    def __init__(self, nbytes: int, link: DeviceLink) -> None:
+        """Allocate them."""
+        self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=link.device)
+        self.last_use: DeviceEvent = link.record_event()
+        """The next copy to it waits for this."""
+
+    def tensor(self, offset: int, count: int, dtype: torch.dtype, /) -> torch.Tensor:
+        """Return a 1-D view of ``count`` elements from byte ``offset``."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+
 class _Complete:
     def query(self) -> bool:
         return True

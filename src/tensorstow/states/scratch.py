@@ -50,7 +50,7 @@ class ScratchStorage:
         """
         if not widths:
             return []
-        directories = self._directories or (choose_scratch(sum(widths)),)
+        directories = self._directories or (choose_scratch("optimizer states", sum(widths)),)
         if self.engine is None:
             self.engine = engine_for(directories, self._policy)
         turns, padded = len(directories), [round_up(width, ALIGN) for width in widths]
@@ -91,18 +91,18 @@ def open_scratch(
     Without ``directories`` one is chosen and logged. Raises DirectoryError if one is missing,
     read-only, in RAM or too full.
     """
-    chosen = tuple(directories) or (choose_scratch(expected),)
+    chosen = tuple(directories) or (choose_scratch("optimizer states", expected),)
     share = round_up(-(-expected // len(chosen)), GROWTH_BYTES)
     return ScratchFiles(engine_for(chosen, policy), chosen, [share] * len(chosen))
 
 
-def choose_scratch(nbytes: int) -> Path:
+def choose_scratch(what: str, nbytes: int = 0) -> Path:
     """Return a directory on a real disk with room for ``nbytes``, and log which."""
     facts = choose_directory(nbytes)
     logger.warning(
-        "%s of optimizer states go to scratch files in %s (%s on %s, %s free); name a directory"
-        " to choose another place",
-        format_bytes(nbytes),
+        "%s go to scratch files in %s (%s on %s, %s free); name a directory to choose another"
+        " place",
+        f"{format_bytes(nbytes)} of {what}" if nbytes else what,
         facts.path,
         facts.filesystem,
         facts.device,

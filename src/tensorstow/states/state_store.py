@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_timing import IN_STEP, UpdateTiming
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.states.chunk_transfers import ChunkStorage, ChunkTransfers
+from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import (
     Allocate,
     Chunk,
@@ -39,6 +39,7 @@ from tensorstow.states.layout import (
     chunk_bytes,
     cut,
     lay_out,
+    parts_of,
     split,
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
@@ -46,7 +47,55 @@ from tensorstow.states.native_handle import Resources
 from tensorstow.states.native_pipeline import UpdatePipeline, poisoning
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage
-from tensorstow.states.stored_chunks import NOWHERE, StoredChunk
+from tensorstow.states.stored import StoreStorage
+from tensorstow.states.stored_chunks import NOWHERE, StoredChunk, StoredChunks
+
+Transferring = Callable[[torch.Tensor, int], IoFuture]
+ChunkStorage = ScratchStorage | StoreStorage
+
+
+class ChunkTransfers:
+    """Reads and writes chunks through the first slot of the ring."""
+
+    def __init__(self, stored: StoredChunks, storage: ChunkStorage) -> None:
+        """Move chunks at the positions in ``stored``, in the files of ``storage``."""
+        self._stored = stored
+        self._storage = storage
+
+    def in_memory(
+        self, chunks: Sequence[Chunk], ring: ChunkRing
+    ) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
+        """Yield each chunk's streams in memory, valid until the next iteration."""
+        for chunk in chunks:
+            if chunk.resident and self._stored.state(chunk) == "resident":
+                yield chunk, chunk.resident
+                continue
+            streams = ring.streams(chunk, 0)
+            if self._stored.state(chunk) == "blank":
+                for stream in streams:
+                    stream.zero_()
+            else:
+                self.load(chunk, ring)
+                self._stored.check_intact(chunk, streams)
+            yield chunk, streams
+
+    def load(self, chunk: Chunk, ring: ChunkRing) -> None:
+        """Read a chunk's streams into the ring's first slot."""
+        number, offset = self._stored.place(chunk)
+        _move(chunk, ring, self._storage.file(number).read, offset)
+
+    def save(self, chunk: Chunk, ring: ChunkRing) -> None:
+        """Write the ring's first slot to the place of the chunk's next write."""
+        number, offset = self._stored.target_of(chunk)
+        _move(chunk, ring, self._storage.file(number).write, offset)
+
+
+def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> None:
+    parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
+    views = ring.parts(chunk, 0)
+    futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
+    for future in futures:
+        future.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,7 +374,7 @@ class StateStore:
         ):
             return False
         weight = self.weights(parameter).detach().reshape(-1)
-        return not self.pipeline.written_weights.is_unchanged(parameter, weight)
+        return not self.pipeline.handle.live().unchanged(parameter, weight.data_ptr())
 
     def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the states of the parameters of ``states`` (any shape, cast to fp32).
@@ -349,8 +398,12 @@ class StateStore:
                         self.pipeline.stored.rewritten(chunk, streams)
             for number in states:
                 if (family := self.families[number]).has_master:
-                    master = states[number].get("master")
-                    self.pipeline.written_weights.record_master(number, master, family.dtype)
+                    native, master = self.pipeline.handle.live(), states[number].get("master")
+                    if master is None:
+                        native.forget_weight(number)  # the next update seeds it from the parameter
+                    else:
+                        weight = master.detach().reshape(-1).to("cpu", family.dtype)
+                        native.record_weight(number, weight.data_ptr())
 
     @property
     def engine(self) -> _native.Engine | None:

@@ -1,4 +1,4 @@
-"""Places of chunks on disk, and checksums of updated weights, in the native pipeline."""
+"""Places of chunks on disk in the native pipeline."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,11 +55,6 @@ class StoredChunks:
         """Return whether the chunk's place holds its current states and weights."""
         return self._handle.live().captured(chunk.number)
 
-    def checksums(self, chunk: Chunk) -> tuple[bytes, bytes]:
-        """Return the block checksums of its states and of its weights as they were written."""
-        states, weights = self._handle.live().checksums(chunk.number)
-        return states, weights
-
     def rewritten(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
         """Record that ``streams`` were put into the chunk's memory, or written to its target."""
         self._handle.live().rewritten(chunk.number, [s.data_ptr() for s in streams])
@@ -69,36 +64,3 @@ class StoredChunks:
         if not self._handle.live().intact(chunk.number, [s.data_ptr() for s in streams]):
             file, offset = self.place(chunk)
             raise self._handle.damage(file, offset, chunk.file_bytes)
-
-
-class WrittenWeights:
-    """Checksums of the weights that our last update left, to detect writes by others."""
-
-    def __init__(self, handle: NativeHandle) -> None:
-        """Use the pipeline of ``handle``."""
-        self._handle = handle
-
-    def record(self, parameter: int, weight: torch.Tensor) -> None:
-        """Record ``weight`` as the result of our last update of the parameter."""
-        self._handle.live().record_weight(parameter, weight.data_ptr())
-
-    def record_master(
-        self, parameter: int, master: torch.Tensor | None, dtype: torch.dtype
-    ) -> None:
-        """Record the weight of ``dtype`` that ``master`` rounds to; None: ``forget`` it."""
-        if master is None:
-            self.forget(parameter)
-        else:
-            self.record(parameter, master.detach().reshape(-1).to("cpu", dtype))
-
-    def forget(self, parameter: int) -> None:
-        """Forget the weight: the next update seeds the master from the parameter."""
-        self._handle.live().forget_weight(parameter)
-
-    def is_unchanged(self, parameter: int, weight: torch.Tensor) -> bool:
-        """Return whether ``weight`` is unchanged since our last update of the parameter."""
-        return self._handle.live().unchanged(parameter, weight.data_ptr())
-
-    def forget_capture(self, parameter: int) -> None:
-        """Mark the committed weight as out of date: the user wrote the parameter."""
-        self._handle.live().forget_capture(parameter)

@@ -25,7 +25,6 @@ from tensorstow.base.update_on import AccumulationSteps, reaches_device
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.chunk_order import by_last
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse
 from tensorstow.step.managed_param import (
@@ -36,7 +35,7 @@ from tensorstow.step.managed_param import (
     write_to_copies,
 )
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule
+from tensorstow.step.schedule import Schedule, by_last
 from tensorstow.step.step_plan import States, record_step, scalar_table
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (

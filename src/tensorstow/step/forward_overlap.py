@@ -7,13 +7,12 @@ device still works on what is queued, so the caller's thread is free for that.
 import logging
 from collections.abc import Iterable
 
-from tensorstow.step.chunk_order import by_first
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.managed_param import StepPlan, fill_with_nan, publish_weight, write_to_copies
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay
-from tensorstow.step.schedule import OngoingSchedule
+from tensorstow.step.schedule import OngoingSchedule, by_first
 from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import mark_published
 

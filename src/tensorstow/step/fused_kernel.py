@@ -295,7 +295,7 @@ def _store_weight(
         tl.store(address.to(tl.pointer_type(tl.float32)) + at, weight, mask=mask)
 
 
-# --- masters: ``formats.masters`` ---
+# --- masters: ``formats.state_format`` ---
 
 
 @triton.jit

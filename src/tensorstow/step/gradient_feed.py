@@ -14,9 +14,20 @@ decides when a chunk is complete, also if its parameters are on several tiers ([
 [Note: Device updates during backward] A chunk is sent as soon as all of its gradients are final.
 Hooks of gradients start work and wait for nothing; ``close`` does the rest. While shares are
 measured nothing starts before ``close``, so that backward does not distort the sides' times.
+
+[Note: Both at once] Some chunks of a step may be updated by the host (``DeviceFeed``), others by
+the device (``DeviceUpdater``). Both sides share the ring of the pipeline, and either may be the
+next that can go on. So neither is waited for alone while both have work left: threads wait for the
+oldest copy of each side, and every copy that ends and every chunk that the pipeline finishes or
+offers changes one count. The stepping thread reads the count, starts all work that can start, and
+sleeps until the count differs from what it read; so no change is missed. No deadlock is possible: a
+slot of the ring that one side waits for is held by a copy under way, which ends by itself, or by a
+chunk that the pipeline finishes or offers without anybody's help.
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
 from typing import ClassVar
@@ -27,8 +38,7 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
 from tensorstow.io.device_link import COMPLETE, CopyQueue, DeviceEvent
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.native_pipeline import StepKind, UpdatePipeline, poisoning
-from tensorstow.step.both_sides import Side, run_to_end
+from tensorstow.states.native_pipeline import CallerChunks, StepKind, UpdatePipeline, poisoning
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.share_tuner import ShareTuner, SideTiming
@@ -43,7 +53,7 @@ class OverlapWith(Enum):
     BACKWARD = "it computes the backward from which the gradients come"
 
 
-class GradientFeed(Side):
+class GradientFeed:
     """Takes final gradients of parameters on one tier to the pipeline, a step at a time.
 
     Methods that do nothing here are for feeds that copy gradients or states, or pin weights.
@@ -72,6 +82,22 @@ class GradientFeed(Side):
     def close(self, sent: Callable[[], None]) -> None:
         """Pass on the rest: no more gradients come. ``sent`` is called after the last."""
         sent()
+
+    def move_on(self) -> None:
+        """Start all work that can start without waiting."""
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the closed step needs no more calls of ``move_on``."""
+        return True
+
+    @property
+    def oldest_copy(self) -> DeviceEvent | None:
+        """Return the event of the oldest copy that ``move_on`` waits for, if any."""
+        return None
+
+    def wait_for_one(self) -> None:
+        """Return when one thing more can be done; the step is closed, and not over."""
 
     def wait(self, numbers: Collection[int] | None) -> None:
         """Return when these parameters, or all, need nothing more of the feed."""
@@ -118,6 +144,62 @@ class HostFeed(GradientFeed):
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Hand the gradient to the pipeline, which reads it until the weight is new."""
         self._pipeline.add_gradient(param.number, gradient)
+
+
+def run_to_end(
+    sides: Sequence[GradientFeed], changes: CallerChunks, close: Callable[[], None]
+) -> dict[GradientFeed, float]:
+    """Return when all sides are over; return the seconds that each took.
+
+    ``close`` begins the rest of the step, of which ``changes`` counts what the pipeline does.
+    """
+    begin = time.monotonic()
+    close()
+    seconds: dict[GradientFeed, float] = {}
+    with ThreadPoolExecutor(len(sides)) as threads:
+        either = _EitherWait(changes, threads)
+        while True:
+            seen = changes.changes()
+            for side in sides:
+                side.move_on()
+                if side.is_over:
+                    seconds.setdefault(side, time.monotonic() - begin)
+            busy = [side for side in sides if side not in seconds]
+            if not busy:
+                return seconds
+            if len(busy) == 1:
+                busy[0].wait_for_one()
+            else:
+                either.wait(busy, seen)
+
+
+class _EitherWait:
+    """Waits until any of several sides can go on ([Note: Both at once])."""
+
+    def __init__(self, changes: CallerChunks, threads: ThreadPoolExecutor) -> None:
+        """Wait for copies in ``threads``: one for each side, at least."""
+        self._changes = changes
+        self._threads = threads
+        self._watched: dict[GradientFeed, tuple[DeviceEvent, Future[None]]] = {}
+
+    def wait(self, sides: Sequence[GradientFeed], seen: int) -> None:
+        """Block until the pipeline's changes are not ``seen``: a copy's end is one of them."""
+        for side in sides:
+            copy = side.oldest_copy
+            if copy is not None and (
+                side not in self._watched or self._watched[side][0] is not copy
+            ):
+                self._watched[side] = copy, self._threads.submit(self._signal_after, copy)
+        self._changes.wait_change(seen)
+        for _, ended in self._watched.values():
+            if ended.done():
+                ended.result()  # raises the device's error
+
+    def _signal_after(self, copied: DeviceEvent) -> None:
+        try:
+            copied.synchronize()
+        finally:
+            self._changes.signal()
 
 
 class StepFeeds:
@@ -337,7 +419,7 @@ class StepFeeds:
         host, device = (self._timing(seconds, on_device=side) for side in (False, True))
         self._share_tuner.note(host, device, commits=self._commits)
 
-    def _timing(self, seconds: Mapping[Side, float], *, on_device: bool) -> SideTiming:
+    def _timing(self, seconds: Mapping[GradientFeed, float], *, on_device: bool) -> SideTiming:
         """Return the elements of one side, and the time until its last one was updated."""
         side = [feed for feed in self._feeds if feed.updates_chunks == on_device]
         return SideTiming(sum(f.elements for f in side), max(seconds[f] for f in side))

@@ -14,10 +14,9 @@ import torch
 from tensorstow.base.sizes import round_up
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.tensors.dtensor import flat, in_order, order_of
+from tensorstow.tensors.dtensor import Stamp, flat, in_order, order_of, stamp_of
 
 _ALIGN = 128
-Stamp = tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -44,15 +43,6 @@ class HostWeight:
     def mark_stale(self) -> None:
         """Mark the copy as stale: the parameter was updated on its device."""
         self.stamp = None
-
-
-def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
-    """Return version counters and address, which change when the parameter is written or replaced.
-
-    Writing a DTensor changes its own counter, not its shard's.
-    """
-    whole = parameter if owner is None else owner
-    return parameter._version, parameter.data_ptr(), whole._version  # noqa: SLF001
 
 
 def host_weight_bytes(parameters: Iterable[torch.Tensor]) -> int:

@@ -14,8 +14,17 @@ from tensorstow.base.tiers import Tier
 from tensorstow.io import device_link
 from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
-from tensorstow.step.host_weight import HostWeight, Stamp, stamp_of
-from tensorstow.tensors.dtensor import Order, Pager, in_order, order_of, out_of_order, pinned_by
+from tensorstow.step.host_weight import HostWeight
+from tensorstow.tensors.dtensor import (
+    Order,
+    Pager,
+    Stamp,
+    in_order,
+    order_of,
+    out_of_order,
+    pinned_by,
+    stamp_of,
+)
 
 
 @dataclass(slots=True)

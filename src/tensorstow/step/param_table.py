@@ -11,12 +11,11 @@ import torch
 from tensorstow.base.errors import PoisonedError
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device, refuse_delayed
-from tensorstow.states.chunk_transfers import ChunkStorage
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import RESIDENT_CAPACITY, Family
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.states.state_store import StateStore
+from tensorstow.states.state_store import ChunkStorage, StateStore
 from tensorstow.states.stored import StoreStorage
 from tensorstow.states.stored_chunks import StoredChunk
 from tensorstow.states.traffic import Traffic

@@ -14,7 +14,7 @@ delayed   ``step()`` returns at once; the next forward and backward read the old
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ParamSpec
 
@@ -22,6 +22,7 @@ import torch
 
 from tensorstow.base.errors import StowError
 from tensorstow.base.signals import SignalsDeferred
+from tensorstow.states.chunks import Chunk
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.managed_param import StepPlan, publish_weight
@@ -166,3 +167,28 @@ def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
             alive(*args, **kwargs)
 
     return call
+
+
+def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
+    """Return chunk numbers by the first of their parameters in ``parameters``.
+
+    What the next forward needs first is updated first. Parameters that are not in ``parameters``
+    come last, in the order of their numbers.
+    """
+    return _by(min, chunks, parameters)
+
+
+def by_last(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:
+    """Return chunk numbers by the last of their parameters in ``parameters``.
+
+    A chunk is updated when the last of its gradients is final.
+    """
+    return _by(max, chunks, parameters)
+
+
+def _by(
+    pick: Callable[[Iterable[int]], int], chunks: Sequence[Chunk], parameters: Sequence[int]
+) -> list[int]:
+    rank = {number: index for index, number in enumerate(parameters)}
+    keys = {c.number: pick(rank.get(p, len(rank) + p) for p in c.owners) for c in chunks}
+    return sorted(keys, key=lambda number: (keys[number], number))

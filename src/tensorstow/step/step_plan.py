@@ -82,7 +82,7 @@ def must_seed(param: ManagedParam, store: StateStore) -> bool:
     if param.family.dtype == torch.float32 or not param.written_by_others:
         return False
     with param.held():
-        return not store.pipeline.written_weights.is_unchanged(param.number, param.weight)
+        return not store.pipeline.handle.live().unchanged(param.number, param.weight.data_ptr())
 
 
 def name_of(groups: Groups, group: dict[str, Any], index: int) -> str:

@@ -140,7 +140,7 @@ class UpdateRouter:
         numbers = {chunk.number for chunk in device}
         host = [chunk for chunk in chunks if chunk.number not in numbers]
         for updater in self.updaters:
-            self._store.pipeline.caller_chunks.choose(sorted(numbers))
+            self._store.pipeline.handle.live().set_caller_chunks(sorted(numbers))
             updater.serve(device)
         for feed in self.device_feeds:
             feed.serve(host)

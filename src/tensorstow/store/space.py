@@ -1,13 +1,105 @@
 """Allocates extents from the data files, grows the files, and frees extents."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.files import GROWTH_BYTES, File, grow
-from tensorstow.store.extents import Extents
-from tensorstow.store.records import Extent, padded
+from tensorstow.io.free_list import FreeList
+from tensorstow.store.records import HEADER_BYTES, PAGE, Extent, padded
+
+
+class Extents:
+    """Every extent of a store: held by the caller, referred to by generations, or free.
+
+    An extent that is held or referred to is never handed out; one that is neither is free at once.
+    """
+
+    def __init__(self, sizes: Iterable[int], generations: Mapping[int, Iterable[Extent]]) -> None:
+        """Begin with files of ``sizes`` bytes, and the extents of each generation by number."""
+        self.sizes = list(sizes)
+        self.free = [FreeList() for _ in self.sizes]
+        self._held: Counter[Extent] = Counter()
+        self._kept: dict[int, frozenset[Extent]] = {}
+        self._references: Counter[Extent] = Counter()
+        for number, extents in generations.items():
+            self.refer(number, extents)
+        self._free_the_gaps()
+
+    def in_use(self, extent: Extent) -> bool:
+        """Return whether ``extent`` is held, or a kept generation refers to it."""
+        return self._held[extent] > 0 or self._references[extent] > 0
+
+    def is_kept(self, extent: Extent) -> bool:
+        """Return whether a kept generation refers to ``extent``."""
+        return self._references[extent] > 0
+
+    def grow(self, file: int, size: int) -> None:
+        """Record that ``file`` now has ``size`` bytes."""
+        if size > self.sizes[file]:
+            self.free[file].add(self.sizes[file], size)
+            self.sizes[file] = size
+
+    def allocate(self, file: int, nbytes: int) -> Extent | None:
+        """Allocate free bytes of ``file``, held by the caller; None if there are too few."""
+        start = self.free[file].allocate(nbytes)
+        if start is None:
+            return None
+        extent = Extent(file, start, nbytes)
+        self._held[extent] += 1
+        return extent
+
+    def hold(self, extents: Iterable[Extent]) -> None:
+        """Add a hold to each of ``extents``; all must be in use, else none gets one."""
+        wanted = list(extents)
+        for extent in wanted:
+            if not self.in_use(extent):
+                message = (
+                    f"{extent} was named but nobody holds it and no generation refers to it: its"
+                    " bytes may have been reallocated. Name extents that were allocated or adopted."
+                )
+                raise OptionError(message)
+        self._held.update(wanted)
+
+    def release(self, extents: Iterable[Extent]) -> None:
+        """End one hold of each of ``extents``."""
+        for extent in extents:
+            if self._held[extent] < 1:
+                message = f"{extent} was to be released, but the caller does not hold it."
+                raise OptionError(message)
+            self._drop(self._held, extent)
+
+    def refer(self, number: int, extents: Iterable[Extent]) -> None:
+        """Record generation ``number`` with its ``extents``, which are in use."""
+        self._kept[number] = frozenset(extents)
+        self._references.update(self._kept[number])
+
+    def forget(self, number: int) -> None:
+        """Drop the references of generation ``number``."""
+        for extent in self._kept.pop(number):
+            self._drop(self._references, extent)
+
+    def _drop(self, counts: "Counter[Extent]", extent: Extent) -> None:
+        counts[extent] -= 1
+        if not counts[extent]:
+            del counts[extent]
+        if not self.in_use(extent):
+            self.free[extent.file].add(extent.offset, extent.end)
+
+    def _free_the_gaps(self) -> None:
+        ends = [HEADER_BYTES] * len(self.sizes)
+        for extent in sorted(self._references, key=attrgetter("file", "offset")):
+            if extent.offset > ends[extent.file]:
+                self.free[extent.file].add(ends[extent.file], extent.offset)
+            ends[extent.file] = max(ends[extent.file], extent.end)
+        for file, end in enumerate(ends):
+            # A file that lost its end keeps its damage: free bytes begin after the last referenced
+            # one.
+            size, self.sizes[file] = self.sizes[file] // PAGE * PAGE, end
+            self.grow(file, size)
 
 
 class StoreSpace:

@@ -1,7 +1,7 @@
 """A table of the tensors that are in memory, on disk, or moving between the two."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,47 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorstow.base.errors import DirectoryError, DTypeError, StowError, TransferError
 from tensorstow.base.health import Health
-from tensorstow.io.files import IoFuture, check_movable
-from tensorstow.io.scratch import ScratchFiles
+from tensorstow.base.sizes import round_up
+from tensorstow.io.files import ALIGN, IoFuture, check_movable
+from tensorstow.io.scratch import ScratchExtent, ScratchFiles
 from tensorstow.memory.moving_bytes import ByteState, MovingBytes
-from tensorstow.tensornvme.stripes import Stripe, release_stripes, take_stripes
+
+_LEAST_STRIPE = 1 << 20  # smaller stripes on more disks are slower, not faster
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """The bytes ``start`` to ``stop`` of a tensor, and their place on disk."""
+
+    extent: ScratchExtent
+    start: int
+    stop: int
+
+
+def take_stripes(files: ScratchFiles, sizes: Iterable[int]) -> tuple[tuple[Stripe, ...], ...]:
+    """Return space for tensors of these bytes; raises DirectoryError if a disk has too little.
+
+    Every file gets an equal part of a tensor, but none of less than 1 MiB.
+    """
+    taken: list[list[Stripe]] = []
+    try:
+        for nbytes in sizes:
+            count = max(1, min(len(files.files), nbytes // _LEAST_STRIPE))
+            width = round_up(-(-nbytes // count), ALIGN)
+            taken.append([])
+            for start in range(0, nbytes, max(width, 1)):
+                stop = min(start + width, nbytes)
+                taken[-1].append(Stripe(files.allocate(stop - start), start, stop))
+    except BaseException:
+        release_stripes(files, taken)
+        raise
+    return tuple(map(tuple, taken))
+
+
+def release_stripes(files: ScratchFiles, tensors: Iterable[Iterable[Stripe]]) -> None:
+    """Free the space of these tensors' stripes."""
+    files.release(stripe.extent for stripes in tensors for stripe in stripes)
+
 
 Callback = Callable[[], object]
 

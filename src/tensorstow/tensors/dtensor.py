@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+Stamp = tuple[int, ...]
+
 
 class Pager(Protocol):
     """Memory of a shard whose bytes are on disk."""
@@ -81,6 +83,15 @@ class OffloadedGradient(torch.Tensor):
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
     return hasattr(tensor, "device_mesh")
+
+
+def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
+    """Return version counters and address, which change when the parameter is written or replaced.
+
+    Writing a DTensor changes its own counter, not its shard's.
+    """
+    whole = parameter if owner is None else owner
+    return parameter._version, parameter.data_ptr(), whole._version  # noqa: SLF001
 
 
 def layout_of(parameter: torch.Tensor) -> "DTensor | RankShare | None":

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from tensorstow.formats.masters import join_bytes, join_halves, split_bytes, split_halves
+from tensorstow.formats.state_format import join_bytes, join_halves, split_bytes, split_halves
 
 LOWS = torch.arange(1 << 16, dtype=torch.int32)
 HIGHS = (

@@ -281,7 +281,7 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
     )
     for chunk, place in zip(chunks, places, strict=True):
         problem.pipeline.stored.target(chunk, place)
-        problem.pipeline.written_weights.forget_capture(next(chunk.owners))
+        problem.pipeline.handle.live().forget_capture(next(chunk.owners))
     problem.begin(StepKind(capture=True), due=[0])
     problem.pipeline.wait_written()
     problem.check()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tensorstow.step.both_sides import Side, run_to_end
+from tensorstow.step.gradient_feed import GradientFeed, run_to_end
 
 
 class Changes:
@@ -43,7 +43,7 @@ class Copy:
             raise self.error
 
 
-class Copied(Side):
+class Copied(GradientFeed):
     """A side that is over with its copy, and lets the other side's go then."""
 
     def __init__(self, copy: Copy, other: Copy | None = None) -> None:

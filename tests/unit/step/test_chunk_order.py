@@ -3,7 +3,7 @@ import torch
 
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import ChunkPlan, Family, Segment
-from tensorstow.step.chunk_order import by_first, by_last
+from tensorstow.step.schedule import by_first, by_last
 
 FP32 = Family(torch.float32, amsgrad=False)
 

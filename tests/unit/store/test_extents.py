@@ -3,8 +3,8 @@
 import pytest
 
 from tensorstow.base.errors import OptionError
-from tensorstow.store.extents import Extents
 from tensorstow.store.records import HEADER_BYTES, PAGE, Extent
+from tensorstow.store.space import Extents
 
 
 def test_what_generations_do_not_refer_to_is_free() -> None:

@@ -9,7 +9,7 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN
 from tensorstow.io.scratch import ScratchFiles
-from tensorstow.tensornvme.stripes import release_stripes, take_stripes
+from tensorstow.tensornvme.offload_table import release_stripes, take_stripes
 
 MIB = 1 << 20
 

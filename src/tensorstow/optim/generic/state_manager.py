@@ -16,7 +16,7 @@ from tensorstow.base.health import OPTIMIZER_FAILED, OPTIMIZER_FORKED, Health
 from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
-from tensorstow.optim.generic.piece_step import Job, sliced_entry
+from tensorstow.optim.generic.piece_step import Job, sliced_entry, step_in_ram, step_streamed
 from tensorstow.optim.generic.pieces import (
     PartitionedParam,
     Piece,
@@ -24,7 +24,6 @@ from tensorstow.optim.generic.pieces import (
     split_into_pieces,
 )
 from tensorstow.optim.generic.stepper import Stepper
-from tensorstow.optim.generic.streamed_step import step_in_ram, step_streamed
 from tensorstow.optim.generic.transfers import Transfers, wanted_bytes
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.policy import PipelinePolicy
