@@ -138,7 +138,7 @@ def hints_of(cls: type) -> Mapping[str, Any]:
 
 def number_of(value: object) -> float | None:
     """Return a number if it is one that fp32 holds; None for NaN, inf, a bool and anything else."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         return None
     try:
         number = float(value)

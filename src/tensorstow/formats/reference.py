@@ -12,7 +12,8 @@ may fuse a multiply and an add. States in a format are decoded, updated and enco
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -50,7 +51,10 @@ class AdamScalars:
 
     def as_tuple(self) -> Nine:
         """Return the values in the order of the kernels' `AdamHyper`."""
-        return cast("Nine", astuple(self))
+        return cast("Nine", _values_of(self))
+
+
+_values_of = attrgetter(*(field.name for field in fields(AdamScalars)))
 
 
 @dataclass(slots=True)
@@ -102,7 +106,7 @@ def adam_scalars(
         eps=eps,
         grad_factor=grad_factor,
     )
-    return AdamScalars(**{f.name: _to_float32(getattr(exact, f.name)) for f in fields(exact)})
+    return AdamScalars(*map(_to_float32, exact.as_tuple()))
 
 
 def adam_reference(

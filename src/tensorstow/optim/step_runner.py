@@ -457,7 +457,12 @@ def collect(
             shard = shard_of(parameter)
             if param is not None:
                 param.shard = shard
-            check_due(groups, group, index, param)
+            if (
+                param is None
+                or not can_update(param.parameter, gradient)
+                or not param.fits(amsgrad=bool(group["amsgrad"]))
+            ):
+                check_due(groups, group, index, param)
             if param is None:
                 new_params.append(parameter)
             gradients.append((group, parameter, gradient_in_order(shard, gradient)))
@@ -506,11 +511,14 @@ def make_plan(
         )
         for update in updates
     ]
+    steps = [int(count.item()) + 1 for count in counts]
+    indices, scalars = scalar_table(((u.group, u.scale) for u in updates), steps, factor)
+    by_number = {
+        update.param.number: _row(update, params.store, index, step)
+        for update, step, index in zip(updates, steps, indices, strict=True)
+    }
     # A commit takes the weights of parameters without an update too.
-    rows = [StepRow(weight=param.weight) for param in params.all()]
-    indices, scalars = scalar_table(((u.group, u.scale) for u in updates), counts, factor)
-    for update, count, index in zip(updates, counts, indices, strict=True):
-        rows[update.param.number] = _row(update, params.store, index, int(count.item() + 1.0))
+    rows = [by_number.get(p.number) or StepRow(weight=p.weight) for p in params.all()]
     table = np.array(scalars, dtype=np.float32).reshape(-1, 9)
     return StepPlan(updates, counts, rows, table, commits)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.stored_chunks import StoredChunk, StoredChunks
 from tensorstow.states.traffic import TrafficCounters
+from tensorstow.tensors.dtensor import PLAIN_TENSORS
 
 
 class CallerChunks:
@@ -73,12 +74,9 @@ class CallerChunks:
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
-PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of tensors that have their bytes in memory, where kernels access them."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """The work of one step on one parameter; the default is none."""
 
     weight: torch.Tensor | None = None
@@ -224,15 +222,12 @@ class UpdatePipeline:
             table = np.array(
                 [
                     (
-                        _address(r.weight),
-                        _address(r.gradient),
-                        0 if r.gradient is None else DTYPE_CODES[r.gradient.dtype],
-                        r.seed_master,
-                        r.scalars,
-                        r.key,
-                        r.expected,
+                        0 if weight is None else weight.data_ptr(),
+                        0 if gradient is None else gradient.data_ptr(),
+                        0 if gradient is None else DTYPE_CODES[gradient.dtype],
+                        *rest,
                     )
-                    for r in rows
+                    for weight, gradient, *rest in rows
                 ],
                 dtype=np.int64,
             ).reshape(-1, 7)

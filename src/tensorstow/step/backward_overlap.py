@@ -367,7 +367,7 @@ class BackwardOverlap(Schedule):
             return
         self.require(PublicCall.STEP)
         groups = ((update.group, update.scale) for update in plan.updates)
-        _, now = scalar_table(groups, plan.counts, 1.0)
+        _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
         if now != [tuple(row) for row in plan.scalars.tolist()]:
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"

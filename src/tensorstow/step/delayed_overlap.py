@@ -252,7 +252,7 @@ class DelayedOverlap(OngoingSchedule):
         for param in (update.param for update in plan.updates):
             if param.tier is not Tier.DEVICE:
                 row = plan.rows[param.number]
-                plan.rows[param.number] = replace(row, weight=self._copy_of(param))
+                plan.rows[param.number] = row._replace(weight=self._copy_of(param))
 
     def _copy_of(self, param: ManagedParam) -> torch.Tensor:
         """Return the copy of a weight in host memory, equal to it."""

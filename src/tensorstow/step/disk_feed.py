@@ -13,7 +13,7 @@ parts of: states are cut so that this is one, unless they were cut for another p
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -94,7 +94,7 @@ class DiskFeed(GradientFeed):
         self._captures = plan.commits
         if self._captures:
             for number in self._pagers.keys() - self._due:
-                rows[number] = replace(rows[number], expected=True)
+                rows[number] = rows[number]._replace(expected=True)
 
     def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
         """Begin a step by ``plan``, with the gradients that it has."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -138,8 +138,7 @@ class ManagedParam:
         return self.updates_on_host and self.written_by_others
 
 
-@dataclass(frozen=True, slots=True)
-class ParamUpdate:
+class ParamUpdate(NamedTuple):
     """A parameter that has a gradient in this step."""
 
     group: dict[str, Any]
@@ -193,7 +192,7 @@ def write_to_copies(plan: StepPlan) -> None:
             continue
         param.host = param.parameter.detach().clone()
         row = plan.rows[param.number]
-        plan.rows[param.number] = replace(row, weight=param.host)
+        plan.rows[param.number] = row._replace(weight=param.host)
 
 
 @torch.no_grad()

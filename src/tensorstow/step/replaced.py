@@ -14,7 +14,7 @@ parameters, which are no DTensors, in the place of its own while a unit is unsha
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -133,7 +133,7 @@ class UpdateUnderWay:
     def release_gradient(self) -> None:
         """Stop holding the gradient, which was read; ``check`` still reports earlier changes."""
         if self._version() == self.version:
-            self.update, self.version = replace(self.update, gradient=None), 0
+            self.update, self.version = self.update._replace(gradient=None), 0
 
     def _version(self) -> int:
         gradient = self.update.gradient

@@ -110,7 +110,8 @@ class Synchronous(Schedule):
         params = [update.param for update in plan.updates]
         record_step(params, plan.counts, states, commits=plan.commits)
         for param in params:
-            publish_weight(param)
+            if param.host is not None:
+                publish_weight(param)
 
 
 class OngoingSchedule(Schedule):

@@ -1,5 +1,6 @@
 """Counts the steps of parameters, and rounds the hyper-parameters of each."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -58,8 +59,9 @@ def step_of(
         return step
     state["step"] = step
     param.begun = True
-    placed = {k: v for k, v in state.items() if k in param.views}
-    if any(placed.get(name) is not view for name, view in param.views.items()):
+    # Without a generator: this runs for every parameter in every step.
+    if not all(map(operator.is_, map(state.get, param.views), param.views.values())):
+        placed = {k: v for k, v in state.items() if k in param.views}
         _transplant(param, placed, store)
         for name in placed:
             del state[name]
@@ -100,22 +102,24 @@ def as_step(step: torch.Tensor | float) -> torch.Tensor:
 
 def scalar_table(
     scaled_groups: Iterable[tuple[dict[str, Any], float]],
-    counts: Sequence[torch.Tensor],
+    steps: Sequence[int],
     factor: float,
 ) -> tuple[list[int], list[tuple[float, ...]]]:
     """Return each update's row in the table of scalars, and the table: equal steps share a row.
 
-    ``scaled_groups``: for each update its group, and the scale of its gradient.
+    ``scaled_groups``: for each update its group, and the scale of its gradient. ``steps``: the
+    number of each update's step, counted from 1.
     """
-    rows: dict[tuple[int, float, float], int] = {}
+    rows: dict[tuple[int, int, float], int] = {}
     indices: list[int] = []
     scalars: list[tuple[float, ...]] = []
-    for (group, scale), count in zip(scaled_groups, counts, strict=True):
-        key = (id(group), count.item() + 1.0, scale)
-        if key not in rows:
-            rows[key] = len(scalars)
-            scalars.append(scalar_row(group, int(key[1]), factor / scale))
-        indices.append(rows[key])
+    for (group, scale), step in zip(scaled_groups, steps, strict=True):
+        key = (id(group), step, scale)
+        row = rows.get(key)
+        if row is None:
+            row = rows[key] = len(scalars)
+            scalars.append(scalar_row(group, step, factor / scale))
+        indices.append(row)
     return indices, scalars
 
 

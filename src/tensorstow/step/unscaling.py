@@ -14,7 +14,6 @@ values, and steps are skipped at random. ``step()`` cannot correct that and rais
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -58,7 +57,7 @@ def _copied(update: ParamUpdate, scale: float) -> ParamUpdate:
     """Return the update with a copy of a 16-bit gradient, as ``.grad`` will be multiplied."""
     if update.gradient is None or update.gradient.dtype == torch.float32:
         return update
-    return replace(update, gradient=update.gradient.clone(), scale=scale)
+    return update._replace(gradient=update.gradient.clone(), scale=scale)
 
 
 def _read_anew(update: ParamUpdate) -> ParamUpdate:
@@ -66,4 +65,4 @@ def _read_anew(update: ParamUpdate) -> ParamUpdate:
     gradient = gradient_of(update.param.owner)
     if update.scale != 1.0 or gradient is None or gradient.is_contiguous():
         return update
-    return replace(update, gradient=gradient.contiguous())
+    return update._replace(gradient=gradient.contiguous())

@@ -19,10 +19,9 @@ from tensorstow.base.update_on import (
 from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
-from tensorstow.states.native_pipeline import PLAIN_TENSORS
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.unpublished import Unpublished
-from tensorstow.tensors.dtensor import layout_of
+from tensorstow.tensors.dtensor import PLAIN_TENSORS, layout_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 _HELD = ("lr", "eps", "weight_decay")
@@ -222,7 +221,9 @@ def refuse_torch_keywords(options: Mapping[str, Any]) -> None:
         "differentiable": "the update runs in native code that autograd does not see",
     }
     for name in _FLAGS:
-        read_value(bool | None, options.get(name), name)
+        value = options.get(name)
+        if value is not None and type(value) is not bool:
+            read_value(bool | None, value, name)
     for name, reason in why.items():
         if options.get(name):
             message = f"{name}=True was requested: {reason}. Leave it out, or use torch.optim."

@@ -80,9 +80,13 @@ class OffloadedGradient(torch.Tensor):
     host: HostElements
 
 
+PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+"""Classes of tensors that have their bytes in memory, where kernels access them."""
+
+
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
-    return hasattr(tensor, "device_mesh")
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "device_mesh")
 
 
 def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:
@@ -110,7 +114,9 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 def _local_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's elements of a parameter, by its shard or its share."""
     share = share_of(parameter)
-    return to_local(parameter) if share is None else share.rows(parameter)
+    if share is not None:
+        return share.rows(parameter)
+    return parameter if type(parameter) in PLAIN_TENSORS else to_local(parameter)
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -190,6 +196,8 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is None or isinstance(gradient, ConsumedGradient):
         return gradient
     layout = layout_of(parameter)
+    if layout is None and type(gradient) in PLAIN_TENSORS:
+        return gradient
     if layout is not None and is_sharded(gradient):
         wanted = layout.placements
         if gradient.placements != wanted:
@@ -219,6 +227,8 @@ def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, De
 
 def gradient_in_order(shard: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as contiguous elements, in the order of the shard's memory."""
+    if shard.is_contiguous() and gradient.is_contiguous():
+        return gradient
     return in_order(gradient, order_of(shard)).contiguous()
 
 

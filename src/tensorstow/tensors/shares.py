@@ -63,7 +63,7 @@ def share_out(parameter: torch.Tensor, share: RankShare) -> None:
 
 def share_of(parameter: torch.Tensor) -> RankShare | None:
     """Return this rank's share of a parameter; None: the whole tensor is its own, or a DTensor."""
-    if not _SHARES:
+    if not _SHARES.data:  # its dict: steps ask this for every parameter
         return None
     share: RankShare | None = _SHARES.get(parameter)
     return share
