@@ -5,7 +5,7 @@ of units on disk, the bounds of transfers in flight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -26,6 +26,7 @@ from tensorstow.planner.bounds import (
     UNITS_UNSHARDED,
     upload_buffers,
 )
+from tensorstow.planner.headroom import Headroom
 from tensorstow.planner.sizes import (
     Sizes,
     UnitSizes,
@@ -46,6 +47,9 @@ from tensorstow.states.memory import (
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step.backward_overlap import WINDOW_BYTES
+
+HEADROOM = "headroom, left free"
+"""The purpose of the memory that no tensor takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ class Conditions:
     """Zero bytes if no batch was traced."""
     states: Tier | None = None
     """The tier that the user requires for states; None: the plan's."""
+    headroom: Mapping[Tier, Headroom] = field(default_factory=dict)
+    """What stays free of each tier; without an entry all of it may be held."""
+
+    def room_in(self, tier: Tier, left: int) -> int:
+        """Return by how much a run can grow on a tier with ``left`` unused bytes."""
+        return self.headroom.get(tier, Headroom()).growth(left)
 
     @property
     def compute_tier(self) -> Tier:
@@ -113,7 +123,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         return plan
     wanted = most_in_memory(on_disk, plan.prefetch, around)
     least = least_in_memory(on_disk, around)
-    more = min(room - needed[Tier.HOST], wanted - least)
+    more = min(conditions.room_in(Tier.HOST, room - needed[Tier.HOST]), wanted - least)
     return plan.but(buffer_pool_bytes=least + more - more % max(on_disk))
 
 
@@ -135,6 +145,9 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
         *_states(plan, sizes, conditions),
         *_activations(plan, sizes, conditions, on_compute_tier),
     ]
+    for tier, headroom in conditions.headroom.items():
+        held = sum(item.nbytes for item in items if item.tier == tier)
+        items.append(Item(tier, HEADROOM, headroom.beside(held)))
     return [item for item in items if item.nbytes > 0]
 
 
@@ -265,8 +278,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = by_tier[Tier.DISK]
-    on_device = _share(by_tier[Tier.DEVICE])
-    yield Item(compute, "parameters", on_device)
+    yield Item(compute, "parameters", _share(by_tier[Tier.DEVICE]))
     yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
     yield Item(Tier.DISK, "parameters", _share(on_disk))
     if on_disk:
@@ -277,7 +289,8 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
         yield Item(compute, "unsharded parameters", _unsharded(plan, sizes))
     if conditions.device_is_host:
         return
-    written = on_device
+    # Frozen parameters have no copy: no update writes them.
+    written = sum(unit.gradient_bytes for unit in by_tier[Tier.DEVICE])
     if not reaches_host(plan.update_on) and not conditions.commits:
         # No update writes fp32 weights to host memory then: their pages are never touched.
         idle = [u.trained for u in by_tier[Tier.DEVICE]]

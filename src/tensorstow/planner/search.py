@@ -442,7 +442,8 @@ def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
     ):
         return None
     held = states_of(plan, request.sizes, request.conditions)
-    left = limit - bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
+    used = bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
+    left = request.conditions.room_in(Tier.HOST, limit - used)
     # The first DEFAULT_RING_BYTES of a RAM budget are the ring's, also if it needs fewer: only what
     # is beyond them keeps states (``plan_ring``).
     least = max(DEFAULT_RING_BYTES, held.ring_bytes)

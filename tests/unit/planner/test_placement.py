@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models import ResidualStack
+from remote import make_remote
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.formats.state_format import StateFormat
@@ -361,6 +362,19 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
 def test_host_weights_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
     assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}
+
+
+def test_frozen_parameters_have_no_host_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for number in (0, 2):
+        model[number].weight.requires_grad = False
+    held = items_of(Plan("device"), Sizes.of(units_of(model), 1), AWAY)
+    (predicted,) = [i.nbytes for i in held if i.purpose == "weights that updates write"]
+    with AdamW(model.parameters(), lr=1e-3) as optimizer:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert optimizer.memory().host_weight_bytes == predicted == 2 * 4 * 64**2
 
 
 @pytest.mark.parametrize("away", [False, True])
