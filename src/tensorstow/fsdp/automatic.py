@@ -15,7 +15,7 @@ from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.cores import read_or_empty
 from tensorstow.base.directories import check_directory, choose_directory
-from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.errors import DirectoryError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
@@ -32,12 +32,13 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
+from tensorstow.planner.headroom import usual_headroom
 from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
     SearchResult,
-    search,
+    search_by_rates,
     with_placed_activations,
 )
 from tensorstow.planner.seconds import MachineRates, MicroBatch
@@ -50,7 +51,8 @@ _TOKENS = 2048
 """Tokens of a micro-batch whose size is not known: enough to keep an accelerator busy."""
 _COMPUTE_PART = 0.5
 """Share of the free memory of the tier that computes: activations of unknown size take the rest."""
-_OTHER_PART = 0.8
+_DISK_PART = 0.8
+"""Share of the free disk space: other files grow too."""
 _LIMIT_PART = 0.75
 """Share of the device's memory that measured bytes may take. The rest is for fragmentation, and for
 steps that need more than any before."""
@@ -126,7 +128,10 @@ def choose_plan(
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     request = replace(request, budget=facts.budget, batch=batch)
     request = _with_activations(request, facts, example, device)
-    result = _search(request, facts.profile, device, directory)
+    machine = _machine(facts.profile, device, directory)
+    result, why_unknown = search_by_rates(request, machine)
+    if why_unknown is not None:
+        logger.info('plan="auto" looks at bytes only: %s', why_unknown)
     _log(result, request, source="given" if budget is not None else "of this machine")
     plan, timed = result.chosen.plan, result.chosen.step
     step = None
@@ -182,28 +187,31 @@ def machine_budget(
     *,
     with_activations: bool = False,
 ) -> Budget:
-    """Return the memory of this machine that one rank may use: parts of what is free now.
+    """Return the memory of this machine that one rank may use: what is free now, less headroom.
 
     The memory of the units' parameters counts as free. ``with_activations``: activations are
     counted, and need no memory outside the budget.
     """
-    part = _OTHER_PART if with_activations else _COMPUTE_PART
+    part = 1.0 if with_activations else _COMPUTE_PART
     ranks = local_ranks().count
     on_cpu = device.type == "cpu"
+    headroom = usual_headroom(device_is_host=on_cpu)
     parameters = [p for unit in units for p in unit.parameters.values()]
     parameter_bytes = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    host = (part if on_cpu else _OTHER_PART) * (free_host_bytes() / ranks + parameter_bytes)
+    host = headroom[Tier.HOST].within(free_host_bytes() / ranks + parameter_bytes)
+    host = int(part * host) if on_cpu else host
     device_bytes = None
     if not on_cpu:
         free, _ = torch.accelerator.get_memory_info(device)
-        device_bytes = int(part * (free + sum(p.nbytes for p in parameters if is_remote(p))))
+        free += sum(p.nbytes for p in parameters if is_remote(p))
+        device_bytes = int(part * headroom[Tier.DEVICE].within(free))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
     except (
         DirectoryError
     ):  # missing, or none is usable: opening it raises the error with the reason
-        return Budget(device_bytes, int(host), None if directory is not None else 0)
-    return Budget(device_bytes, int(host), int(_OTHER_PART * facts.free_bytes / ranks))
+        return Budget(device_bytes, host, None if directory is not None else 0)
+    return Budget(device_bytes, host, int(_DISK_PART * facts.free_bytes / ranks))
 
 
 def free_host_bytes() -> int:
@@ -236,22 +244,14 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
     return _RankFacts(Budget(**least), first.profile, limit, traced, first.tokens)
 
 
-def _search(
-    request: PlanRequest,
-    profile: Profile | None,
-    device: torch.device,
-    directory: str | os.PathLike[str] | None,
-) -> SearchResult:
+def _machine(
+    profile: Profile | None, device: torch.device, directory: str | os.PathLike[str] | None
+) -> MachineRates | None:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
-        return search(request)
+        return None
     disk = profile.rates_of(None if directory is None else Path(directory))
-    machine = MachineRates(profile, device.type, disk)
-    try:
-        return search(replace(request, machine=machine))
-    except OptionError as error:
-        logger.info('plan="auto" looks at bytes only: %s', error)
-        return search(request)
+    return MachineRates(profile, device.type, disk)
 
 
 def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:

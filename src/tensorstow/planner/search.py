@@ -25,7 +25,7 @@ from operator import itemgetter
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import BudgetError
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
@@ -188,6 +188,20 @@ def search(request: PlanRequest) -> SearchResult:
         if option.step.seconds < (1 - _GAIN) * chosen.step.seconds:
             chosen = option
     return SearchResult(chosen, tuple(_reported(tried)))
+
+
+def search_by_rates(
+    request: PlanRequest, machine: MachineRates | None
+) -> tuple[SearchResult, str | None]:
+    """Search with a machine's rates, or by bytes alone if it lacks one that a plan needs.
+
+    Returns:
+        The result, and which rate is lacking; None: all are known, or ``machine`` is None.
+    """
+    try:
+        return search(replace(request, machine=machine)), None
+    except OptionError as error:
+        return search(replace(request, machine=None)), str(error)
 
 
 def _reported(tried: Sequence[Alternative]) -> list[Alternative]:

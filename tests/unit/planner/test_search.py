@@ -16,7 +16,14 @@ from tensorstow.base.profile import DirectoryRates, LinkRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit
-from tensorstow.planner.search import MicroBatching, PlanRequest, candidates, search, uses_disk
+from tensorstow.planner.search import (
+    MicroBatching,
+    PlanRequest,
+    candidates,
+    search,
+    search_by_rates,
+    uses_disk,
+)
 from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 
@@ -326,6 +333,17 @@ def test_what_the_user_says_stays(overlap: Overlap) -> None:
         assert plan.overlap == overlap
         assert (plan.accumulation_steps, plan.replicas) == (4, 2)
     assert {each.plan.overlap for each in search(request).tried} == {overlap}
+
+
+def test_a_rate_that_is_lacking_leaves_the_search_to_bytes() -> None:
+    request = PlanRequest(SIZES, Budget(), HERE, batch=BATCH)
+    timed, lacking = search_by_rates(request, CPU)
+    assert timed.chosen.step is not None
+    assert lacking is None
+    unmeasured = replace(CPU, profile=PROFILE.but(update={}))
+    by_bytes, lacking = search_by_rates(request, unmeasured)
+    assert by_bytes == search(request) == search_by_rates(request, None)[0]
+    assert "no rate of updates of float32/fp32" in str(lacking)
 
 
 def test_a_disk_that_was_not_measured_leaves_seconds_out() -> None:
