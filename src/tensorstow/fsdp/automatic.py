@@ -19,6 +19,7 @@ from tensorstow.base.errors import DirectoryError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
+from tensorstow.base.regular_file import memory_bytes
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
@@ -212,6 +213,12 @@ def machine_budget(
     ):  # missing, or none is usable: opening it raises the error with the reason
         return Budget(device_bytes, host, None if directory is not None else 0)
     return Budget(device_bytes, host, int(_DISK_PART * facts.free_bytes / ranks))
+
+
+def total_host_bytes() -> int:
+    """Return the memory of this machine, or what the cgroup allows of it."""
+    limit = read_or_empty(_CGROUP / "memory.max").strip()
+    return min(memory_bytes(), int(limit)) if limit.isdecimal() else memory_bytes()
 
 
 def free_host_bytes() -> int:

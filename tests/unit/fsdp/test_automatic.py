@@ -20,7 +20,7 @@ from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import automatic, read_plan
-from tensorstow.fsdp.automatic import free_host_bytes, machine_budget
+from tensorstow.fsdp.automatic import free_host_bytes, machine_budget, total_host_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.headroom import Headroom, usual_headroom
 
@@ -171,9 +171,11 @@ def test_free_memory_is_the_systems_and_the_cgroups(
     assert free_host_bytes() == 40 << 10
     (tmp_path / "memory.max").write_text("30000\n")
     assert free_host_bytes() == 29995
+    assert total_host_bytes() == 30000
     meminfo.unlink()
     (tmp_path / "memory.max").unlink()
     assert free_host_bytes() > 0
+    assert total_host_bytes() > free_host_bytes()
 
 
 def test_a_machines_budget_leaves_the_headroom_free_that_plan_leaves(
