@@ -227,8 +227,7 @@ def time_of(
         OptionError: The profile lacks a rate that the plan needs.
     """
     work = work_of(plan, sizes, conditions)
-    dtype = sizes.trained[0][0] if sizes.trained else torch.float32
-    compute = compute_seconds(batch, dtype, machine)
+    compute = compute_seconds(batch, sizes.compute_dtype, machine)
     on = "cores" if conditions.device_is_host else "accelerator"
     profile = machine.profile
     if conditions.device_is_host and units_on(Tier.DISK, plan, sizes):
