@@ -43,9 +43,7 @@ class NamedModel:
     """The rank of adapters, which alone are trained; None: there are none."""
 
 
-def build_model(
-    name: str, dtype: torch.dtype | None = None, lora: int | None = None
-) -> NamedModel:
+def build_model(name: str, dtype: torch.dtype | None = None, lora: int | None = None) -> NamedModel:
     """Return the model called ``name``, on the meta device.
 
     Args:

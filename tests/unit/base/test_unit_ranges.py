@@ -21,7 +21,10 @@ from tensorstow.base.unit_ranges import unit_ranges
             {"": "device", "h.0": "device", "h.1": "device", "h.2": "disk", "g.3": "device"},
             {"": "device", "h.0-1": "device", "h.2": "disk", "g.3": "device"},
         ),
-        ({"h.2": "disk", "h.0": "disk", "h.1": "disk", "h.4": "disk"}, {"h.0-2": "disk", "h.4": "disk"}),
+        (
+            {"h.2": "disk", "h.0": "disk", "h.1": "disk", "h.4": "disk"},
+            {"h.0-2": "disk", "h.4": "disk"},
+        ),
         ({"h.01": "disk", "h.2": "disk"}, {"h.01": "disk", "h.2": "disk"}),
         ({"h.0.tiles.1": "disk", "h.0.tiles.2": "disk"}, {"h.0.tiles.1-2": "disk"}),
     ],
@@ -41,7 +44,9 @@ def expanded(ranges: dict[str, str]) -> dict[str, str]:
     return units
 
 
-NAMES = st.sampled_from(["", "embed", *(f"h.{n}" for n in range(12)), *(f"h.3.t.{n}" for n in range(4))])
+NAMES = st.sampled_from(
+    ["", "embed", *(f"h.{n}" for n in range(12)), *(f"h.3.t.{n}" for n in range(4))]
+)
 
 
 @given(units=st.dictionaries(NAMES, st.sampled_from(["device", "host", "disk"])))
