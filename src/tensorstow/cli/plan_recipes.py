@@ -1,6 +1,6 @@
 """A plan as lines of Python, as a DeepSpeed configuration, and as Gemini's arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.base.unit_ranges import unit_ranges
 from tensorstow.base.update_on import reaches_host
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
@@ -17,7 +18,6 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.search import uses_disk
 
 _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
-_LR = 1e-4
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _USUAL = Plan()
 _FIELDS = (
@@ -53,6 +53,13 @@ class Recipe:
     """Number of ranks that the model is sharded over."""
     device_is_host: bool
     """Whether the CPU computes."""
+    lora: int | None = None
+    """The rank of adapters; None: there are none."""
+
+    @property
+    def lr(self) -> float:
+        """Return a usual learning rate for fine-tuning."""
+        return 1e-5 if self.lora is None else 1e-4
 
     @property
     def place(self) -> str:
@@ -100,9 +107,12 @@ def fields_of(plan: Plan) -> dict[str, Any]:
 
 def _code_of(recipe: Recipe) -> list[str]:
     """Return the lines of Python that place ``model``."""
-    plan = recipe.plan
-    arguments = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
-    keywords, directory_keyword = f"lr={_LR}", ""
+    plan, fields = recipe.plan, fields_of(recipe.plan)
+    arguments = ", ".join(
+        f"{name}={_units_in_code(plan.units) if name == 'units' else repr(value)}"
+        for name, value in fields.items()
+    )
+    keywords, directory_keyword = f"lr={recipe.lr}", ""
     if recipe.state_format is not None:
         keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
     if recipe.commits:
@@ -111,12 +121,29 @@ def _code_of(recipe: Recipe) -> list[str]:
         keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={recipe.place!r}"
     factory = f"functools.partial(tensorstow.AdamW, {keywords})"
     uncached = recipe.fills_cache and plan.activations is ActivationPlacement.RECOMPUTE
+    adapters = f'peft.LoraConfig(r={recipe.lora}, target_modules="all-linear")'
     return [
-        "import functools, tensorstow",
-        *(["model.config.use_cache = False"] if uncached else []),
+        f"import functools, {'' if recipe.lora is None else 'peft, '}tensorstow",
+        *([] if recipe.lora is None else [f"model = peft.get_peft_model(model, {adapters})"]),
+        *(["model.config.use_cache = False  # else recomputing fills it again"] * uncached),
         f"plan = tensorstow.Plan({arguments})",
         f"model, optimizer = tensorstow.stow(model, {factory}, plan=plan{directory_keyword})",
     ]
+
+
+def _units_in_code(units: Mapping[str, Tier]) -> str:
+    """Return units as an expression of Python, in which a run of numbered names is one part."""
+    parts, single = [], {}
+    for name, tier in unit_ranges(units).items():
+        prefix, _, numbers = name.rpartition(".")
+        first, is_range, last = numbers.partition("-")
+        if name in units or not is_range:
+            single[name] = str(tier)
+            continue
+        before = f"{prefix}." if prefix else ""
+        names = f"f'{before}{{n}}': {str(tier)!r} for n in range({first}, {int(last) + 1})"
+        parts.append(f"{{{names}}}")
+    return " | ".join([*([repr(single)] if single else []), *parts])
 
 
 def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
@@ -139,7 +166,7 @@ def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": _LR}},
+        "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr}},
         "zero_optimization": zero,
     }
     for name, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -163,7 +190,7 @@ def _gemini_of(recipe: Recipe) -> list[str] | None:
             disk += f", ram_budget={plan.ram_budget}"
     return [
         "from tensorstow.colossalai import HybridAdam, booster",
-        f"optimizer = HybridAdam(model.parameters(), lr={_LR}{disk})",
+        f"optimizer = HybridAdam(model.parameters(), lr={recipe.lr}{disk})",
         f"plugin = booster.plugin.GeminiPlugin({arguments})",
         "model, optimizer, *_ = booster.Booster(plugin).boost(model, optimizer)",
     ]

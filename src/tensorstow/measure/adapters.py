@@ -25,7 +25,8 @@ class Adapted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum, in the dtype of the layer."""
         output: torch.Tensor = self.base_layer(x)
-        return (output + self.lora_B(self.lora_A(x.to(torch.float32)))).to(output.dtype)
+        added: torch.Tensor = self.lora_B(self.lora_A(x.to(torch.float32)))
+        return (output + added).to(output.dtype)
 
 
 class _Tuner(nn.Module):

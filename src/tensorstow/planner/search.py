@@ -36,6 +36,8 @@ from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_
 from tensorstow.planner.sizes import Sizes, UnitSizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
 
+FITS_TOO = "it fits too"
+"""Why a plan was not chosen if no rates are known: the first that fits is."""
 _GAIN = 0.02
 """Minimum relative speed-up for choosing a more complex plan."""
 _GRID = 8
@@ -95,7 +97,7 @@ class SearchResult:
             short = other.short.items()
             return ", ".join(f"{format_bytes(n)} of {tier.upper()} short" for tier, n in short)
         if other.step is None or self.chosen.step is None:
-            return "it fits too; without rates the first that fits is chosen"
+            return FITS_TOO
         took, least = other.step.seconds, self.chosen.step.seconds
         cost = f"{took:.3g} s per step"
         if other.batch is not None and other.batch.is_estimate:
@@ -492,6 +494,7 @@ def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
     least = " and ".join(f"{tier}={n} ({format_bytes(n)})" for tier, n in enough.items())
     in_backward = nearest.plan.timing.begins_early
     but = ' (with overlap="backward", without clipping and loss scaling)' if in_backward else ""
+    lacking += ", headroom included" if nearest.conditions.headroom else ""
     return (
         f"The model does not fit: the budget lacks {lacking}. The smallest change that fits{but},"
         f" in bytes: {least}; or train on more ranks."
