@@ -185,7 +185,7 @@ def show_seconds(seconds: float) -> str:
 def _activations(traced: dict[str, Any] | None, trace_with: str) -> str:
     if traced is None:
         return f"not counted: give {trace_with}"
-    held = f"{format_bytes(traced['bytes'])} beside gradients"
+    held = f"{format_bytes(traced['bytes'])} in addition to gradients"
     if traced["saved_bytes"]:
         held += f", {format_bytes(traced['saved_bytes'])} saved elsewhere"
     if traced["batch"] is None:

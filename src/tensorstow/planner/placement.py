@@ -42,7 +42,7 @@ from tensorstow.states.memory import (
     chunks_of,
     device_slots,
     plan_staging,
-    predict_whole,
+    predict_memory,
 )
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
@@ -226,14 +226,14 @@ def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
     lines = _lines(plan, sizes, conditions)
     return _predict(
         lines,
-        on_disk=plan.states == Tier.DISK,
+        disk_fraction=float(plan.states == Tier.DISK),
         durable=conditions.commits,
         chunk_elements=PipelinePolicy().chunk_elements,
         budget=budget,
     )
 
 
-_predict = lru_cache(maxsize=64)(predict_whole)  # most plans of a search have the same states
+_predict = lru_cache(maxsize=64)(predict_memory)  # most plans of a search have the same states
 _Lines = tuple[tuple[Family, tuple[int, ...]], ...]
 
 

@@ -256,9 +256,9 @@ def time_of(
     first_update, rest = _scaled(step, share), _scaled(step, 1 - share)
     if plan.timing.begins_early:
         phases = {"forward": forward, "backward and update": _sum([backward, rest])}
-        phases["update of the first parameter"] = _sum([first_update])
+        phases["update after backward"] = _sum([first_update])
     elif plan.timing.waits_by_module:
-        phases = {"update of the first parameter": _sum([first_update])}
+        phases = {"update before forward": _sum([first_update])}
         phases |= {"update and forward": _sum([rest, forward]), "backward": backward}
     else:
         phases = {"forward": forward, "backward": backward, "update": step}
