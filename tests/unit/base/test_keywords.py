@@ -17,8 +17,8 @@ from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.colossalai.booster import Booster, plugin
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-NOT_CALLED = {"StowError", "Tier", "__version__"}
-"""An exception, an enumeration and a text."""
+NOT_CALLED = {"StowError", "Tier", "__version__", "errors"}
+"""An exception, an enumeration, a text and a module."""
 PUBLIC = [
     *(getattr(tensorstow, name) for name in tensorstow.__all__ if name not in NOT_CALLED),
     *(deepspeed.initialize, DeepSpeedCPUAdam, FusedAdam),
