@@ -505,11 +505,19 @@ CASES = [
     *(
         Case("of torch was given", placed, {"optimizer": torch_class, "plan": plan}, ways)
         for torch_class, plan, ways in (
-            (partial(SGD, lr=0.1), Plan(), {"partial(tensorstow.StowedOptimizer, SGD": STOWED}),
-            (partial(SGD, lr=0.1), SCRATCH, {"partial(tensorstow.StowedOptimizer": STOWED}),
-            (partial(SGD, lr=0.1), DISK, {"Use tensorstow.AdamW": ADAM}),
-            (partial(SGD, lr=0.1), FORWARD, {"Use tensorstow.AdamW": ADAM}),
-            (torch.optim.AdamW, BESIDE, {"Use tensorstow.AdamW": ADAM}),
+            (
+                partial(SGD, lr=0.1),
+                Plan(),
+                {"partial(tensorstow.StowedOptimizer, torch.optim.SGD), lr=0.1": STOWED},
+            ),
+            (
+                partial(SGD, lr=0.1),
+                SCRATCH,
+                {"tensorstow.StowedOptimizer, torch.optim.SGD), lr=0.1": STOWED},
+            ),
+            (partial(SGD, lr=0.1), DISK, {"Use stow(model, tensorstow.AdamW)": ADAM}),
+            (partial(SGD, lr=0.1), FORWARD, {"Use stow(model, tensorstow.AdamW)": ADAM}),
+            (torch.optim.AdamW, BESIDE, {"Use stow(model, tensorstow.AdamW)": ADAM}),
         )
     ),
     *(

@@ -33,6 +33,12 @@ def keywords_of(function: Callable[..., Any]) -> list[str] | None:
     return [p.name for p in parameters if p.kind in named and p.name != "self"]
 
 
+def keyword_only(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the keyword-only parameters of a function or class."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY]
+
+
 def refuse_unknown_keywords(name: str, passed: Iterable[str], accepted: Iterable[str]) -> None:
     """Raise KeywordError if a keyword that ``name`` was called with is not accepted."""
     names = list(accepted)

@@ -6,7 +6,6 @@ nothing. ``stow`` reads the weights of a checkpoint without a ticket into place;
 come with its snapshot. Neither is whole in memory.
 """
 
-import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from tensorstow.base.keywords import keyword_only
 from tensorstow.base.new_file import new_stream, replace_files
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
@@ -25,7 +25,7 @@ from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_pl
 from tensorstow.integrations.trainer_snapshots import DropSnapshots, take_snapshot, ticket_in
 from tensorstow.optim.stowed_adam import StowedAdam
 
-_OF_STOW = frozenset(inspect.signature(stow).parameters)
+_OF_STOW = frozenset(keyword_only(stow))
 
 
 class Stowed(transformers.Trainer):

@@ -37,7 +37,10 @@ def joined(first: str, /, second: str = "b", *, third: str = "c") -> str:
 @pytest.mark.parametrize("target", PUBLIC, ids=lambda target: target.__name__)
 def test_every_public_name_refuses_an_unknown_keyword(target: Callable[..., Any]) -> None:
     weights = [nn.Parameter(torch.ones(1))]
-    before = {tensorstow.StowedOptimizer: (torch.optim.SGD, weights)}
+    before: dict[object, tuple[object, ...]] = {
+        tensorstow.StowedOptimizer: (torch.optim.SGD, weights),
+        tensorstow.stow: (nn.Linear(2, 2), tensorstow.AdamW),
+    }
     given = before.get(target, () if keywords_of(target) else (weights,))
     known = keywords_of(target) or ["states"]
     with pytest.raises(KeywordError, match=rf"called with {known[-1]}x=.*mean {known[-1]}=\?"):
