@@ -189,7 +189,7 @@ def moved(**extra: Any) -> None:  # noqa: ANN401
         optimizer.commit_to("elsewhere", **extra)
 
 
-def with_ticket_in_extra(checkpoints: Any) -> None:  # noqa: ANN401
+def with_reference_in_extra(checkpoints: Any) -> None:  # noqa: ANN401
     net = model()
     made: list[AdamW] = []
     given: dict[str, Any] = {"checkpoints": checkpoints, "commit_every": None}
@@ -583,15 +583,15 @@ CASES = [
         {"pass the directory": {"dir": "run"}},
     ),
     Case(
-        'checkpoints="ticket" was given, and the states are scratch',
+        'checkpoints="reference" was given, and the states are scratch',
         adam,
-        {"checkpoints": "ticket"},
+        {"checkpoints": "reference"},
         {"as dir=": {"dir": "run"}},
     ),
     Case(
-        'checkpoints="ticket" was given, and the states are scratch',
+        'checkpoints="reference" was given, and the states are scratch',
         adam,
-        {"checkpoints": "ticket", "states": "disk", "dir": "run", "durability": "none"},
+        {"checkpoints": "reference", "states": "disk", "dir": "run", "durability": "none"},
         {"leave durability out": {"durability": OUT}},
     ),
     Case(
@@ -685,9 +685,9 @@ CASES = [
         {"Pass extra=": {"extra": {"seen": 1}}, "{} means none": {"extra": {}}},
     ),
     Case(
-        "a ticket needs a commit of its",
-        with_ticket_in_extra,
-        {"checkpoints": "ticket"},
+        "reference needs a commit. Leave it out",
+        with_reference_in_extra,
+        {"checkpoints": "reference"},
         {'use checkpoints="full"': {"checkpoints": "full"}},
     ),
     # Updates beside backward.

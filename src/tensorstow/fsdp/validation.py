@@ -23,7 +23,12 @@ from torch.nn.parameter import UninitializedParameter
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
+from tensorstow.base.keywords import (
+    keyword_only,
+    keywords_of,
+    refuse_unknown_keywords,
+    with_new_names,
+)
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
@@ -330,6 +335,7 @@ def with_options(
     """
     if not options:
         return optimizer
+    options = with_new_names("stow", options, stacklevel=4)
     accepted = None if optimizer is None else _options_of(optimizer)
     if optimizer is None or accepted is not None:
         refuse_unknown_keywords("stow", options, [*of_stow, *(accepted or ())])
