@@ -294,7 +294,7 @@ def _choices(request: PlanRequest) -> dict[str, tuple[str, list[str]]]:
 
 def _is_like(known: Plan, plan: Plan) -> bool:
     """Return whether two plans differ in the room for parameters from disk alone, if in that."""
-    return plan.but(buffer_pool_bytes=known.buffer_pool_bytes) == known
+    return plan.but(weight_ram_budget=known.weight_ram_budget) == known
 
 
 _HERE = Conditions(device_is_host=True)

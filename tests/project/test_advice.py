@@ -348,15 +348,15 @@ CASES = [
     Case(
         BUFFERS,
         Plan,
-        {"buffer_pool_bytes": "1GiB"},
-        {LEFT: {"buffer_pool_bytes": OUT}, 'say parameters="disk"': {"parameters": "disk"}},
+        {"weight_ram_budget": "1GiB"},
+        {LEFT: {"weight_ram_budget": OUT}, 'say parameters="disk"': {"parameters": "disk"}},
     ),
     *(
         Case(
             BUFFERS,
             Plan,
-            {"buffer_pool_bytes": "1GiB", **more},
-            {"Leave it out.": {"buffer_pool_bytes": OUT}},
+            {"weight_ram_budget": "1GiB", **more},
+            {"Leave it out.": {"weight_ram_budget": OUT}},
         )
         for more in (
             {"overlap": "forward"},
@@ -373,20 +373,20 @@ CASES = [
     Case(
         "was given with no parameters in host memory",
         Plan,
-        {"device_limit": "1GiB", "parameters": "device"},
-        {LEFT: {"device_limit": OUT}, 'say parameters="host"': {"parameters": "host"}},
+        {"device_budget": "1GiB", "parameters": "device"},
+        {LEFT: {"device_budget": OUT}, 'say parameters="host"': {"parameters": "host"}},
     ),
     Case(
         "was given with no parameters in host memory",
         Plan,
-        {"device_limit": "1GiB", "parameters": "device", "update_on": "device"},
-        {"Leave it out.": {"device_limit": OUT}},
+        {"device_budget": "1GiB", "parameters": "device", "update_on": "device"},
+        {"Leave it out.": {"device_budget": OUT}},
     ),
     Case(
         "no copy would be used again",
         Plan,
-        {"device_limit": "1GiB", "parameters": "host", "stage": 2},
-        {LEFT: {"device_limit": OUT}, "say stage=3": {"stage": 3}},
+        {"device_budget": "1GiB", "parameters": "host", "stage": 2},
+        {LEFT: {"device_budget": OUT}, "say stage=3": {"stage": 3}},
     ),
     Case(
         'overlap="forward" was given with parameters on disk',
@@ -434,7 +434,7 @@ CASES = [
     Case(
         "no accelerator for copies of units to stay on",
         placed,
-        {"plan": Plan(parameters="host", device_limit="1GiB")},
+        {"plan": Plan(parameters="host", device_budget="1GiB")},
         {LEFT: {"plan": Plan(parameters="host")}},
     ),
     Case(

@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 from tensorstow.base.errors import KeywordError, OptionError
 
 _Target = TypeVar("_Target", bound=Callable[..., Any])
-RENAMED: Mapping[str, Mapping[str, str]] = {}
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "Plan": {
+        "buffer_pool_bytes": "weight_ram_budget",
+        "device_limit": "device_budget",
+    },
+}
 """For a function or class, each old keyword and the new one."""
 RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {"checkpoints": {"ticket": "reference"}}
 """For a keyword of any function or class, each old value and the new one."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError
@@ -14,7 +14,7 @@ from tensorstow.base.fields import (
     json_object,
     whole_number,
 )
-from tensorstow.base.keywords import names_keywords
+from tensorstow.base.keywords import RENAMED, names_keywords, warn_renamed, with_new_names
 from tensorstow.base.sizes import Size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import (
@@ -53,10 +53,10 @@ class Plan:
             as for one. Default: 1, the whole batch goes through at once.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
-        buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
+        weight_ram_budget: Bytes of host memory per rank for buffers of parameters on disk, in
             steps, commits and resuming; at least the three largest units. Default: None, these and
             ``prefetch`` more. docs/guides/whole-models.md says which cases need more.
-        device_limit: Bytes of an accelerator's memory up to which copies of units in host memory
+        device_budget: Bytes of an accelerator's memory up to which copies of units in host memory
             stay there from forward to backward, so that each is copied once. Everything else that
             torch has allocated is measured, step by step, and subtracted. Default: None, no copy
             stays.
@@ -83,8 +83,8 @@ class Plan:
     micro_batches: PositiveInt = 1
     prefetch: Annotated[int, whole_number(0)] = 2
     ram_budget: Size | None = None
-    buffer_pool_bytes: Size | None = None
-    device_limit: Size | None = None
+    weight_ram_budget: Size | None = None
+    device_budget: Size | None = None
     activations: ActivationPlacement = ActivationPlacement.KEEP
     activation_units: Mapping[str, ActivationPlacement] = field(default_factory=dict)
     activation_ram_budget: Size | None = None
@@ -174,22 +174,22 @@ class Plan:
                 " or DISK be read once for all micro-batches, in stage 3"
             )
             self._refuse("micro_batches", reason, **needed)
-        if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
+        if self.weight_ram_budget is not None and Tier.DISK not in self._tiers:
             reason = ", and no unit's parameters are on disk"
-            self._refuse("buffer_pool_bytes", reason, parameters="disk")
+            self._refuse("weight_ram_budget", reason, parameters="disk")
         on_disk = ActivationPlacement.DISK in self.activation_placements
         if self.activation_ram_budget is not None and not on_disk:
             reason = ", and no unit's activations are on disk"
             self._refuse("activation_ram_budget", reason, activations="disk")
-        if self.device_limit is not None and Tier.HOST not in self._tiers:
+        if self.device_budget is not None and Tier.HOST not in self._tiers:
             reason = " with no parameters in host memory: it is for copies of these"
-            self._refuse("device_limit", reason, parameters="host")
-        if self.device_limit is not None and self.stage < 3:
+            self._refuse("device_budget", reason, parameters="host")
+        if self.device_budget is not None and self.stage < 3:
             reason = (
                 f" with stage={self.stage}, which gathers parameters once for forward and backward:"
                 " no copy would be used again"
             )
-            self._refuse("device_limit", reason, stage=3)
+            self._refuse("device_budget", reason, stage=3)
 
     def _refuse(self, option: str, reason: str, **needed: Any) -> NoReturn:  # noqa: ANN401
         """Raise OptionError for an option that has no effect without the fields ``needed``."""
@@ -237,7 +237,7 @@ class Plan:
         Returns:
             The new plan, checked.
         """
-        return replace(self, **changes)
+        return replace(self, **with_new_names("Plan", changes))
 
     def to_json(self) -> str:
         """Return the plan as JSON that ``from_json`` reads.
@@ -262,4 +262,15 @@ class Plan:
                 that cannot be used.
         """
         meant = "A plan is a JSON object, as to_json() writes it"
-        return from_fields(cls, json_object(text, meant), meant)
+        return from_fields(cls, with_new_names("Plan", json_object(text, meant)), meant)
+
+    if not TYPE_CHECKING:  # for which an old name is an error
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the fields' types
+            """Return a field by its old name, with a warning."""
+            if name not in RENAMED["Plan"]:
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=self)
+            new = RENAMED["Plan"][name]
+            warn_renamed(f"Plan.{name}", f"Plan.{new}")
+            return getattr(self, new)

@@ -10,7 +10,7 @@ from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 
 _LABEL_COLUMNS = 14
-_SIZES = ("ram_budget", "buffer_pool_bytes", "activation_ram_budget")
+_SIZES = ("ram_budget", "weight_ram_budget", "activation_ram_budget")
 _NO_GEMINI = (
     "they cannot say it: with them parameters are fp32 or bf16, on one tier that is not the disk,"
     " and nothing commits"

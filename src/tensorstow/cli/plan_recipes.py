@@ -26,7 +26,7 @@ _FIELDS = (
     "update_on",
     "accumulation_steps",
     "ram_budget",
-    "buffer_pool_bytes",
+    "weight_ram_budget",
     "activations",
     "activation_ram_budget",
 )
@@ -68,10 +68,10 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
         read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
     )
     lacks = _differences(described, recipe.plan, ("parameters", "states", *_FIELDS))
-    pool, described_pool = recipe.plan.buffer_pool_bytes, described.buffer_pool_bytes
+    pool, described_pool = recipe.plan.weight_ram_budget, described.weight_ram_budget
     rest = None if pool is None or described_pool is None else int(pool) - int(described_pool)
     if rest is not None and rest < recipe.dtype.itemsize:  # DeepSpeed counts elements
-        lacks.pop("buffer_pool_bytes", None)
+        lacks.pop("weight_ram_budget", None)
     commits = {"commits": False} if recipe.commits else {}
     names = ("overlap", "update_on", "accumulation_steps", "activations")
     return {
@@ -130,7 +130,7 @@ def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
                 zero[name]["nvme_path"] = recipe.place
     if plan.parameters == Tier.DISK:
         zero["offload_param"]["max_in_cpu"] = (
-            int(plan.buffer_pool_bytes or 0) // recipe.dtype.itemsize
+            int(plan.weight_ram_budget or 0) // recipe.dtype.itemsize
         )
     if not reaches_host(plan.update_on):
         zero["offload_optimizer"]["ratio"] = 0.0

@@ -21,7 +21,7 @@ from tensorstow.planner.resident import UnitBytes, choose_resident, passing_byte
 
 logger = logging.getLogger("tensorstow")
 
-_OF_READING = frozenset({"parameters", "units", "prefetch", "buffer_pool_bytes"})
+_OF_READING = frozenset({"parameters", "units", "prefetch", "weight_ram_budget"})
 """The fields of a plan that apply to a read-only model; the others are for training."""
 
 
@@ -108,7 +108,7 @@ def choose_read_plan(
         parameters=Tier.DISK,
         units=tiers | dict.fromkeys(stay, Tier.HOST),
         prefetch=ahead,
-        buffer_pool_bytes=nbytes,
+        weight_ram_budget=nbytes,
     )
 
 

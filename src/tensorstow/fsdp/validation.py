@@ -218,10 +218,10 @@ def validate_device(plan: Plan, device: torch.device) -> None:
             ' no accelerator to update on. Leave update_on out, or say "host".'
         )
         raise OptionError(message)
-    if plan.device_limit is not None:
+    if plan.device_budget is not None:
         message = (
-            f"device_limit={plan.device_limit} was given, and this rank computes on {device}: there"
-            " is no accelerator for copies of units to stay on. Leave it out."
+            f"device_budget={plan.device_budget} was given, and this rank computes on {device}:"
+            " there is no accelerator for copies of units to stay on. Leave it out."
         )
         raise OptionError(message)
     if ActivationPlacement.HOST in plan.activation_placements:

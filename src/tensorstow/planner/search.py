@@ -207,7 +207,7 @@ def candidates(request: PlanRequest) -> list[Plan]:
     2. the same, states on DISK through a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
     5. parameters and states on DISK, three units at a time in memory, and as many more as are
-       fetched ahead if there is room (``buffer_pool_bytes``);
+       fetched ahead if there is room (``weight_ram_budget``);
     6. the same with overlap="backward", with at most a window of 64 MiB and one unit of gradients
        that wait for their update;
     7. ``request.widely``: parameters on DISK, states on HOST.

@@ -1,5 +1,6 @@
 """Old names go on with a warning, which has the new name."""
 
+import json
 import re
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from torch import nn
 
 import tensorstow
+from tensorstow.base.errors import KeywordError
 from tensorstow.base.keywords import RENAMED, RENAMED_VALUES, with_new_names
 
 
@@ -27,6 +29,24 @@ def stowed_adam(directory: Path, **given: Any) -> str:  # noqa: ANN401
     return "reference" if "tensorstow" in saved else "full"
 
 
+def planned(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
+    return getattr(tensorstow.Plan("host", units=MIXED, **given), field)
+
+
+def changed(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
+    return getattr(tensorstow.Plan(units=MIXED).but(**given), field)
+
+
+def parsed(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
+    text = json.dumps({"units": MIXED, **given})
+    return getattr(tensorstow.Plan.from_json(text), field)
+
+
+def read(old: str, _: Path, **given: Any) -> object:  # noqa: ANN401
+    return getattr(tensorstow.Plan(units=MIXED, **given), old)
+
+
+MIXED = {"a": "disk"}
 Use = Callable[[Path], object]
 OLD: list[tuple[str, str, Use, object]] = [
     (
@@ -37,6 +57,14 @@ OLD: list[tuple[str, str, Use, object]] = [
     )
     for use in (partial(adam_of, tensorstow.Adam), partial(adam_of, tensorstow.AdamW), stowed_adam)
 ]
+for was, now in RENAMED["Plan"].items():
+    size: dict[str, Any] = {was: "1GiB"}
+    OLD += [
+        (f"Plan({was}=)", f"{now}=", partial(planned, now, **size), 1 << 30),
+        (f"Plan({was}=)", f"{now}=", partial(changed, now, **size), 1 << 30),
+        (f"Plan({was}=)", f"{now}=", partial(parsed, now, **size), 1 << 30),
+        (f"Plan.{was}", f"Plan.{now}", partial(read, was, **{now: "1GiB"}), 1 << 30),
+    ]
 """An old name, its new one, a use of the old one, and what it returns."""
 
 
@@ -63,3 +91,9 @@ def test_new_names_are_left_alone() -> None:
         warnings.simplefilter("error")
         given = {"checkpoints": "full", "units": {}, "lr": 1}
         assert with_new_names("AdamW", given) == given
+
+
+def test_a_keyword_by_both_names_is_refused() -> None:
+    given: dict[str, Any] = {"device_limit": "1GiB", "device_budget": "1GiB"}
+    with pytest.raises(KeywordError, match=r"device_limit= and device_budget=, its new name"):
+        tensorstow.Plan(**given)

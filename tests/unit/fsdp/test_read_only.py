@@ -263,8 +263,8 @@ def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_buffers_that_hold_no_unit_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    plan = Plan(parameters="disk", buffer_pool_bytes=4096)
-    with pytest.raises(BudgetError, match=r"buffer_pool_bytes=.* the largest unit has"):
+    plan = Plan(parameters="disk", weight_ram_budget=4096)
+    with pytest.raises(BudgetError, match=r"weight_ram_budget=.* the largest unit has"):
         tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
 
 
@@ -379,7 +379,7 @@ def test_a_thread_that_waits_for_a_read_keeps_no_other_from_what_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int
 ) -> None:
     saved(tmp_path)
-    plan = Plan(parameters="disk", prefetch=prefetch, buffer_pool_bytes="1GiB")
+    plan = Plan(parameters="disk", prefetch=prefetch, weight_ram_budget="1GiB")
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     read = stream(model)
     first, last = read.calls[0], read.calls[-2]

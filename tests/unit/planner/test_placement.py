@@ -130,7 +130,7 @@ def test_units_on_disk_have_what_the_budget_leaves() -> None:
     ):
         plan = fit(Plan(Tier.DISK, Tier.DISK), sizes(1), Budget(host=host), HERE)
         assert isinstance(plan, Plan)
-        assert plan.buffer_pool_bytes == in_memory
+        assert plan.weight_ram_budget == in_memory
         assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
 
 

@@ -83,7 +83,7 @@ def test_plans_that_differ_in_numbers_alone_are_told_once() -> None:
 
 
 def _without_numbers(plan: Plan) -> Plan:
-    return plan.but(ram_budget=None, buffer_pool_bytes=None)
+    return plan.but(ram_budget=None, weight_ram_budget=None)
 
 
 def test_memory_that_is_left_holds_states() -> None:
@@ -149,7 +149,7 @@ def test_as_many_units_as_fit_are_above_the_disk() -> None:
             more = plan.but(
                 parameters="disk",
                 units={str(n): Tier.HOST for n in range(count + 1)},
-                buffer_pool_bytes=least_in_memory([G] * (UNITS - count - 1)),
+                weight_ram_budget=least_in_memory([G] * (UNITS - count - 1)),
             )
             assert bytes_of(more, SIZES, HERE)[Tier.HOST] > host
             assert plan.tier_of("0") == Tier.HOST  # whose gradients land last
