@@ -157,7 +157,7 @@ def _told(plan: str) -> str:
     if plan in _PLANS:
         return plan
     found = Plan.from_json(plan)
-    where = f"parameters on {found.parameters}, {len(found.units)} units elsewhere"
+    where = f"parameters on {found.parameters}, {len(found.parameter_units)} units elsewhere"
     return f"chosen: {where}, states on {found.states}, {found.overlap}"
 
 

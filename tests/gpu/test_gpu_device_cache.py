@@ -58,8 +58,8 @@ PLANS = [
     Plan(parameters="host", overlap="forward", prefetch=0),
     Plan(parameters="host", overlap="backward", accumulation_steps=2),
     Plan(parameters="host", states="disk", accumulation_steps=2, prefetch=1),
-    Plan(parameters="host", overlap="backward", units={"0": "disk"}),
-    Plan(parameters="host", units={"1": "disk", "2": "device"}),
+    Plan(parameters="host", overlap="backward", parameter_units={"0": "disk"}),
+    Plan(parameters="host", parameter_units={"1": "disk", "2": "device"}),
 ]
 
 

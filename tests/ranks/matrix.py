@@ -98,7 +98,7 @@ def _config(row: Row) -> RunConfig:
     units = UNITS.get(str(row["parameters"]), {})
     plan = Plan(
         parameters="host" if units else row["parameters"],
-        units=units,
+        parameter_units=units,
         update_on=row.get("update_on"),
         states=row["states"],
         stage=row["stage"],

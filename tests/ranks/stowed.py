@@ -60,7 +60,7 @@ class RunConfig:
     def __str__(self) -> str:
         """Name what differs from the default."""
         p = self.plan
-        parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.units.items())]
+        parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.parameter_units.items())]
         parts += [p.states, p.overlap, f"acc{p.accumulation_steps}"]
         parts += [f"vertical{p.micro_batches}" * (p.micro_batches > 1)]
         parts += [

@@ -17,6 +17,7 @@ from tensorstow.base.errors import KeywordError, OptionError
 _Target = TypeVar("_Target", bound=Callable[..., Any])
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "Plan": {
+        "units": "parameter_units",
         "buffer_pool_bytes": "weight_ram_budget",
         "device_limit": "device_budget",
     },

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tensorstow.base.plan import by_unit
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 
@@ -139,17 +140,17 @@ def placement_of(facts: dict[str, Any]) -> str:
     rest = "".join(
         f", {name} {format_bytes(value) if name in _SIZES else value}"
         for name, value in plan.items()
-        if name not in {"parameters", "states", "units"}
+        if name not in {"parameters", "states", "parameter_units"}
     )
     in_format = "" if facts["state_format"] is None else f" in {facts['state_format']}"
-    units = _units(plan.get("units", {}))
+    units = _units(plan.get("parameter_units", {}))
     parameters = f"parameters on {plan['parameters'].upper()}{units}"
     return f"{parameters}, states on {plan['states'].upper()}{in_format}{rest}"
 
 
 def _units(units: dict[str, str]) -> str:
     """Return the number of units on each other tier, as text."""
-    tiers = list(units.values())
+    tiers = list(by_unit(str)(units, "parameter_units").values())
     return "".join(
         f", {format_count(tiers.count(tier), 'unit')} of them on {tier.upper()}"
         for tier in dict.fromkeys(tiers)

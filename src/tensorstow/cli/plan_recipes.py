@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.plan import Plan
+from tensorstow.base.plan import Plan, with_ranges
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_host
 from tensorstow.deepspeed.config.reading import read_settings
@@ -21,7 +21,7 @@ _LR = 1e-4
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _USUAL = Plan()
 _FIELDS = (
-    "units",
+    "parameter_units",
     "overlap",
     "update_on",
     "accumulation_steps",
@@ -93,8 +93,9 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     """Return the tiers of a plan, and the fields that differ from their defaults."""
     fields: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
     fields |= _differences(plan, _USUAL, _FIELDS)
-    if plan.units:
-        fields["units"] = {name: str(tier) for name, tier in plan.units.items()}
+    if plan.parameter_units:
+        tiers = with_ranges(plan.parameter_units)
+        fields["parameter_units"] = {name: str(tier) for name, tier in tiers.items()}
     return fields
 
 
@@ -152,7 +153,7 @@ def _gemini_of(recipe: Recipe) -> list[str] | None:
     """Return lines of Python that boost ``model``; None: they cannot express the plan."""
     plan = recipe.plan
     precision = _GEMINI_PRECISIONS.get(recipe.dtype)
-    if plan.parameters == Tier.DISK or plan.units or precision is None or recipe.commits:
+    if plan.parameters == Tier.DISK or plan.parameter_units or precision is None or recipe.commits:
         return None
     below = float(plan.parameters == Tier.HOST)
     arguments = f"offload_optim_frac=1.0, offload_param_frac={below}, precision={precision!r}"

@@ -132,7 +132,7 @@ def choose_plan(
     step = None
     if timed is not None and tokens is not None:
         step = PredictedStep(timed.seconds, timed.binding)
-    if device.type == "cpu" or Tier.HOST not in {plan.parameters, *plan.units.values()}:
+    if device.type == "cpu" or Tier.HOST not in plan.parameter_tiers:
         return plan, step
     return plan.but(device_budget=facts.device_budget), step
 
@@ -289,8 +289,8 @@ def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:
 def _name(plan: Plan) -> str:
     """Return the fields that distinguish a plan from the others that were tried."""
     fields = f"parameters={plan.parameters}"
-    for tier in dict.fromkeys(plan.units.values()):
-        count = list(plan.units.values()).count(tier)
+    for tier in dict.fromkeys(plan.parameter_units.values()):
+        count = list(plan.parameter_units.values()).count(tier)
         fields += f" ({format_count(count, 'unit')} on {tier})"
     fields += f", states={plan.states}, overlap={plan.overlap}"
     for name in ("update_on", "ram_budget"):

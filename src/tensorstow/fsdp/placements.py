@@ -141,7 +141,7 @@ class StowRequest:
         in_memory = plan.states != Tier.DISK and (
             keywords.get("states") is None or Tier.named(keywords["states"]) is Tier.HOST
         )
-        needs_directory = Tier.DISK in {plan.parameters, *plan.units.values()} or (
+        needs_directory = Tier.DISK in plan.parameter_tiers or (
             ActivationPlacement.DISK in plan.activation_placements
         )
         return keywords.get("durability") == "none" and in_memory and needs_directory

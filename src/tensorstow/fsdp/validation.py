@@ -202,7 +202,7 @@ def _validate_new(model: nn.Module) -> None:
 
 def validate_units(plan: Plan, names: Sequence[str]) -> None:
     """Check that every unit that the plan places is among those of the model."""
-    unknown = sorted({*plan.units, *plan.unsharded} - set(names))
+    unknown = sorted({*plan.parameter_units, *plan.unsharded} - set(names))
     if unknown:
         message = f"The plan names units that the model does not have ({unknown}): it has {names}."
         raise OptionError(message)
@@ -531,7 +531,7 @@ def validate_class(
 
 def _class_obstacle(plan: Plan, device: torch.device) -> str | None:
     """Return why a class of torch's cannot update by a plan, or None."""
-    tiers = {plan.parameters, *plan.units.values()}
+    tiers = plan.parameter_tiers
     obstacles = {
         f"an accelerator ({device})": device.type != "cpu",
         "parameters on disk": Tier.DISK in tiers,

@@ -250,7 +250,7 @@ def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> S
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
     """Return the units whose parameters a plan puts on ``tier``."""
-    units, default = plan.units, plan.parameters  # as plan.tier_of, which takes longer
+    units, default = plan.parameter_units, plan.parameters  # as plan.tier_of, which takes longer
     return [unit for unit in sizes.units if units.get(unit.name, default) is tier]
 
 

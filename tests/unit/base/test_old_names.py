@@ -30,23 +30,17 @@ def stowed_adam(directory: Path, **given: Any) -> str:  # noqa: ANN401
 
 
 def planned(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
-    return getattr(tensorstow.Plan("host", units=MIXED, **given), field)
+    return getattr(tensorstow.Plan(**given), field)
 
 
 def changed(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
-    return getattr(tensorstow.Plan(units=MIXED).but(**given), field)
+    return getattr(tensorstow.Plan(parameters=given.pop("parameters")).but(**given), field)
 
 
 def parsed(field: str, _: Path, **given: Any) -> object:  # noqa: ANN401
-    text = json.dumps({"units": MIXED, **given})
-    return getattr(tensorstow.Plan.from_json(text), field)
+    return getattr(tensorstow.Plan.from_json(json.dumps(given)), field)
 
 
-def read(old: str, _: Path, **given: Any) -> object:  # noqa: ANN401
-    return getattr(tensorstow.Plan(units=MIXED, **given), old)
-
-
-MIXED = {"a": "disk"}
 Use = Callable[[Path], object]
 OLD: list[tuple[str, str, Use, object]] = [
     (
@@ -57,13 +51,17 @@ OLD: list[tuple[str, str, Use, object]] = [
     )
     for use in (partial(adam_of, tensorstow.Adam), partial(adam_of, tensorstow.AdamW), stowed_adam)
 ]
+TIERS = {"weight_ram_budget": "disk"}
+VALUES = {"parameter_units": {"a": "device"}}
 for was, now in RENAMED["Plan"].items():
-    size: dict[str, Any] = {was: "1GiB"}
+    value = VALUES.get(now, 1 << 30)
+    by_old: dict[str, Any] = {"parameters": TIERS.get(now, "host"), was: value}
+    by_new: dict[str, Any] = {"parameters": TIERS.get(now, "host"), now: value}
     OLD += [
-        (f"Plan({was}=)", f"{now}=", partial(planned, now, **size), 1 << 30),
-        (f"Plan({was}=)", f"{now}=", partial(changed, now, **size), 1 << 30),
-        (f"Plan({was}=)", f"{now}=", partial(parsed, now, **size), 1 << 30),
-        (f"Plan.{was}", f"Plan.{now}", partial(read, was, **{now: "1GiB"}), 1 << 30),
+        (f"Plan({was}=)", f"{now}=", partial(planned, now, **by_old), value),
+        (f"Plan({was}=)", f"{now}=", partial(changed, now, **by_old), value),
+        (f"Plan({was}=)", f"{now}=", partial(parsed, now, **by_old), value),
+        (f"Plan.{was}", f"Plan.{now}", partial(planned, was, **by_new), value),
     ]
 """An old name, its new one, a use of the old one, and what it returns."""
 

@@ -100,7 +100,7 @@ def plan_of(
     return Plan(
         parameters=most,
         states=Tier.DISK if states_on_disk else Tier.HOST,
-        units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
+        parameter_units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
         stage=3 if shard else 2,
         unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),
         replicas=replicas,
