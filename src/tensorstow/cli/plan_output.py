@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
+from tensorstow.base.plan import by_unit
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.base.unit_ranges import unit_ranges
 from tensorstow.cli.output import make_console, print_facts, print_line, print_table
 from tensorstow.measure.cards import ACCELERATOR, DISK, HOST_MEMORY
 from tensorstow.planner.search import FITS_TOO
 
 _LABEL_COLUMNS = 14
-_SIZES = ("ram_budget", "buffer_pool_bytes", "activation_ram_budget")
+_SIZES = ("ram_budget", "weight_ram_budget", "activation_ram_budget")
 _NO_GEMINI = (
     "Gemini cannot express this plan: with it parameters are fp32 or bf16, on one tier that is not"
     " the disk, and nothing commits"
@@ -84,16 +84,15 @@ def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ranks", str(model["ranks"])
     yield "activations", _activations(facts["activations"], facts["trace_with"])
     yield "placement", placement_of(facts)
-    if (units := facts["plan"].get("units")) is not None:
+    if (units := facts["plan"].get("parameter_units")) is not None:
         yield "units", units_in_words(units)
 
 
 def units_in_words(units: Mapping[str, str]) -> str:
-    """Return the units of each tier, runs of numbered ones as one."""
-    ranges = unit_ranges(units)
+    """Return the units of each tier, by name or range."""
     tiers = {
-        tier: [name or "the root" for name in ranges if ranges[name] == tier]
-        for tier in dict.fromkeys(ranges.values())
+        tier: [name or "the root" for name in units if units[name] == tier]
+        for tier in dict.fromkeys(units.values())
     }
     return "; ".join(f"{', '.join(names)} on {tier.upper()}" for tier, names in tiers.items())
 
@@ -199,17 +198,17 @@ def placement_of(facts: dict[str, Any]) -> str:
     rest = "".join(
         f", {name} {format_bytes(value) if name in _SIZES else value}"
         for name, value in plan.items()
-        if name not in {"parameters", "states", "units"}
+        if name not in {"parameters", "states", "parameter_units"}
     )
     in_format = "" if facts["state_format"] is None else f" in {facts['state_format']}"
-    units = _units(plan.get("units", {}))
+    units = _units(plan.get("parameter_units", {}))
     parameters = f"parameters on {plan['parameters'].upper()}{units}"
     return f"{parameters}, states on {plan['states'].upper()}{in_format}{rest}"
 
 
 def _units(units: dict[str, str]) -> str:
     """Return the number of units on each other tier, as text."""
-    tiers = list(units.values())
+    tiers = list(by_unit(str)(units, "parameter_units").values())
     return "".join(
         f", {format_count(tiers.count(tier), 'unit')} of them on {tier.upper()}"
         for tier in dict.fromkeys(tiers)

@@ -1,6 +1,6 @@
 """A plan as lines of Python, as a DeepSpeed configuration, and as Gemini's arguments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.plan import Plan
+from tensorstow.base.plan import Plan, with_ranges
 from tensorstow.base.tiers import Tier
-from tensorstow.base.unit_ranges import unit_ranges
 from tensorstow.base.update_on import reaches_host
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.plans import plan_of
@@ -21,12 +20,12 @@ _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _USUAL = Plan()
 _FIELDS = (
-    "units",
+    "parameter_units",
     "overlap",
     "update_on",
     "accumulation_steps",
     "ram_budget",
-    "buffer_pool_bytes",
+    "weight_ram_budget",
     "activations",
     "activation_ram_budget",
 )
@@ -75,10 +74,10 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
         read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
     )
     lacks = _differences(described, recipe.plan, ("parameters", "states", *_FIELDS))
-    pool, described_pool = recipe.plan.buffer_pool_bytes, described.buffer_pool_bytes
+    pool, described_pool = recipe.plan.weight_ram_budget, described.weight_ram_budget
     rest = None if pool is None or described_pool is None else int(pool) - int(described_pool)
     if rest is not None and rest < recipe.dtype.itemsize:  # DeepSpeed counts elements
-        lacks.pop("buffer_pool_bytes", None)
+        lacks.pop("weight_ram_budget", None)
     commits = {"commits": False} if recipe.commits else {}
     names = ("overlap", "update_on", "accumulation_steps", "activations")
     return {
@@ -100,50 +99,32 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     """Return the tiers of a plan, and the fields that differ from their defaults."""
     fields: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
     fields |= _differences(plan, _USUAL, _FIELDS)
-    if plan.units:
-        fields["units"] = {name: str(tier) for name, tier in plan.units.items()}
+    if plan.parameter_units:
+        tiers = with_ranges(plan.parameter_units)
+        fields["parameter_units"] = {name: str(tier) for name, tier in tiers.items()}
     return fields
 
 
 def _code_of(recipe: Recipe) -> list[str]:
     """Return the lines of Python that place ``model``."""
-    plan, fields = recipe.plan, fields_of(recipe.plan)
-    arguments = ", ".join(
-        f"{name}={_units_in_code(plan.units) if name == 'units' else repr(value)}"
-        for name, value in fields.items()
-    )
-    keywords, directory_keyword = f"lr={recipe.lr}", ""
+    plan = recipe.plan
+    arguments = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
+    keywords = [f"lr={recipe.lr}", "plan=plan"]
     if recipe.state_format is not None:
-        keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
+        keywords.append(f"state_format={str(recipe.state_format)!r}")
     if recipe.commits:
-        directory_keyword = f", dir={recipe.place!r}"
+        keywords.append(f"dir={recipe.place!r}")
     elif recipe.directory is not None and uses_disk(plan):
-        keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={recipe.place!r}"
-    factory = f"functools.partial(tensorstow.AdamW, {keywords})"
+        keywords += [f"dir={recipe.place!r}", "durability='none'"]
     uncached = recipe.fills_cache and plan.activations is ActivationPlacement.RECOMPUTE
     adapters = f'peft.LoraConfig(r={recipe.lora}, target_modules="all-linear")'
     return [
-        f"import functools, {'' if recipe.lora is None else 'peft, '}tensorstow",
+        f"import {'' if recipe.lora is None else 'peft, '}tensorstow",
         *([] if recipe.lora is None else [f"model = peft.get_peft_model(model, {adapters})"]),
         *(["model.config.use_cache = False  # else recomputing fills it again"] * uncached),
         f"plan = tensorstow.Plan({arguments})",
-        f"model, optimizer = tensorstow.stow(model, {factory}, plan=plan{directory_keyword})",
+        f"model, optimizer = tensorstow.stow(model, tensorstow.AdamW, {', '.join(keywords)})",
     ]
-
-
-def _units_in_code(units: Mapping[str, Tier]) -> str:
-    """Return units as an expression of Python, in which a run of numbered names is one part."""
-    parts, single = [], {}
-    for name, tier in unit_ranges(units).items():
-        prefix, _, numbers = name.rpartition(".")
-        first, is_range, last = numbers.partition("-")
-        if name in units or not is_range:
-            single[name] = str(tier)
-            continue
-        before = f"{prefix}." if prefix else ""
-        names = f"f'{before}{{n}}': {str(tier)!r} for n in range({first}, {int(last) + 1})"
-        parts.append(f"{{{names}}}")
-    return " | ".join([*([repr(single)] if single else []), *parts])
 
 
 def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
@@ -157,7 +138,7 @@ def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
                 zero[name]["nvme_path"] = recipe.place
     if plan.parameters == Tier.DISK:
         zero["offload_param"]["max_in_cpu"] = (
-            int(plan.buffer_pool_bytes or 0) // recipe.dtype.itemsize
+            int(plan.weight_ram_budget or 0) // recipe.dtype.itemsize
         )
     if not reaches_host(plan.update_on):
         zero["offload_optimizer"]["ratio"] = 0.0
@@ -179,7 +160,7 @@ def _gemini_of(recipe: Recipe) -> list[str] | None:
     """Return lines of Python that boost ``model``; None: they cannot express the plan."""
     plan = recipe.plan
     precision = _GEMINI_PRECISIONS.get(recipe.dtype)
-    if plan.parameters == Tier.DISK or plan.units or precision is None or recipe.commits:
+    if plan.parameters == Tier.DISK or plan.parameter_units or precision is None or recipe.commits:
         return None
     below = float(plan.parameters == Tier.HOST)
     arguments = f"offload_optim_frac=1.0, offload_param_frac={below}, precision={precision!r}"

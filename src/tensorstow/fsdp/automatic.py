@@ -67,7 +67,7 @@ class _RankFacts:
 
     budget: Budget
     profile: Profile | None
-    device_limit: int | None
+    device_budget: int | None
     """The bytes of an accelerator within which copies of units may stay on it."""
     traced: Activations | None
     """Activations of a micro-batch; None: no example batch was passed."""
@@ -138,9 +138,9 @@ def choose_plan(
     step = None
     if timed is not None and tokens is not None:
         step = PredictedStep(timed.seconds, timed.binding)
-    if device.type == "cpu" or Tier.HOST not in {plan.parameters, *plan.units.values()}:
+    if device.type == "cpu" or Tier.HOST not in plan.parameter_tiers:
         return plan, step
-    return plan.but(device_limit=facts.device_limit), step
+    return plan.but(device_budget=facts.device_budget), step
 
 
 def _with_activations(
@@ -245,7 +245,7 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
     for tier in Tier:
         sizes = [n for facts in by_rank if (n := facts.budget.bytes_of(tier)) is not None]
         least[str(tier)] = min(sizes, default=None)
-    limits = [facts.device_limit for facts in by_rank if facts.device_limit is not None]
+    limits = [facts.device_budget for facts in by_rank if facts.device_budget is not None]
     first, limit = by_rank[0], min(limits, default=None)
     traced = _largest(facts.traced for facts in by_rank)
     return _RankFacts(Budget(**least), first.profile, limit, traced, first.tokens)
@@ -296,8 +296,8 @@ def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:
 def _name(plan: Plan) -> str:
     """Return the fields that distinguish a plan from the others that were tried."""
     fields = f"parameters={plan.parameters}"
-    for tier in dict.fromkeys(plan.units.values()):
-        count = list(plan.units.values()).count(tier)
+    for tier in dict.fromkeys(plan.parameter_units.values()):
+        count = list(plan.parameter_units.values()).count(tier)
         fields += f" ({format_count(count, 'unit')} on {tier})"
     fields += f", states={plan.states}, overlap={plan.overlap}"
     for name in ("update_on", "ram_budget"):

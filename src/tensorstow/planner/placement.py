@@ -111,8 +111,8 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     units = units_on(Tier.DISK, plan, sizes)
     on_disk, around = [unit.share_bytes for unit in units], bytes_around(units)
     tight = plan
-    if on_disk and plan.buffer_pool_bytes is None:
-        tight = plan.but(buffer_pool_bytes=least_in_memory(on_disk, around))
+    if on_disk and plan.weight_ram_budget is None:
+        tight = plan.but(weight_ram_budget=least_in_memory(on_disk, around))
     needed = bytes_of(tight, sizes, conditions)
     limits = {tier: budget.bytes_of(tier) for tier in Tier}
     short = {t: needed[t] - n for t, n in limits.items() if n is not None and needed[t] > n}
@@ -124,7 +124,7 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     wanted = most_in_memory(on_disk, plan.prefetch, around)
     least = least_in_memory(on_disk, around)
     more = min(conditions.room_in(Tier.HOST, room - needed[Tier.HOST]), wanted - least)
-    return plan.but(buffer_pool_bytes=least + more - more % max(on_disk))
+    return plan.but(weight_ram_budget=least + more - more % max(on_disk))
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
@@ -263,7 +263,7 @@ def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> S
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
     """Return the units whose parameters a plan puts on ``tier``."""
-    units, default = plan.units, plan.parameters  # as plan.tier_of, which takes longer
+    units, default = plan.parameter_units, plan.parameters  # as plan.tier_of, which takes longer
     return [unit for unit in sizes.units if units.get(unit.name, default) is tier]
 
 
@@ -308,7 +308,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
 
 def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
     """Return the host memory, in bytes, for units on disk while they are used."""
-    pool, shares = plan.buffer_pool_bytes, [unit.share_bytes for unit in on_disk]
+    pool, shares = plan.weight_ram_budget, [unit.share_bytes for unit in on_disk]
     most = most_in_memory(shares, plan.prefetch, bytes_around(on_disk))
     most = most if pool is None else int(pool)
     return min(most, sum(round_up(n, ALIGN) for n in shares))

@@ -56,7 +56,7 @@ def test_a_plan_and_its_headroom_are_within_the_budget() -> None:
     """Also where buffers and states take what is left over."""
     on_disk = Plan(parameters="disk", states="disk")
     conditions = with_headroom(HERE)
-    least = bytes_of(on_disk.but(buffer_pool_bytes=3 * G + (3 << 12)), SIZES, conditions)
+    least = bytes_of(on_disk.but(weight_ram_budget=3 * G + (3 << 12)), SIZES, conditions)
     for more in (0, 1, G, 2 * G, 20 * G):
         budget = Budget(host=least[Tier.HOST] + more)
         fitted = fit(on_disk, SIZES, budget, conditions)

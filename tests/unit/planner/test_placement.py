@@ -105,7 +105,7 @@ def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
 
 
 def test_units_are_counted_where_each_is() -> None:
-    plan = Plan(Tier.HOST, units={"0": Tier.DISK, "1": Tier.DISK})
+    plan = Plan(Tier.HOST, parameter_units={"0": Tier.DISK, "1": Tier.DISK})
     held = {(item.tier, item.purpose): item.nbytes for item in items_of(plan, sizes(1), HERE)}
     assert held[Tier.HOST, "parameters"] == 8 * G
     assert held[Tier.DISK, "parameters"] == 2 * G
@@ -131,7 +131,7 @@ def test_units_on_disk_have_what_the_budget_leaves() -> None:
     ):
         plan = fit(Plan(Tier.DISK, Tier.DISK), sizes(1), Budget(host=host), HERE)
         assert isinstance(plan, Plan)
-        assert plan.buffer_pool_bytes == in_memory
+        assert plan.weight_ram_budget == in_memory
         assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
 
 
@@ -319,7 +319,7 @@ def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
 def test_beside_backward_gradients_wait_where_their_unit_is(parameters: Tier) -> None:
     """Whatever tier the plan calls the default, nothing bounds them beside units on a device."""
     other = Tier.HOST if parameters == Tier.DEVICE else Tier.DEVICE
-    plan = Plan(parameters, units={"0": other}, overlap="backward")
+    plan = Plan(parameters, parameter_units={"0": other}, overlap="backward")
     held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if i.purpose == "gradients"}
     assert held == {parameters: (COUNT - 1) * UNIT, other: UNIT}
 

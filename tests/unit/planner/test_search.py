@@ -90,7 +90,7 @@ def test_plans_that_differ_in_numbers_alone_are_told_once() -> None:
 
 
 def _without_numbers(plan: Plan) -> Plan:
-    return plan.but(ram_budget=None, buffer_pool_bytes=None)
+    return plan.but(ram_budget=None, weight_ram_budget=None)
 
 
 def test_memory_that_is_left_holds_states() -> None:
@@ -155,8 +155,8 @@ def test_as_many_units_as_fit_are_above_the_disk() -> None:
         if 0 < count < UNITS - 1:
             more = plan.but(
                 parameters="disk",
-                units={str(n): Tier.HOST for n in range(count + 1)},
-                buffer_pool_bytes=least_in_memory([G] * (UNITS - count - 1)),
+                parameter_units={str(n): Tier.HOST for n in range(count + 1)},
+                weight_ram_budget=least_in_memory([G] * (UNITS - count - 1)),
             )
             assert bytes_of(more, SIZES, HERE)[Tier.HOST] > host
             assert plan.tier_of("0") == Tier.HOST  # whose gradients land last
@@ -173,7 +173,7 @@ def test_units_are_between_device_and_host() -> None:
     ]
     few, most = (sum(p.tier_of(str(n)) == Tier.DEVICE for n in range(UNITS)) for p in plans)
     assert 0 == few < most < UNITS
-    assert len(plans[1].units) == min(most, UNITS - most)  # what is said is the shorter
+    assert len(plans[1].parameter_units) == min(most, UNITS - most)  # what is said is the shorter
 
 
 def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
@@ -257,7 +257,9 @@ def every_placement(conditions: Conditions) -> Iterator[Plan]:
             units = {**dict(zip(blocks, placed, strict=True)), "root": root}
             for states, overlap in product((Tier.HOST, Tier.DISK), get_args(Overlap)):
                 if not (Tier.DISK in units.values() and overlap == "forward"):
-                    yield Plan(units=units, parameters=root, states=states, overlap=overlap)
+                    yield Plan(
+                        parameter_units=units, parameters=root, states=states, overlap=overlap
+                    )
 
 
 BUDGETS = [
@@ -305,7 +307,7 @@ def test_units_are_on_three_tiers_where_two_are_slower() -> None:
     there = [found.chosen.plan.tier_of(unit.name) for unit in SIZES.units]
     assert set(there) == set(Tier)
     assert isinstance(fit(found.chosen.plan, SIZES, budget, AWAY), Plan)
-    two = [e for e in found.tried if len({e.plan.parameters, *e.plan.units.values()}) == 2]
+    two = [e for e in found.tried if len(e.plan.parameter_tiers) == 2]
     seconds = [each.step.seconds for each in two if each.step is not None]
     assert found.chosen.step is not None
     assert seconds
@@ -369,7 +371,7 @@ def test_the_smallest_change_fits_and_nothing_less() -> None:
 def test_which_plans_use_the_disk() -> None:
     assert not uses_disk(Plan())
     assert uses_disk(Plan(states=Tier.DISK))
-    assert uses_disk(Plan(units={"a": Tier.DISK}))
+    assert uses_disk(Plan(parameter_units={"a": Tier.DISK}))
 
 
 def test_a_faster_disk_is_never_slower() -> None:
