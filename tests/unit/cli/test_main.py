@@ -355,6 +355,14 @@ def test_help_says_what_a_command_does_in_the_words_of_the_list(
     assert f"{command.summary[1:]}." in told
 
 
+def test_help_of_plan_explains_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    _, words = capsys.readouterr().out.split("words:\n")
+    explained = re.findall(r"^  (\S+)  +\S", words, re.MULTILINE)
+    assert explained == ["rank", "micro-batch", "step", "unit", "host"]
+
+
 @pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "verify", "run"])
 def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

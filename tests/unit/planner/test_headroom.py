@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from machines import AWAY, HERE, SIZES, UNITS, G
+from machines import AWAY, HERE, SIZES, G
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.errors import BudgetError
 from tensorstow.planner.headroom import Headroom, usual_headroom
@@ -71,7 +71,7 @@ def test_a_plan_and_its_headroom_are_within_the_budget() -> None:
 def test_the_smallest_change_that_an_error_names_has_room_for_it() -> None:
     conditions = with_headroom(HERE)
     with pytest.raises(BudgetError, match=r"of HOST, headroom included\.") as caught:
-        search(PlanRequest(SIZES, Budget(host=UNITS), conditions))
+        search(PlanRequest(SIZES, Budget(host=1 << 20), conditions))
     least = int(str(caught.value).split("host=")[1].split()[0])
     assert search(PlanRequest(SIZES, Budget(host=least), conditions)).chosen.plan
     with pytest.raises(BudgetError):
