@@ -127,7 +127,7 @@ def test_no_more_stays_than_fits_what_a_step_leaves(
     monkeypatch.setattr(device_cache, "_CACHES", weakref.WeakSet())
     gc.collect()
     torch.accelerator.reset_peak_memory_stats()  # what earlier tests took is not this model's
-    model, optimizer = stowed(Plan(parameters="host", device_budget=1))
+    model, optimizer = stowed(Plan(parameters="host", device_budget="1B"))
     for block in model.children():  # or what streams hold at once would be as the host has time
         block.register_forward_pre_hook(wait_both_ways)
     train(model, optimizer, device)

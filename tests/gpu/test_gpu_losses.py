@@ -32,7 +32,7 @@ def test_loss_and_gradients(device: torch.device, dtype: torch.dtype, reduction:
         given[1],
         labels.to(device),
         bias=given[2],
-        chunk_bytes=40 * CLASSES,
+        chunk_bytes=f"{40 * CLASSES}B",
         reduction=reduction,  # type: ignore[arg-type]
         label_smoothing=0.1,
     )

@@ -138,7 +138,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         if labels is not None:
-            return chunked_cross_entropy(x, self.head.weight, labels, chunk_bytes=2 * 11 * 4)
+            return chunked_cross_entropy(x, self.head.weight, labels, chunk_bytes="88B")
         return self.head(x) if tied is None else functional.linear(x, tied)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import errno as codes
 import logging
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,11 +24,13 @@ from tensorstow.base.errors import (
     advice_for,
     named,
 )
-from tensorstow.base.mounts import MOUNTINFO, mount_of
+from tensorstow.base.mounts import FSTAB, MOUNTINFO, mount_of, unmounted_point
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""As Path() writes a URL too, with one slash."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -90,7 +93,13 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
         raise _no_path(path, error) from error
     if path == "" or "\0" in str(expanded):
         raise _no_path(path, "it has a zero byte" if path else 'it is empty ("." is this one)')
+    _refuse_url(path)
     return expanded
+
+
+def _refuse_url(path: str | os.PathLike[str]) -> None:
+    if _URL.match(str(path)):
+        raise _no_path(path, "it is a URL, and only files of this machine are read and written")
 
 
 def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
@@ -170,13 +179,31 @@ def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryF
 
 def _made(path: Path, created: list[Path]) -> DirectoryFacts:
     _refuse_kernel_files(path)
+    _refuse_unmounted(path)
     # Other ranks and runs make theirs at the same time; or it is a link to nowhere.
     with named("Directory", path), contextlib.suppress(FileExistsError):
         if not path.exists():
-            _refuse_missing(path, path.parent)
+            _refuse_missing(path, path if _is_below_root(path) else path.parent)
             path.mkdir()
             created.append(path)
     return check_directory(path)
+
+
+def _is_below_root(path: Path) -> bool:
+    """Return whether a path is a directory of the root, which is a mount point more often."""
+    return path.is_absolute() and path.parent == Path(path.anchor)
+
+
+def _refuse_unmounted(path: Path) -> None:
+    """Raise DirectoryError for a path on a disk that is to be mounted there, and is not."""
+    point = unmounted_point(resolve_path(path))
+    if point is not None:
+        message = (
+            f"Directory {path} was requested, and nothing is mounted on {point}, a mount point of"
+            f" {FSTAB}: files would be on the disk that {point} is on. Mount it, or name another"
+            " directory."
+        )
+        raise DirectoryError(message)
 
 
 def _refuse_missing(path: Path, parent: Path) -> None:
@@ -194,16 +221,18 @@ def make_folder(path: Path) -> None:
     """Make a directory for files that a user asked for, and the one that it is in.
 
     Of a relative path all levels are made. An absolute one may be misspelled or lack its mount: all
-    but the last two levels must exist, and all but the last below the root.
+    but the last two levels must exist, and the first one.
 
     Raises:
         DirectoryError: It cannot be made, levels are missing, or no file can be in it.
     """
+    _refuse_url(path)
     with named("Directory", path):
         _refuse_kernel_files(path)
+        _refuse_unmounted(path)
         if path.is_absolute():
-            is_below_root = path.parent.parent == Path(path.anchor)
-            _refuse_missing(path, path.parent if is_below_root else path.parent.parent)
+            first = Path(*path.parts[:2])
+            _refuse_missing(path, max(first, path.parent.parent, key=lambda p: len(p.parts)))
         path.mkdir(parents=True, exist_ok=True)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOUNTINFO = Path("/proc/self/mountinfo")
+FSTAB = Path("/etc/fstab")
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
 _KERNEL_FILESYSTEMS = frozenset(
@@ -43,14 +44,30 @@ def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
     The path is absolute, without symbolic links, and may be missing. The kernel's own list is read
     because statfs has only numbers, which Python does not expose.
     """
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
+    lines = _lines_of(mountinfo)
     mounts = [mount for line in lines if path.is_relative_to((mount := _parse_mount(line)).point)]
     # max() keeps the first of equals, and a later mount on the same point hides the earlier.
     unknown = Mount("/", "unknown", "unknown")
     return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
+
+
+def unmounted_point(path: Path, *, fstab: Path = FSTAB, mountinfo: Path = MOUNTINFO) -> Path | None:
+    """Return the mount point that a path is at or below, if the system's table has it unmounted.
+
+    What is written there goes to the disk that the mount point is on, often the root disk.
+    """
+    rows = [line.split() for line in _lines_of(fstab) if not line.lstrip().startswith("#")]
+    points = {Path(_unescape(row[1])) for row in rows if len(row) > 2}
+    above = sorted(point for point in points if point.is_absolute() and path.is_relative_to(point))
+    mounted = {Path(_parse_mount(line).point) for line in _lines_of(mountinfo)} if above else set()
+    return next((p for p in above if p not in mounted and p != Path(p.anchor)), None)
+
+
+def _lines_of(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def _parse_mount(line: str) -> Mount:

@@ -20,7 +20,7 @@ from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.regular_file import memory_bytes
-from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
@@ -173,12 +173,12 @@ def _largest(traced: Iterable[Activations | None]) -> Activations | None:
     return max(present, key=lambda activations: activations.peak_bytes, default=None)
 
 
-def _device_limit(device: torch.device) -> int | None:
+def _device_limit(device: torch.device) -> Bytes | None:
     """Return the bytes of an accelerator, without those of other processes, that torch may use."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
-    return int(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
+    return Bytes(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
 
 
 def machine_budget(
@@ -205,14 +205,14 @@ def machine_budget(
     if not on_cpu:
         free, _ = torch.accelerator.get_memory_info(device)
         free += sum(p.nbytes for p in parameters if is_remote(p))
-        device_bytes = int(part * headroom[Tier.DEVICE].within(free))
+        device_bytes = Bytes(part * headroom[Tier.DEVICE].within(free))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
     except (
         DirectoryError
     ):  # missing, or none is usable: opening it raises the error with the reason
-        return Budget(device_bytes, host, None if directory is not None else 0)
-    return Budget(device_bytes, host, int(_DISK_PART * facts.free_bytes / ranks))
+        return Budget(device_bytes, Bytes(host), None if directory is not None else 0)
+    return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * facts.free_bytes / ranks))
 
 
 def total_host_bytes() -> int:

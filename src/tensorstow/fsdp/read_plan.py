@@ -9,7 +9,7 @@ from tensorstow.base import notices
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import machine_budget
 from tensorstow.fsdp.read_sources import ReadOptions
@@ -103,7 +103,7 @@ def choose_read_plan(
     if not passing:
         return Plan(parameter_units=tiers, prefetch=ahead)
     stay = [unit.name for unit in units if unit.name not in {*passing, *on_device}]
-    nbytes = passing_bytes([below[name] for name in passing], ahead)
+    nbytes = Bytes(passing_bytes([below[name] for name in passing], ahead))
     return Plan(
         parameters=Tier.DISK,
         parameter_units=tiers | dict.fromkeys(stay, Tier.HOST),

@@ -6,14 +6,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.directories import read_paths
+from tensorstow.base.directories import expand_path, read_paths
 from tensorstow.base.errors import OptionError, UnlinkedError
 from tensorstow.checkpoint import agreement, optimizer_export, snapshot_reference
 from tensorstow.checkpoint.commit_to import commit_to
@@ -434,7 +433,7 @@ class StowedAdam(PlacedOptimizer):
         """
         self._runtime.steps.wait_idle()
         groups, module = self.param_groups, self._runtime.commits.module
-        optimizer_export.save(Path(path), self._params(), groups, self.state, module)
+        optimizer_export.save(expand_path(path), self._params(), groups, self.state, module)
         self._runtime.note_saved()
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -444,7 +443,7 @@ class StowedAdam(PlacedOptimizer):
             path: The file.
         """
         module = self._runtime.commits.module
-        self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
+        self.load_state_dict(optimizer_export.state_dict_of(path, self.param_groups, module))
 
     def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         param = self._params().find(parameter)

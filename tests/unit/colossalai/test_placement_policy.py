@@ -109,11 +109,11 @@ def test_auto_lets_copies_stay_on_the_device(*, here: bool) -> None:
         states_on_disk=False,
         replicas=1,
         prefetch=0,
-        device_budget=70,
+        device_budget=70_000,
     )
     assert made.parameters == Tier.HOST
     assert not made.parameter_units
-    assert made.device_budget == (None if here else 70)
+    assert made.device_budget == (None if here else 70_000)
 
 
 def test_max_prefetch_is_the_plan_s() -> None:
