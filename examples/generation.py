@@ -57,7 +57,7 @@ def generate(options: argparse.Namespace, folder: Path) -> torch.Tensor:
     nbytes = sum(p.nbytes for p in model.parameters())
     budget = Budget(host=nbytes // 4)
     model, _ = tensorstow.stow(model, None, weights=folder, budget=budget)
-    stay = len(tensorstow.plan_of(model).units)
+    stay = len(tensorstow.plan_of(model).parameter_units)
     print(f"{format_bytes(nbytes)} of weights, {format_bytes(nbytes // 4)} of memory for them:")
     print(f"{stay} units stay there, the others are read once per token")
     prompt = torch.arange(options.batch * 4).view(options.batch, 4) % options.vocabulary

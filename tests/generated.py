@@ -77,7 +77,7 @@ def both(row: Row, folder: Path, device: torch.device) -> tuple[list[torch.Tenso
         units = {"model.layers.1": "host", "lm_head": "host", "model.norm": "device"}
         if row["tied"]:
             units.pop("lm_head")
-        given = {"plan": Plan(parameters="disk", prefetch=ahead, units=units)}
+        given = {"plan": Plan(parameters="disk", prefetch=ahead, parameter_units=units)}
     else:
         given = {"plan": Plan(parameters=where, prefetch=ahead)}
     model, _ = tensorstow.stow(model, None, weights=folder, **given)

@@ -132,7 +132,7 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     sharded = stow(model(), make, plan=Plan(), mesh=mesh)
     yield Contender("RAM, sharded", *sharded, ids)
     plan = Plan(
-        parameters="disk", states="disk", overlap="backward", buffer_pool_bytes=_held(model())
+        parameters="disk", states="disk", overlap="backward", weight_ram_budget=_held(model())
     )
     for name, threshold in ((_GLIBC, _GLIBC_THRESHOLD), ("stowed, DISK", LARGE_BLOCK)):
         placed = stow(model(), partial(make, **scratch), plan=plan)

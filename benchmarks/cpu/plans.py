@@ -157,7 +157,7 @@ def _told(plan: str) -> str:
     if plan in _PLANS:
         return plan
     found = Plan.from_json(plan)
-    where = f"parameters on {found.parameters}, {len(found.units)} units elsewhere"
+    where = f"parameters on {found.parameters}, {len(found.parameter_units)} units elsewhere"
     return f"chosen: {where}, states on {found.states}, {found.overlap}"
 
 
@@ -294,7 +294,7 @@ def _choices(request: PlanRequest) -> dict[str, tuple[str, list[str]]]:
 
 def _is_like(known: Plan, plan: Plan) -> bool:
     """Return whether two plans differ in the room for parameters from disk alone, if in that."""
-    return plan.but(buffer_pool_bytes=known.buffer_pool_bytes) == known
+    return plan.but(weight_ram_budget=known.weight_ram_budget) == known
 
 
 _HERE = Conditions(device_is_host=True)

@@ -174,9 +174,7 @@ def _memory(runs: Runs) -> Iterator[Figure]:
 def _ten_times(disk: dict[str, Any]) -> int:
     """Return the ring's bytes for ten models like this one."""
     plan = predict_memory(
-        disk["sizes"] * 10,
-        Family(torch.float32, amsgrad=False),
-        disk_fraction=1.0,
+        [(Family(torch.float32, amsgrad=False), disk["sizes"] * 10)],
         chunk_elements=PipelinePolicy().chunk_elements,
     )
     return plan.ring_bytes

@@ -62,7 +62,7 @@ class _Run:
         unit = sum(p.nbytes for p in model[0].parameters()) + (1 << 16)
         on_disk = plan.parameters == "disk"
         if on_disk:
-            plan = plan.but(buffer_pool_bytes=_UNITS_IN_MEMORY * unit)
+            plan = plan.but(weight_ram_budget=_UNITS_IN_MEMORY * unit)
         make = partial(AdamW, lr=1e-5, durability="none")
         where = directory if on_disk else None
         self.model, self.optimizer = stow(model, make, plan=plan, dir=where)

@@ -134,7 +134,7 @@ class ModelSize:
         return self.layers * self._block + self._rest
 
     @property
-    def buffer_pool_bytes(self) -> int:
+    def weight_ram_budget(self) -> int:
         """Return the RAM for weights on disk: that of the rest, and of the blocks in RAM."""
         held = self._rest + _BLOCKS_HELD * self._block
         return _WEIGHT_BYTES * held + (1 + _BLOCKS_HELD) * _ALIGNMENT_OF_A_UNIT

@@ -85,7 +85,7 @@ def make_optimizer(
             parameters=Tier.DISK,
             states=Tier.DISK,
             overlap=row.overlap,
-            buffer_pool_bytes=scale.buffer_pool_bytes,
+            weight_ram_budget=scale.weight_ram_budget,
         )
         _, optimizer = tensorstow.stow(model, partial(AdamW, **keywords), plan=plan, dir=directory)
         return optimizer

@@ -161,8 +161,7 @@ def predict(row: Configuration, scale: ModelSize, model: nn.Module) -> StateMemo
         return None  # its chunks follow the units of the model
     policy = scale.policy(row)
     return predict_memory(
-        [p.numel() for p in model.parameters()],
-        Family(torch.float32, amsgrad=False),
+        [(Family(torch.float32, amsgrad=False), [p.numel() for p in model.parameters()])],
         disk_fraction=row.fraction,
         chunk_elements=policy.chunk_elements,
         slots=policy.most_slots,

@@ -8,6 +8,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from tensorstow import errors
+
 if TYPE_CHECKING:
     from tensorstow.activations.offload import offload_activations
     from tensorstow.base.budget import Budget
@@ -35,6 +37,7 @@ __all__ = [
     "StowedOptimizer",
     "Tier",
     "__version__",
+    "errors",
     "offload_activations",
     "parameter_bytes",
     "plan_of",

@@ -171,13 +171,13 @@ def test_what_extra_returns_is_not_saved(tmp_path: Path) -> None:
     assert optimizer._runtime.commits.saved is None
 
 
-def test_a_run_of_tickets_ends_without_a_warning(
+def test_a_run_of_references_ends_without_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Trainers go on from the newest ticket; nothing was to keep the steps after it."""
+    """Trainers go on from the newest reference; nothing was to keep the steps after it."""
     caplog.set_level(logging.INFO, "tensorstow")
     net = model()
-    with make(net, tmp_path, commit_every=None, checkpoints="ticket") as optimizer:
+    with make(net, tmp_path, commit_every=None, checkpoints="reference") as optimizer:
         train(net, optimizer)
         optimizer.state_dict()
         train(net, optimizer, 2)
@@ -185,11 +185,11 @@ def test_a_run_of_tickets_ends_without_a_warning(
     assert [r.levelname for r in records] == ["INFO"]
 
 
-def test_a_failure_of_a_run_of_tickets_is_a_warning(
+def test_a_failure_of_a_run_of_references_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = model()
-    optimizer = make(net, tmp_path, commit_every=None, checkpoints="ticket")
+    optimizer = make(net, tmp_path, commit_every=None, checkpoints="reference")
     train(net, optimizer)
     optimizer.request_commit()
     optimizer._states().pipeline.poison(RuntimeError("no more"))

@@ -137,7 +137,7 @@ def test_what_is_beyond_a_file_is_damaged_and_not_read(run: Path) -> None:
     redigest(connection)
     connection.close()
     (run / COPY_NAME).unlink()
-    assert main(["scrub", str(run)]) == 1
+    assert main(["run", "scrub", str(run)]) == 1
     with hold_recovery([run]) as recovery:
         assert [generation.step for generation in recovery.damaged] == [1]
         assert recovery.whole == ()

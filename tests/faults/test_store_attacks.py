@@ -90,7 +90,7 @@ def test_a_log_that_is_not_whole_loses_nothing_in_silence(
     with pytest.raises(DamageError, match=r"has lost what was reported") as caught:
         Store.open(directories(root), open_engine("threads"))
     assert "knows generation 7 (step 7) as the newest" in str(caught.value)
-    assert "tensorstow recover" in str(caught.value)
+    assert "tensorstow run recover" in str(caught.value)
 
 
 def test_a_manifest_that_is_gone_is_no_new_run(run: dict[str, Path], tmp_path: Path) -> None:

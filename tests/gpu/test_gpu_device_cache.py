@@ -58,8 +58,8 @@ PLANS = [
     Plan(parameters="host", overlap="forward", prefetch=0),
     Plan(parameters="host", overlap="backward", accumulation_steps=2),
     Plan(parameters="host", states="disk", accumulation_steps=2, prefetch=1),
-    Plan(parameters="host", overlap="backward", units={"0": "disk"}),
-    Plan(parameters="host", units={"1": "disk", "2": "device"}),
+    Plan(parameters="host", overlap="backward", parameter_units={"0": "disk"}),
+    Plan(parameters="host", parameter_units={"1": "disk", "2": "device"}),
 ]
 
 
@@ -68,7 +68,7 @@ def test_the_same_bits_with_copies_that_stay(plan: Plan, device: torch.device) -
     dtype = torch.bfloat16 if plan.prefetch == 1 or plan.overlap == "backward" else None
     found, moved = [], []
     for limit in (None, AMPLE):
-        model, optimizer = stowed(plan.but(device_limit=limit), compute_dtype=dtype)
+        model, optimizer = stowed(plan.but(device_budget=limit), compute_dtype=dtype)
         found.append(train(model, optimizer, device, micro=plan.accumulation_steps))
         moved.append(parameter_bytes(model).link_bytes_up)
         held = parameter_bytes(model).device_cache_bytes
@@ -80,7 +80,7 @@ def test_the_same_bits_with_copies_that_stay(plan: Plan, device: torch.device) -
 
 
 def test_a_unit_is_copied_once_for_forward_and_backward(device: torch.device) -> None:
-    model, optimizer = stowed(Plan(parameters="host", device_limit=AMPLE, prefetch=0))
+    model, optimizer = stowed(Plan(parameters="host", device_budget=AMPLE, prefetch=0))
     x = torch.ones(4, WIDTH, device=device)
     moved = [0]
     for _ in range(5):
@@ -101,7 +101,7 @@ def wait_both_ways(_: nn.Module, given: tuple[torch.Tensor]) -> None:
 
 
 def test_units_that_are_gathered_once_have_no_copies(device: torch.device) -> None:
-    model, optimizer = stowed(Plan(parameters="host", device_limit=AMPLE, unsharded=["1"]))
+    model, optimizer = stowed(Plan(parameters="host", device_budget=AMPLE, unsharded=["1"]))
     train(model, optimizer, device)
     assert parameter_bytes(model).device_cache_bytes == (BLOCKS - 1) * BLOCK_BYTES
     optimizer.close()
@@ -109,7 +109,7 @@ def test_units_that_are_gathered_once_have_no_copies(device: torch.device) -> No
 
 def test_what_is_written_between_steps_is_what_is_computed_with(device: torch.device) -> None:
     """To what `state_dict` returns, which over one rank is host memory itself."""
-    model, optimizer = stowed(Plan(parameters="host", device_limit=AMPLE))
+    model, optimizer = stowed(Plan(parameters="host", device_budget=AMPLE))
     train(model, optimizer, device)
     x = torch.ones(4, WIDTH, device=device)
     with torch.no_grad():
@@ -127,7 +127,7 @@ def test_no_more_stays_than_fits_what_a_step_leaves(
     monkeypatch.setattr(device_cache, "_CACHES", weakref.WeakSet())
     gc.collect()
     torch.accelerator.reset_peak_memory_stats()  # what earlier tests took is not this model's
-    model, optimizer = stowed(Plan(parameters="host", device_limit=1))
+    model, optimizer = stowed(Plan(parameters="host", device_budget="1B"))
     for block in model.children():  # or what streams hold at once would be as the host has time
         block.register_forward_pre_hook(wait_both_ways)
     train(model, optimizer, device)
@@ -161,5 +161,5 @@ def test_a_plan_that_is_chosen_fills_the_device() -> None:
     model, optimizer = stowed("auto", budget=Budget(device=limit))  # type: ignore[arg-type]
     plan = tensorstow.plan_of(model)
     assert plan.parameters == "host"
-    assert plan.device_limit == limit
+    assert plan.device_budget == limit
     optimizer.close()

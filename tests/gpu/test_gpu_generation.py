@@ -19,7 +19,9 @@ WORDS, NEW = 96, 4
 PLANS = {
     "host": Plan(),
     "disk": Plan(parameters="disk"),
-    "both": Plan(parameters="disk", units={"model.layers.1": "device", "lm_head": "host"}),
+    "both": Plan(
+        parameters="disk", parameter_units={"model.layers.1": "device", "lm_head": "host"}
+    ),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.8},

@@ -32,7 +32,7 @@ def test_loss_and_gradients(device: torch.device, dtype: torch.dtype, reduction:
         given[1],
         labels.to(device),
         bias=given[2],
-        chunk_bytes=40 * CLASSES,
+        chunk_bytes=f"{40 * CLASSES}B",
         reduction=reduction,  # type: ignore[arg-type]
         label_smoothing=0.1,
     )
@@ -86,7 +86,7 @@ def test_tiles_on_any_tier(device: torch.device, tmp_path: Path) -> None:
     tile = {"blocks.0.0.linears.1.0": "device", "blocks.1.0.linears.2.0": "host"}
     for name, plan in {
         "host": Plan(parameters="host", states="disk", overlap="backward"),
-        "disk": Plan(parameters="disk", states="disk", units=tile),
+        "disk": Plan(parameters="disk", states="disk", parameter_units=tile),
     }.items():
         found = trained(plan, tmp_path / name)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name

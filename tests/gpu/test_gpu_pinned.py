@@ -31,7 +31,7 @@ PLANS = {
     "forward": Plan(parameters="host", overlap="forward"),
     "backward": Plan(parameters="host", overlap="backward"),
     "disk": Plan(parameters="disk", states="disk"),
-    "mixed": Plan(parameters="host", units={"1": "disk", "2": "device", "4": "disk"}),
+    "mixed": Plan(parameters="host", parameter_units={"1": "disk", "2": "device", "4": "disk"}),
     "alone": Plan(parameters="host", prefetch=0),
     "far": Plan(parameters="host", prefetch=9),
 }

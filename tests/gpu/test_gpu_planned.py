@@ -71,7 +71,7 @@ def test_where_updates_run(update_on: UpdateOn, states: Tier, device: torch.devi
 @pytest.mark.parametrize("lower", [Tier.HOST, Tier.DISK])
 def test_units_on_the_device_and_below(below: int, lower: Tier, device: torch.device) -> None:
     units = {str(number): lower for number in range(BLOCKS - below, BLOCKS)}
-    plan = Plan(Tier.DEVICE, Tier.DISK, units=units)
+    plan = Plan(Tier.DEVICE, Tier.DISK, parameter_units=units)
     held = planned(plan)
     model, optimizer = run(plan, device)
     found, memory = parameter_bytes(model), optimizer.memory()

@@ -28,7 +28,7 @@ PLANS = {
     "host": Plan(),
     "disk": Plan(parameters="disk"),
     "disk-alone": Plan(parameters="disk", prefetch=0),
-    "all": Plan(units={"blocks.1": "device", "blocks.2": "disk", "blocks.5": "disk"}),
+    "all": Plan(parameter_units={"blocks.1": "device", "blocks.2": "disk", "blocks.5": "disk"}),
 }
 
 

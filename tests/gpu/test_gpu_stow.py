@@ -26,9 +26,9 @@ PLANS = [
     Plan(parameters="host", states="disk", overlap="backward"),
     Plan(parameters="disk", states="disk"),
     Plan(parameters="disk", states="disk", overlap="backward"),
-    Plan(parameters="host", units={"blocks.1": "device", "blocks.2": "disk"}),
-    Plan(parameters="host", units={"blocks.1": "device"}, overlap="forward"),
-    Plan(parameters="host", units={"blocks.1": "device"}, overlap="backward"),
+    Plan(parameters="host", parameter_units={"blocks.1": "device", "blocks.2": "disk"}),
+    Plan(parameters="host", parameter_units={"blocks.1": "device"}, overlap="forward"),
+    Plan(parameters="host", parameter_units={"blocks.1": "device"}, overlap="backward"),
 ]
 
 

@@ -82,8 +82,8 @@ def test_the_command_of_the_guide_trains_and_resumes(tmp_path: Path) -> None:
     outputs = output_of(ours) + output_of(start(file, "max_steps=3", "resume_from_checkpoint=auto"))
     assert "Resumed from checkpoint: step=2" in outputs
     assert "not committed" not in outputs
-    ticket = torch.load(tmp_path / "out/checkpoint-2/optimizer/state_dict.pt")
-    assert (ticket["tensorstow"]["step"], ticket["state"]) == (2, {})
+    reference = torch.load(tmp_path / "out/checkpoint-2/optimizer/state_dict.pt")
+    assert (reference["tensorstow"]["step"], reference["state"]) == (2, {})
     first, found, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("model", "out", "torch")
     )

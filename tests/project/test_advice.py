@@ -189,7 +189,7 @@ def moved(**extra: Any) -> None:  # noqa: ANN401
         optimizer.commit_to("elsewhere", **extra)
 
 
-def with_ticket_in_extra(checkpoints: Any) -> None:  # noqa: ANN401
+def with_reference_in_extra(checkpoints: Any) -> None:  # noqa: ANN401
     net = model()
     made: list[AdamW] = []
     given: dict[str, Any] = {"checkpoints": checkpoints, "commit_every": None}
@@ -348,15 +348,15 @@ CASES = [
     Case(
         BUFFERS,
         Plan,
-        {"buffer_pool_bytes": "1GiB"},
-        {LEFT: {"buffer_pool_bytes": OUT}, 'say parameters="disk"': {"parameters": "disk"}},
+        {"weight_ram_budget": "1GiB"},
+        {LEFT: {"weight_ram_budget": OUT}, 'say parameters="disk"': {"parameters": "disk"}},
     ),
     *(
         Case(
             BUFFERS,
             Plan,
-            {"buffer_pool_bytes": "1GiB", **more},
-            {"Leave it out.": {"buffer_pool_bytes": OUT}},
+            {"weight_ram_budget": "1GiB", **more},
+            {"Leave it out.": {"weight_ram_budget": OUT}},
         )
         for more in (
             {"overlap": "forward"},
@@ -373,20 +373,20 @@ CASES = [
     Case(
         "was given with no parameters in host memory",
         Plan,
-        {"device_limit": "1GiB", "parameters": "device"},
-        {LEFT: {"device_limit": OUT}, 'say parameters="host"': {"parameters": "host"}},
+        {"device_budget": "1GiB", "parameters": "device"},
+        {LEFT: {"device_budget": OUT}, 'say parameters="host"': {"parameters": "host"}},
     ),
     Case(
         "was given with no parameters in host memory",
         Plan,
-        {"device_limit": "1GiB", "parameters": "device", "update_on": "device"},
-        {"Leave it out.": {"device_limit": OUT}},
+        {"device_budget": "1GiB", "parameters": "device", "update_on": "device"},
+        {"Leave it out.": {"device_budget": OUT}},
     ),
     Case(
         "no copy would be used again",
         Plan,
-        {"device_limit": "1GiB", "parameters": "host", "stage": 2},
-        {LEFT: {"device_limit": OUT}, "say stage=3": {"stage": 3}},
+        {"device_budget": "1GiB", "parameters": "host", "stage": 2},
+        {LEFT: {"device_budget": OUT}, "say stage=3": {"stage": 3}},
     ),
     Case(
         'overlap="forward" was given with parameters on disk',
@@ -434,7 +434,7 @@ CASES = [
     Case(
         "no accelerator for copies of units to stay on",
         placed,
-        {"plan": Plan(parameters="host", device_limit="1GiB")},
+        {"plan": Plan(parameters="host", device_budget="1GiB")},
         {LEFT: {"plan": Plan(parameters="host")}},
     ),
     Case(
@@ -505,11 +505,19 @@ CASES = [
     *(
         Case("of torch was given", placed, {"optimizer": torch_class, "plan": plan}, ways)
         for torch_class, plan, ways in (
-            (partial(SGD, lr=0.1), Plan(), {"partial(tensorstow.StowedOptimizer, SGD": STOWED}),
-            (partial(SGD, lr=0.1), SCRATCH, {"partial(tensorstow.StowedOptimizer": STOWED}),
-            (partial(SGD, lr=0.1), DISK, {"Use tensorstow.AdamW": ADAM}),
-            (partial(SGD, lr=0.1), FORWARD, {"Use tensorstow.AdamW": ADAM}),
-            (torch.optim.AdamW, BESIDE, {"Use tensorstow.AdamW": ADAM}),
+            (
+                partial(SGD, lr=0.1),
+                Plan(),
+                {"partial(tensorstow.StowedOptimizer, torch.optim.SGD), lr=0.1": STOWED},
+            ),
+            (
+                partial(SGD, lr=0.1),
+                SCRATCH,
+                {"tensorstow.StowedOptimizer, torch.optim.SGD), lr=0.1": STOWED},
+            ),
+            (partial(SGD, lr=0.1), DISK, {"Use stow(model, tensorstow.AdamW)": ADAM}),
+            (partial(SGD, lr=0.1), FORWARD, {"Use stow(model, tensorstow.AdamW)": ADAM}),
+            (torch.optim.AdamW, BESIDE, {"Use stow(model, tensorstow.AdamW)": ADAM}),
         )
     ),
     *(
@@ -575,15 +583,15 @@ CASES = [
         {"pass the directory": {"dir": "run"}},
     ),
     Case(
-        'checkpoints="ticket" was given, and the states are scratch',
+        'checkpoints="reference" was given, and the states are scratch',
         adam,
-        {"checkpoints": "ticket"},
+        {"checkpoints": "reference"},
         {"as dir=": {"dir": "run"}},
     ),
     Case(
-        'checkpoints="ticket" was given, and the states are scratch',
+        'checkpoints="reference" was given, and the states are scratch',
         adam,
-        {"checkpoints": "ticket", "states": "disk", "dir": "run", "durability": "none"},
+        {"checkpoints": "reference", "states": "disk", "dir": "run", "durability": "none"},
         {"leave durability out": {"durability": OUT}},
     ),
     Case(
@@ -677,9 +685,9 @@ CASES = [
         {"Pass extra=": {"extra": {"seen": 1}}, "{} means none": {"extra": {}}},
     ),
     Case(
-        "a ticket needs a commit of its",
-        with_ticket_in_extra,
-        {"checkpoints": "ticket"},
+        "reference needs a commit. Leave it out",
+        with_reference_in_extra,
+        {"checkpoints": "reference"},
         {'use checkpoints="full"': {"checkpoints": "full"}},
     ),
     # Updates beside backward.

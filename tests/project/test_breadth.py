@@ -23,7 +23,7 @@ from tree import ROOT
 
 SOURCE = Path(tensorstow.__file__).parent
 MOST_OF_FSDP = 12
-MOST_OF_STOW = 95
+MOST_OF_STOW = 96
 
 
 def modules_run(act: Callable[[], object], below: str = "") -> set[str]:

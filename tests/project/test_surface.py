@@ -21,6 +21,7 @@ def test_exported_names() -> None:
         "StowedOptimizer",
         "Tier",
         "__version__",
+        "errors",
         "offload_activations",
         "parameter_bytes",
         "plan_of",
@@ -76,4 +77,9 @@ def test_the_version_is_the_installed_one() -> None:
 
 def test_importing_does_not_bring_torchs_compiler() -> None:
     code = "import tensorstow, sys; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_errors_are_reached_from_the_root() -> None:
+    code = "from tensorstow import StowError; import tensorstow; tensorstow.errors.OptionError"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

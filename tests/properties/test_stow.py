@@ -29,7 +29,7 @@ CONFIGS = [
     RunConfig(Plan(parameters="disk"), clip=0.1),
     RunConfig(Plan(parameters="disk", states="disk", overlap="backward"), dtype=torch.bfloat16),
     RunConfig(Plan(parameters="disk", states="disk", accumulation_steps=2), dtype=torch.bfloat16),
-    RunConfig(Plan(units={"blocks.1": "disk"}, states="disk", overlap="backward")),
+    RunConfig(Plan(parameter_units={"blocks.1": "disk"}, states="disk", overlap="backward")),
 ]
 
 

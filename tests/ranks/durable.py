@@ -191,9 +191,9 @@ def with_a_failing_rank(directory: Path, where: str, steps: int) -> tuple[str, s
     return (*names, found)
 
 
-def with_tickets(directory: Path) -> tuple[str, bool, int | None]:
+def with_references(directory: Path) -> tuple[str, bool, int | None]:
     """Save as a trainer does, by rank 0 alone; go on from what it saved on all."""
-    run = DurableRun(directory, commit_every=None, checkpoints="ticket")
+    run = DurableRun(directory, commit_every=None, checkpoints="reference")
     run.train(2)
     try:
         run.optimizer.state_dict()
@@ -205,7 +205,7 @@ def with_tickets(directory: Path) -> tuple[str, bool, int | None]:
     weights = {name: digest(value) for name, value in run.model.state_dict().items()}
     run.stop()
 
-    run = DurableRun(directory, commit_every=None, checkpoints="ticket")
+    run = DurableRun(directory, commit_every=None, checkpoints="reference")
     dist.broadcast_object_list(saved)
     assert saved[0] is not None
     run.optimizer.load_state_dict(saved[0])

@@ -38,7 +38,7 @@ def main(budget: int, until: int, *directory: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(ResidualMLP(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
     plan = Plan(
-        parameters="disk", states="disk", overlap="backward", prefetch=1, buffer_pool_bytes=budget
+        parameters="disk", states="disk", overlap="backward", prefetch=1, weight_ram_budget=budget
     )
     torch.manual_seed(0)
     kept = {"dir": directory[0], "commit_every": 2} if directory else {}

@@ -98,7 +98,7 @@ def _config(row: Row) -> RunConfig:
     units = UNITS.get(str(row["parameters"]), {})
     plan = Plan(
         parameters="host" if units else row["parameters"],
-        units=units,
+        parameter_units=units,
         update_on=row.get("update_on"),
         states=row["states"],
         stage=row["stage"],
@@ -106,7 +106,7 @@ def _config(row: Row) -> RunConfig:
         overlap=row["overlap"],
         accumulation_steps=row["accumulation"],
         micro_batches=row["micro_batches"],
-        device_limit="1GiB" if row.get("stay") else None,
+        device_budget="1GiB" if row.get("stay") else None,
         activations="keep" if row["activations"] == "all on disk" else row["activations"],
         activation_ram_budget=0 if row["activations"] == "disk" else None,
     )

@@ -60,10 +60,13 @@ class RunConfig:
     def __str__(self) -> str:
         """Name what differs from the default."""
         p = self.plan
-        parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.units.items())]
+        parts = [f"z{p.stage}", p.parameters, *(f"{n}={t}" for n, t in p.parameter_units.items())]
         parts += [p.states, p.overlap, f"acc{p.accumulation_steps}"]
         parts += [f"vertical{p.micro_batches}" * (p.micro_batches > 1)]
-        parts += [f"on-{p.update_on}" if p.update_on else "", "stay" * (p.device_limit is not None)]
+        parts += [
+            f"on-{p.update_on}" if p.update_on else "",
+            "stay" * (p.device_budget is not None),
+        ]
         parts += [str(self.dtype)[6:], str(self.compute_dtype)[6:] if self.compute_dtype else ""]
         parts += [f"x{p.replicas}", "clip" * (self.clip is not None), "torch" * self.torch_clips]
         parts += [
@@ -135,7 +138,7 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         if labels is not None:
-            return chunked_cross_entropy(x, self.head.weight, labels, chunk_bytes=2 * 11 * 4)
+            return chunked_cross_entropy(x, self.head.weight, labels, chunk_bytes="88B")
         return self.head(x) if tied is None else functional.linear(x, tied)
 
 
@@ -238,7 +241,7 @@ class StowedRun:
                 optimizer.clip_grad_norm_(config.clip)
             optimizer.step()
             optimizer.zero_grad()
-            if config.plan.device_limit is not None:
+            if config.plan.device_budget is not None:
                 assert parameter_bytes(model).device_cache_bytes > 0
 
 

@@ -29,6 +29,7 @@ from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.fields import read_value
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.sizes import format_bytes, parse_size
+from tensorstow.base.tiers import Tier
 from tensorstow.io.device_link import is_remote
 from tensorstow.states.scratch import choose_scratch
 
@@ -46,7 +47,7 @@ LEAST_BYTES = 32 << 10
 def offload_activations(
     model: nn.Module,
     *,
-    to: Literal["host", "disk"],
+    to: Literal["host", "cpu", "ram", "disk", "nvme"],
     ram_budget: str | int | None = None,
     dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),  # noqa: A002
     units: Iterable[nn.Module] | None = None,
@@ -60,8 +61,8 @@ def offload_activations(
 
     Args:
         model: The model. Its forward includes the forwards of its parts.
-        to: "host": tensors of an accelerator move to pinned host memory (those of the CPU stay).
-            "disk": they move on to scratch files.
+        to: "host" (or "cpu", "ram"): tensors of an accelerator move to pinned host memory (those of
+            the CPU stay). "disk" (or "nvme"): they move on to scratch files.
         ram_budget: Host memory that saved tensors may take with ``to="disk"``, as "256MiB" or in
             bytes. A larger tensor passes through alone, and all tensors that one operation of
             backward needs are in memory together. Default: 256 MiB.
@@ -80,7 +81,7 @@ def offload_activations(
         StowError: In backward: it is the second one over the same graph.
     """
     return ActivationOffload(
-        model, to, ram_budget, read_paths(None if dir == () else dir, "dir"), units
+        model, _named(to), ram_budget, read_paths(None if dir == () else dir, "dir"), units
     )
 
 
@@ -90,7 +91,7 @@ class ActivationOffload:
     def __init__(
         self,
         model: nn.Module,
-        to: Literal["host", "disk"],
+        to: str,
         ram_budget: str | int | None,
         directories: Sequence[Path],
         units: Iterable[nn.Module] | None,
@@ -332,6 +333,12 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a wrapper of torch.func, or zeros that torch never wrote."""
     is_wrapper: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # noqa: SLF001
     return is_wrapper or tensor._is_zerotensor()  # noqa: SLF001
+
+
+def _named(to: str) -> str:
+    """Return the tier that ``to`` is a name of, else ``to``."""
+    tier = Tier.named(to)
+    return to if tier is None else tier.value
 
 
 def _list_units(units: Iterable[object]) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from tensorstow.base.errors import (
     DirectoryError,
@@ -24,71 +24,13 @@ from tensorstow.base.errors import (
     advice_for,
     named,
 )
+from tensorstow.base.mounts import FSTAB, MOUNTINFO, mount_of, unmounted_point
 from tensorstow.base.sizes import format_bytes
-
-MOUNTINFO = Path("/proc/self/mountinfo")
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
-_MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
-_KERNEL_FILESYSTEMS = frozenset(
-    {
-        *("proc", "sysfs", "cgroup", "cgroup2", "devpts", "debugfs", "tracefs", "securityfs"),
-        *("configfs", "bpf", "pstore", "efivarfs", "mqueue", "binfmt_misc", "fusectl", "nsfs"),
-        *("selinuxfs", "smackfs", "resctrl", "rpc_pipefs", "nfsd", "functionfs", "gadgetfs"),
-    }
-)
-
-
-class Mount(NamedTuple):
-    """A mounted filesystem."""
-
-    point: str
-    filesystem: str
-    """The kind as the kernel names it: ext4, xfs, overlay, tmpfs ..."""
-    device: str
-    """What is mounted: /dev/nvme0n1p2, a network share, or a plain word."""
-
-    @property
-    def is_memory(self) -> bool:
-        """Bytes written here stay in RAM."""
-        is_block_device = self.device.startswith(_MEMORY_DEVICES)
-        return self.filesystem in _MEMORY_FILESYSTEMS or is_block_device
-
-    @property
-    def is_of_kernel(self) -> bool:
-        """What is here are the kernel's own values, and no files that are kept."""
-        return self.filesystem in _KERNEL_FILESYSTEMS
-
-
-def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
-    """Return the mount that a path lies on: the longest that is a parent, the latest of equals.
-
-    The path is absolute, without symbolic links, and may be missing. The kernel's own list is read
-    because statfs has only numbers, which Python does not expose.
-    """
-    try:
-        lines = mountinfo.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
-    mounts = [mount for line in lines if path.is_relative_to((mount := _parse_mount(line)).point)]
-    # max() keeps the first of equals, and a later mount on the same point hides the earlier.
-    unknown = Mount("/", "unknown", "unknown")
-    return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
-
-
-def _parse_mount(line: str) -> Mount:
-    """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
-    before, _, after = line.partition(" - ")
-    filesystem, device = after.split(" ")[:2]
-    return Mount(_unescape(before.split(" ")[4]), filesystem, _unescape(device))
-
-
-def _unescape(text: str) -> str:
-    r"""Undo the kernel's escapes: a space in a path is written as ``\040``."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
 
 logger = logging.getLogger("tensorstow")
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""As Path() writes a URL too, with one slash."""
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -151,7 +93,13 @@ def expand_path(path: str | os.PathLike[str]) -> Path:
         raise _no_path(path, error) from error
     if path == "" or "\0" in str(expanded):
         raise _no_path(path, "it has a zero byte" if path else 'it is empty ("." is this one)')
+    _refuse_url(path)
     return expanded
+
+
+def _refuse_url(path: str | os.PathLike[str]) -> None:
+    if _URL.match(str(path)):
+        raise _no_path(path, "it is a URL, and only files of this machine are read and written")
 
 
 def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
@@ -231,13 +179,31 @@ def make_directories(paths: Iterable[str | os.PathLike[str]]) -> list[DirectoryF
 
 def _made(path: Path, created: list[Path]) -> DirectoryFacts:
     _refuse_kernel_files(path)
+    _refuse_unmounted(path)
     # Other ranks and runs make theirs at the same time; or it is a link to nowhere.
     with named("Directory", path), contextlib.suppress(FileExistsError):
         if not path.exists():
-            _refuse_missing(path, path.parent)
+            _refuse_missing(path, path if _is_below_root(path) else path.parent)
             path.mkdir()
             created.append(path)
     return check_directory(path)
+
+
+def _is_below_root(path: Path) -> bool:
+    """Return whether a path is a directory of the root, which is a mount point more often."""
+    return path.is_absolute() and path.parent == Path(path.anchor)
+
+
+def _refuse_unmounted(path: Path) -> None:
+    """Raise DirectoryError for a path on a disk that is to be mounted there, and is not."""
+    point = unmounted_point(resolve_path(path))
+    if point is not None:
+        message = (
+            f"Directory {path} was requested, and nothing is mounted on {point}, a mount point of"
+            f" {FSTAB}: files would be on the disk that {point} is on. Mount it, or name another"
+            " directory."
+        )
+        raise DirectoryError(message)
 
 
 def _refuse_missing(path: Path, parent: Path) -> None:
@@ -255,16 +221,18 @@ def make_folder(path: Path) -> None:
     """Make a directory for files that a user asked for, and the one that it is in.
 
     Of a relative path all levels are made. An absolute one may be misspelled or lack its mount: all
-    but the last two levels must exist, and all but the last below the root.
+    but the last two levels must exist, and the first one.
 
     Raises:
         DirectoryError: It cannot be made, levels are missing, or no file can be in it.
     """
+    _refuse_url(path)
     with named("Directory", path):
         _refuse_kernel_files(path)
+        _refuse_unmounted(path)
         if path.is_absolute():
-            is_below_root = path.parent.parent == Path(path.anchor)
-            _refuse_missing(path, path.parent if is_below_root else path.parent.parent)
+            first = Path(*path.parts[:2])
+            _refuse_missing(path, max(first, path.parent.parent, key=lambda p: len(p.parts)))
         path.mkdir(parents=True, exist_ok=True)
 
 

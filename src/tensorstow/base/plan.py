@@ -1,20 +1,26 @@
-"""``Plan``: where parameters, states and activations are, unit by unit, and when updates run."""
+"""``Plan``: where parameters, states and activations are, unit by unit, and when updates run.
+
+A name of units may be a range: ``{"model.layers.0-33": "device"}`` is for ``model.layers.0`` to
+``model.layers.33``, both included.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, TypeVar
 
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.fields import (
     PositiveInt,
     check_fields,
     from_fields,
     json_object,
+    read_value,
     whole_number,
 )
-from tensorstow.base.keywords import names_keywords
+from tensorstow.base.keywords import RENAMED, names_keywords, warn_renamed, with_new_names
 from tensorstow.base.sizes import Size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import (
@@ -26,6 +32,37 @@ from tensorstow.base.update_on import (
     refuse_delayed,
 )
 from tensorstow.base.update_timing import UpdateTiming, timing_of
+
+V = TypeVar("V")
+_RANGE = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<first>0|[1-9]\d*)-(?P<last>0|[1-9]\d*)", re.DOTALL)
+_NUMBERED = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<number>0|[1-9]\d*)", re.DOTALL)
+_MOST = 100_000
+"""More units than any model has: a slip would take the memory of their names."""
+
+
+class ByUnit(dict[str, V]):
+    """A mapping by the name of each unit, which prints runs of units with one value as ranges."""
+
+    def __repr__(self) -> str:
+        """Return the mapping with ranges, as ``Plan`` takes it."""
+        return repr({name: str(value) for name, value in with_ranges(self).items()})
+
+
+def by_unit(kind: Any) -> Callable[[object, str], ByUnit[Any]]:  # noqa: ANN401  # a field's type
+    """Return the reader of mappings from units or ranges to ``kind``, for ``Annotated``."""
+
+    def read(value: object, name: str) -> ByUnit[Any]:
+        given = read_value(Mapping[str, kind], value, name)
+        expanded: ByUnit[Any] = ByUnit()
+        for key, item in given.items():
+            for unit in _units_of(key, name):
+                if unit in expanded:
+                    message = f"{name} was given with unit {unit!r} twice, once in a range."
+                    raise OptionError(message)
+                expanded[unit] = item
+        return expanded
+
+    return read
 
 
 @names_keywords
@@ -40,7 +77,9 @@ class Plan:
         parameters: The tier of the parameters: "device" (or "cuda", "gpu"), "host" (or "cpu",
             "ram"), "disk" (or "nvme"). Default: "host".
         states: The tier of the optimizer states: "host" or "disk". Default: "host".
-        units: Another tier for the parameters of single units, by the unit's name.
+        parameter_units: Another tier for the parameters of single units, by the unit's name, as
+            ``{"model.layers.3": "disk"}``, or by a range that includes both ends, as
+            ``{"model.layers.0-33": "device"}``.
         stage: The ZeRO stage, 0 (everything is replicated) to 3 (parameters are sharded too).
             Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
             Parameter Models", 2020.
@@ -62,11 +101,11 @@ class Plan:
             otherwise. Default: 1, the whole batch goes through at once.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
-        buffer_pool_bytes: Bytes of host memory per rank for buffers of parameters on disk, in
+        weight_ram_budget: Bytes of host memory per rank for buffers of parameters on disk, in
             steps, commits and resuming; at least the three largest units. Default: None, these and
             ``prefetch`` more. A run that began with parameters in memory needs more when it is
             resumed with parameters on disk: all units whose states share a chunk.
-        device_limit: Bytes of an accelerator's memory up to which copies of units in host memory
+        device_budget: Bytes of an accelerator's memory up to which copies of units in host memory
             stay there from forward to backward, so that each is copied once. Everything else that
             torch has allocated is measured, step by step, and subtracted. The first two steps keep
             no copy. A step that needs more memory than earlier ones passes the limit once, and
@@ -74,7 +113,7 @@ class Plan:
         activations: What a block saves for its backward: "keep" where it was computed, "recompute"
             in backward from the block's inputs, or move to "host" memory from an accelerator, or to
             "disk". What is outside of blocks (the logits, say) is kept. Default: "keep".
-        activation_units: Another choice for single blocks, by the unit's name.
+        activation_units: Another choice for single blocks, by the unit's name or a range.
         activation_ram_budget: Bytes of host memory per rank for activations on disk, those that
             were saved last among them. Default: None, 256 MiB, as in ``offload_activations``.
 
@@ -84,7 +123,7 @@ class Plan:
 
     parameters: Tier = Tier.HOST
     states: Tier = Tier.HOST
-    units: Mapping[str, Tier] = field(default_factory=dict)
+    parameter_units: Annotated[Mapping[str, Tier], by_unit(Tier)] = field(default_factory=dict)
     stage: Annotated[int, whole_number(0, 3)] = 3
     unsharded: Sequence[str] = ()
     replicas: PositiveInt = 1
@@ -94,10 +133,12 @@ class Plan:
     micro_batches: PositiveInt = 1
     prefetch: Annotated[int, whole_number(0)] = 2
     ram_budget: Size | None = None
-    buffer_pool_bytes: Size | None = None
-    device_limit: Size | None = None
+    weight_ram_budget: Size | None = None
+    device_budget: Size | None = None
     activations: ActivationPlacement = ActivationPlacement.KEEP
-    activation_units: Mapping[str, ActivationPlacement] = field(default_factory=dict)
+    activation_units: Annotated[Mapping[str, ActivationPlacement], by_unit(ActivationPlacement)] = (
+        field(default_factory=dict)
+    )
     activation_ram_budget: Size | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +148,7 @@ class Plan:
         check_fields(self)
         self._check_update_on()
         self._refuse_idle()
-        if self.timing.waits_by_module and Tier.DISK in self._tiers:
+        if self.timing.waits_by_module and Tier.DISK in self.parameter_tiers:
             message = (
                 'overlap="forward" was given with parameters on disk: updates beside the next'
                 ' forward would need weights that it has released. Use "backward" or "none".'
@@ -120,7 +161,7 @@ class Plan:
                 " them on disk: it is for units of stage 3 that are in memory."
             )
             raise OptionError(message)
-        if self.stage < 3 and Tier.DISK in self._tiers:
+        if self.stage < 3 and Tier.DISK in self.parameter_tiers:
             message = (
                 f"stage={self.stage} was given with parameters on disk: they are fetched for a unit"
                 " and freed after it, which is stage 3."
@@ -133,8 +174,9 @@ class Plan:
         return timing_of(self.overlap)
 
     @property
-    def _tiers(self) -> set[Tier]:
-        return {self.parameters, *self.units.values()}
+    def parameter_tiers(self) -> set[Tier]:
+        """The tiers of the parameters of any unit."""
+        return {self.parameters, *self.parameter_units.values()}
 
     @property
     def activation_placements(self) -> set[ActivationPlacement]:
@@ -149,7 +191,7 @@ class Plan:
     def _check_update_on(self) -> None:
         if not reaches_device(self.update_on):
             return
-        elsewhere = sorted(self._tiers - {Tier.DEVICE})
+        elsewhere = sorted(self.parameter_tiers - {Tier.DEVICE})
         if elsewhere:
             message = (
                 f"{keyword_of(self.update_on)} was given with parameters on"
@@ -173,34 +215,34 @@ class Plan:
                 ' run. Use states="host"; where all states fit the device, use torch.optim.'
             )
             raise OptionError(message)
-        tiers = " and ".join(sorted(tier.value for tier in self._tiers))
+        tiers = " and ".join(sorted(tier.value for tier in self.parameter_tiers))
         if self.ram_budget is not None and self.states != Tier.DISK:
             reason = " with states in host memory, where all stay"
             self._refuse("ram_budget", reason, states="disk")
-        if self.micro_batches > 1 and (self._tiers == {Tier.DEVICE} or self.stage < 3):
+        if self.micro_batches > 1 and (self.parameter_tiers == {Tier.DEVICE} or self.stage < 3):
             needed: dict[str, Any] = {"stage": 3} if self.stage < 3 else {}
-            needed |= {"parameters": "host"} if self._tiers == {Tier.DEVICE} else {}
+            needed |= {"parameters": "host"} if self.parameter_tiers == {Tier.DEVICE} else {}
             reason = (
                 f" with stage={self.stage} and parameters on {tiers}: it lets each weight on HOST"
                 " or DISK be read once for all micro-batches, in stage 3"
             )
             self._refuse("micro_batches", reason, **needed)
-        if self.buffer_pool_bytes is not None and Tier.DISK not in self._tiers:
+        if self.weight_ram_budget is not None and Tier.DISK not in self.parameter_tiers:
             reason = ", and no unit's parameters are on disk"
-            self._refuse("buffer_pool_bytes", reason, parameters="disk")
+            self._refuse("weight_ram_budget", reason, parameters="disk")
         on_disk = ActivationPlacement.DISK in self.activation_placements
         if self.activation_ram_budget is not None and not on_disk:
             reason = ", and no unit's activations are on disk"
             self._refuse("activation_ram_budget", reason, activations="disk")
-        if self.device_limit is not None and Tier.HOST not in self._tiers:
+        if self.device_budget is not None and Tier.HOST not in self.parameter_tiers:
             reason = " with no parameters in host memory: it is for copies of these"
-            self._refuse("device_limit", reason, parameters="host")
-        if self.device_limit is not None and self.stage < 3:
+            self._refuse("device_budget", reason, parameters="host")
+        if self.device_budget is not None and self.stage < 3:
             reason = (
                 f" with stage={self.stage}, which gathers parameters once for forward and backward:"
                 " no copy would be used again"
             )
-            self._refuse("device_limit", reason, stage=3)
+            self._refuse("device_budget", reason, stage=3)
 
     def _refuse(self, option: str, reason: str, **needed: Any) -> NoReturn:  # noqa: ANN401
         """Raise OptionError for an option that has no effect without the fields ``needed``."""
@@ -224,9 +266,9 @@ class Plan:
             unit: The name of the unit.
 
         Returns:
-            The tier in ``units``, else ``parameters``.
+            The tier in ``parameter_units``, else ``parameters``.
         """
-        return self.units.get(unit, self.parameters)
+        return self.parameter_units.get(unit, self.parameters)
 
     def activations_of(self, unit: str) -> ActivationPlacement:
         """Return what is done with a unit's activations.
@@ -248,7 +290,7 @@ class Plan:
         Returns:
             The new plan, checked.
         """
-        return replace(self, **changes)
+        return replace(self, **with_new_names("Plan", changes))
 
     def to_json(self) -> str:
         """Return the plan as JSON that ``from_json`` reads.
@@ -256,7 +298,10 @@ class Plan:
         Returns:
             The text of a JSON object, one field a line.
         """
-        return json.dumps(asdict(self), indent=2)
+        fields = asdict(self)
+        for name in ("parameter_units", "activation_units"):
+            fields[name] = with_ranges(fields[name])
+        return json.dumps(fields, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -273,4 +318,55 @@ class Plan:
                 that cannot be used.
         """
         meant = "A plan is a JSON object, as to_json() writes it"
-        return from_fields(cls, json_object(text, meant), meant)
+        return from_fields(cls, with_new_names("Plan", json_object(text, meant)), meant)
+
+    if not TYPE_CHECKING:  # for which an old name is an error
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # the fields' types
+            """Return a field by its old name, with a warning."""
+            if name not in RENAMED["Plan"]:
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=self)
+            new = RENAMED["Plan"][name]
+            warn_renamed(f"Plan.{name}", f"Plan.{new}")
+            return getattr(self, new)
+
+
+def with_ranges(values: Mapping[str, V]) -> dict[str, V]:
+    """Return a mapping by unit in the order of names, with ranges for equal values."""
+    runs: list[tuple[str, int, int, V]] = []
+    for name, value in sorted(values.items(), key=lambda item: _numbered(item[0])):
+        prefix, number = _numbered(name)
+        before = runs[-1] if runs and number > 0 else None
+        if before is not None and (before[0], before[2], before[3]) == (prefix, number - 1, value):
+            runs[-1] = (prefix, before[1], number, value)
+        else:
+            runs.append((prefix, number, number, value))
+    return {_name_of(prefix, first, last): value for prefix, first, last, value in runs}
+
+
+def _units_of(key: str, name: str) -> list[str]:
+    """Return the units that a name or a range stands for."""
+    match = _RANGE.fullmatch(key) if "-" in key else None
+    if match is None:
+        return [key]
+    first, last = int(match["first"]), int(match["last"])
+    if not first <= last < first + _MOST:
+        message = (
+            f"{name} was given with the range {abbreviated(key)}: its first number must not be the"
+            f" larger one, and it has at most {_MOST:,} units."
+        )
+        raise OptionError(message)
+    return [f"{match['prefix']}{number}" for number in range(first, last + 1)]
+
+
+def _numbered(name: str) -> tuple[str, int]:
+    """Return a name without the number at its end, and the number; -1: it has none."""
+    match = _NUMBERED.fullmatch(name)
+    return (name, -1) if match is None else (match["prefix"], int(match["number"]))
+
+
+def _name_of(prefix: str, first: int, last: int) -> str:
+    if first < 0:
+        return prefix
+    return f"{prefix}{first}" if first == last else f"{prefix}{first}-{last}"

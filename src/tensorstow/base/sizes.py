@@ -25,8 +25,10 @@ _EXAMPLES = 'a number with a unit, such as "512MiB", "1.5 GiB", "64GB" or "24g" 
 
 _MOST = 2**63
 """Bytes that no machine has: counts of them have 64 bits."""
-_LEAST_BARE = 2**20
+_LEAST_TEXT = 2**20
 """Texts without a unit below this, but for 0, are no bytes: "48" was meant as gibibytes."""
+_LEAST_NUMBER = 4096
+"""So are numbers below this: nothing is kept in less than a page."""
 _Item = TypeVar("_Item")
 
 
@@ -49,17 +51,24 @@ def parts_within(
     yield part
 
 
-def parse_size(value: object, name: str = "size") -> int:
+class Bytes(int):
+    """A number that counts bytes, however few: it was computed, or written with a unit."""
+
+
+def parse_size(value: object, name: str = "size") -> Bytes:
     """Return ``value`` in bytes, rounded down.
 
-    Units may be in any letter case: "GB" is 10**9 bytes, "GiB" and "g" are 2**30. The text "48"
-    raises an error, as any below a mebibyte without a unit; the integer 48 is 48 bytes.
-    ``name`` is the name of the value in error messages.
+    Units may be in any letter case: "GB" is 10**9 bytes, "GiB" and "g" are 2**30. Without a unit,
+    texts below a mebibyte ("48") and integers below a page of 4096 bytes raise an error, except for
+    0 and ``Bytes``. ``name`` is the name of the value in error messages.
     """
     if isinstance(value, str):
         size = _parse_text(value, name)
     elif isinstance(value, int) and not isinstance(value, bool):
         size = value
+        if 0 < size < _LEAST_NUMBER and not isinstance(value, Bytes):
+            message = f"{name}={size} has no unit, and is too little to be bytes. Give {_EXAMPLES}."
+            raise OptionError(message)
     else:
         message = f"{name}={abbreviated(value)} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
@@ -67,7 +76,7 @@ def parse_size(value: object, name: str = "size") -> int:
         problem = "negative" if size < 0 else "more than any machine has"
         message = f"{name}={abbreviated(value)} is {problem}. Give {_EXAMPLES}."
         raise OptionError(message)
-    return size
+    return Bytes(size)
 
 
 Size = Annotated[int | str, parse_size]
@@ -102,7 +111,7 @@ def _parse_text(text: str, name: str) -> int:
         message = f"{name}={abbreviated(text)} is not a size. Give {_EXAMPLES}."
         raise OptionError(message)
     number, unit = Decimal(match["number"]), match["unit"].lower()
-    if not unit and number == int(number) and not 0 < number < _LEAST_BARE:
+    if not unit and number == int(number) and not 0 < number < _LEAST_TEXT:
         return int(number)
     if unit not in _FACTORS:
         units = ", ".join(("B", *_BINARY, *_DECIMAL))

@@ -51,6 +51,6 @@ def _refuse_run(storage: StoreStorage) -> None:
     if storage.store.generation() is not None:
         message = (
             f"A run was asked to go on in {storage.directories[0]}, and a run is committed there."
-            " Name another directory (`tensorstow clean` removes a dead run)."
+            " Name another directory (`tensorstow run clean` removes a dead run)."
         )
         raise OptionError(message)

@@ -102,7 +102,7 @@ class Commits:
             message = (
                 f"{directory} holds a run, committed at step {newest.step}. Call"
                 " resume() first to go on with it, or name another directory for a new one"
-                " (`tensorstow clean` removes a dead run)."
+                " (`tensorstow run clean` removes a dead run)."
             )
             raise OptionError(message)
 

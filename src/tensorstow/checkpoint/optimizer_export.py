@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tensorstow.base.directories import expand_path
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.sizes import format_count
@@ -121,7 +122,7 @@ def state_dict_of(
         DamageError: The file is not what was written.
         OptionError: It is another kind of file, or other parameters.
     """
-    path = Path(path)
+    path = expand_path(path)
     verify(path)
     table = read_table(path)
     if table.metadata.get(_OURS) != _VERSION:

@@ -362,7 +362,7 @@ def _damaged(
     message = (
         f"read of {stop - first} bytes at offset {offset + first} of {path}, the weights of"
         f" {names}, gave other bytes than were written there: their checksum does not fit."
-        " `tensorstow scrub` says what else is damaged; go on from a snapshot, or from a"
+        " `tensorstow run scrub` says what else is damaged; go on from a snapshot, or from a"
         " checkpoint elsewhere."
     )
     return DamageError(message)

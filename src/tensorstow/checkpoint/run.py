@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import AccumulationSteps
 
 Extra = Mapping[str, Any]
-Checkpoints = Literal["full", "ticket"]
+Checkpoints = Literal["full", "reference"]
 DEFAULT_EVERY = "10min"
 _UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)?\s*")

@@ -71,7 +71,7 @@ def altered(generation: Generation, detail: object) -> DamageError:
     message = (
         f"Generation {generation.number} (step {generation.step}) was to be resumed, and no run of"
         f" this program has written it: {detail}. Nothing was changed. Resume another one"
-        " (`tensorstow inspect` prints them), or restore the directories from a copy that you"
+        " (`tensorstow run inspect` prints them), or restore the directories from a copy that you"
         " trust."
     )
     return DamageError(message)

@@ -16,7 +16,7 @@ _JSON_BY_RANK = "one JSON object, or a list of them by rank,"
 _EXAMPLES = {
     "doctor": """\
 examples:
-  tensorstow doctor                    the kernel, and where states may go
+  tensorstow doctor                    is this machine ready, and what to do if not
   tensorstow doctor /nvme              this directory too
   tensorstow doctor --json             for a bug report
 """,
@@ -27,11 +27,20 @@ examples:
 """,
     "plan": """\
 examples:
-  tensorstow plan llama-3-8b --device 24GiB --host 64GiB --disk 1TiB   bytes by tier
-  tensorstow plan llama-3-8b --host 64GiB --batch 1 --seq 2048         activations and seconds too
-  tensorstow plan mine:make_model --host 16GiB                         your own: returns a module,
-                                                                       or (module, (batch,))
-  tensorstow plan gpt2 --json | jq .plan                               for a script
+  tensorstow plan llama-3-8b --card 4090 --host 64GiB --batch 1 --seq 2048   memory and seconds
+  tensorstow plan llama-3-8b --device 24GiB --host 64GiB --disk 1TiB         memory alone
+  tensorstow plan llama-3-70b --card h100 --lora r=16                        adapters, base frozen
+  tensorstow plan mine:make_model --host 16GiB                               your own: returns a
+                                                                             module, or
+                                                                             (module, (batch,))
+  tensorstow plan gpt2 --json | jq .plan                                     for a script
+
+words:
+  rank          one process, with one GPU if there are any; ranks share the model
+  micro-batch   what one forward and one backward take: --batch sequences of --seq tokens
+  step          one update of the weights, after --accumulation-steps micro-batches
+  unit          a block of the model, such as a layer, whose weights move together
+  host          the machine's CPU memory; device: a GPU's memory
 """,
     "verify": """\
 examples:
@@ -40,7 +49,15 @@ examples:
   tensorstow verify --model mine:make_model  your own: returns a module, or (module, (batch,))
   tensorstow verify --json | jq .is_equal
 
-exit status: 0, all bits are equal; 1, they are not; 2, it could not be carried out
+exit status: 0, all bits are equal; 1, they are not, or your function raised an error; 2, it could
+not be carried out
+""",
+    "run": """\
+examples:
+  tensorstow run inspect /nvme/run     what it holds, also while it is live
+  tensorstow run scrub /nvme/run       read everything and verify checksums
+  tensorstow run recover /nvme/run     what is intact; --yes repairs it
+  tensorstow run clean /nvme/run       what would be removed; --yes removes it
 """,
 }
 
@@ -60,16 +77,21 @@ class Command:
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of the command, and its examples."""
-        parser.epilog = _EXAMPLES.get(self.name)
-        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        add_examples(parser, self.name)
         self.declare_own(parser)
         parser.add_argument("--json", action="store_true", help=f"print {self.json} instead")
+
+
+def add_examples(parser: argparse.ArgumentParser, name: str) -> None:
+    """Let the help of a command end with its examples."""
+    parser.epilog = _EXAMPLES.get(name)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow doctor`."""
     parser.add_argument(
-        "named", metavar="DIR", nargs="*", default=[], help="look at these directories too"
+        "named", metavar="DIR", nargs="*", default=[], help="directories to look at too"
     )
     parser.add_argument(
         "--directory",
@@ -82,7 +104,7 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         "--local-ranks",
         metavar="N",
         type=int,
-        help="show how N ranks on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
+        help="show how N processes on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
     )
 
 
@@ -93,7 +115,7 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         nargs="*",
         type=Path,
-        help="a directory that states are to be in (default: the one that scratch files go to)",
+        help="a directory that states will be in (default: the one that scratch files go to)",
     )
 
 
@@ -102,56 +124,89 @@ def _plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a configuration of transformers (file or folder), module:function that"
-        " returns a module, or a module and the arguments of its forward, or one of"
-        f" {', '.join(KNOWN)}",
+        help=f"one of {', '.join(KNOWN)}, or its name on the Hub; a transformers configuration"
+        " (file or folder); or module:function, which returns a module, or a module and the"
+        " arguments of its forward",
     )
-    for tier, help_text in (
-        ("device", "an accelerator's memory for each rank; 0: the CPU computes (default: 0)"),
-        ("host", "host memory for each rank, such as 64GiB (default: no limit)"),
-        ("disk", "disk space for each rank (default: no limit)"),
-    ):
-        parser.add_argument(f"--{tier}", metavar="SIZE", help=help_text)
-    parser.add_argument(
-        "--world-size", metavar="N", type=int, default=1, help="ranks that share the model"
-    )
-    parser.add_argument(
+    training = parser.add_argument_group("how you train")
+    training.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
+    training.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
+    training.add_argument(
         "--accumulation-steps",
         metavar="N",
         type=_steps,
         default=1,
-        help="micro-batches of a step (default: 1); auto: as many as are best, --batch in all",
+        help="micro-batches of a step (default: 1); auto: divide --batch as is best",
     )
-    parser.add_argument(
+    training.add_argument(
+        "--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)"
+    )
+    training.add_argument(
+        "--lora",
+        metavar="r=N",
+        type=_rank,
+        help="train adapters of rank N on all linear layers, as peft does; the base is frozen",
+    )
+    training.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of parameters (default: the model's own)"
+    )
+    training.add_argument(
+        "--commits",
+        action="store_true",
+        help="the run can be resumed: count the disk space that its commits take",
+    )
+    training.add_argument(
         "--allow-inexact",
         action="store_true",
-        help="states may be in bf16 or int8 too, which round: other results than with fp32",
+        help="allow optimizer states in bf16 or int8: smaller, and results differ by rounding",
     )
-    parser.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
-    parser.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
-    parser.add_argument("--dtype", choices=DTYPES, help="of parameters (default: the model's own)")
-    parser.add_argument(
-        "--commits", action="store_true", help="the run commits: what commits take of the disk too"
+    machine = parser.add_argument_group("what the machine has")
+    machine.add_argument(
+        "--card",
+        metavar="NAME",
+        help="plan for this card with nominal rates: 3090, 4090, a100-40, a100-80, h100, h100-pcie"
+        " or l40s",
     )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="rates, as `tensorstow calibrate --json` prints them (default: this machine's)",
+    for tier, help_text in (
+        ("device", "GPU memory of each rank, or a card's name; 0: the CPU computes (default: 0)"),
+        ("host", "CPU memory of each rank, or none for no limit (default: this machine's)"),
+        ("disk", "disk space of each rank (default: no limit)"),
+    ):
+        machine.add_argument(f"--{tier}", metavar="SIZE", help=help_text)
+    machine.add_argument(
+        "--headroom",
+        metavar="SIZE",
+        help="memory to leave free on the device and on the host, each (default: 0.6 GiB and 8%% of"
+        " what is held on a device; 1.5 GiB, or 0.5 without a device, and 8%% on the host)",
     )
-    parser.add_argument(
+    machine.add_argument(
         "--directory",
         metavar="DIR",
         type=Path,
-        help="where states on disk are to be, which was measured (default: the fastest measured)",
+        help="directory for states on disk (default: the fastest that was measured)",
     )
-    parser.add_argument(
+    machine.add_argument(
+        "--profile",
+        metavar="FILE",
+        type=Path,
+        help="rates that `tensorstow calibrate --json` printed (default: this machine's)",
+    )
+    machine.add_argument(
         "--tbw",
         metavar="SIZE",
-        help="bytes that a drive may be written, such as 600TB: its lifetime",
+        help="bytes that the drive may be written in its life, such as 600TB, to say how long it"
+        " lasts",
     )
-    parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write a page with tiers and timeline, too"
+    output = parser.add_argument_group("what is printed")
+    output.add_argument("--all", action="store_true", help="list placements that do not fit too")
+    output.add_argument(
+        "--deepspeed", action="store_true", help="print the plan as a DeepSpeed configuration too"
+    )
+    output.add_argument(
+        "--gemini", action="store_true", help="print it as arguments of ColossalAI's Gemini too"
+    )
+    output.add_argument(
+        "--html", metavar="FILE", type=Path, help="draw memory and a step as a page too"
     )
 
 
@@ -161,68 +216,63 @@ def _verify(parser: argparse.ArgumentParser) -> None:
         "directory",
         metavar="DIR",
         nargs="?",
-        help="where states on disk go; nothing is left there (default: the first real disk among"
-        " the usual places)",
+        help="directory for states on disk; nothing is left there (default: the first real disk"
+        " among the usual places)",
     )
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a configuration of transformers (file or folder), or one of"
-        f" {', '.join(KNOWN)}: cut to two narrow layers; or module:function, as it is"
-        " (default: a small transformer)",
+        help=f"one of {', '.join(KNOWN)}, or a transformers configuration (file or folder), cut to"
+        " two narrow layers; or module:function, as it is (default: a small transformer)",
     )
     parser.add_argument(
-        "--device", help="where the model computes (default: the accelerator, else cpu)"
+        "--device", help="device that the model computes on (default: the accelerator, else cpu)"
     )
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow inspect`."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
+    """Declare the options of `tensorstow run inspect`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow scrub`."""
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the store's first directory")
+    """Declare the options of `tensorstow run scrub`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
     parser.add_argument(
         "--generation",
         metavar="NAME",
-        help="read this one only: a snapshot's name or a number (default: all that are kept)",
+        help="read only this commit: a snapshot's name, or a number (default: all that are kept)",
     )
 
 
 def _recover(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow recover`."""
+    """Declare the options of `tensorstow run recover`."""
     parser.add_argument(
         "directories",
         metavar="DIR",
         type=Path,
         nargs="+",
-        help="the store's directories, all of them, in their order",
+        help="all directories of the run, in their order",
     )
     parser.add_argument(
-        "--yes",
-        action="store_true",
-        help="go on from what is whole if that loses nothing; without this, only print what",
+        "--yes", action="store_true", help="repair it, if that loses nothing (default: only look)"
     )
     parser.add_argument(
-        "--accept-loss",
-        action="store_true",
-        help="go on from what is whole, though steps or snapshots are lost",
+        "--accept-loss", action="store_true", help="repair it, though steps or snapshots are lost"
     )
 
 
 def _clean(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow clean`."""
+    """Declare the options of `tensorstow run clean`."""
     parser.add_argument(
         "directories",
         metavar="DIR",
         type=Path,
         nargs="+",
-        help="the store's directories, the first one first: no other is changed",
+        help="directories of the run, the first one first: no other is changed",
     )
     parser.add_argument(
-        "--yes", action="store_true", help="remove it; without this, only print what"
+        "--yes", action="store_true", help="remove the files (default: only print which)"
     )
 
 
@@ -237,58 +287,71 @@ def _steps(text: str) -> int | None:
         raise argparse.ArgumentTypeError(message) from None
 
 
-COMMANDS = (
-    Command(
-        "doctor",
-        "print what this machine gives: kernel, I/O backend, directories",
-        "tensorstow.cli.doctor",
-        _doctor,
-    ),
-    Command(
-        "calibrate",
-        "measure this machine's memory, disks, kernels and link",
-        "tensorstow.cli.calibrate",
-        _calibrate,
-        "the profile as JSON, which `plan --profile` reads,",
-    ),
-    Command(
-        "plan",
-        "print what a run of a model will hold, before anything is allocated",
-        "tensorstow.cli.plan",
-        _plan,
-    ),
-    Command(
-        "verify",
-        "compare training with states in memory and on disk, bit for bit",
-        "tensorstow.cli.verify.run",
-        _verify,
-    ),
+def _rank(text: str) -> int:
+    """Return the rank of adapters: "r=16" or "16"."""
+    digits = text.removeprefix("r=")
+    if not (digits.isascii() and digits.isdecimal()) or not int(digits):
+        message = f"{text!r} was given: it is the adapters' rank, such as r=16"
+        raise argparse.ArgumentTypeError(message)
+    return int(digits)
+
+
+RUN_COMMANDS = (
     Command(
         "inspect",
-        "print what a store has in it, also while its run is live",
+        "print what a run's directory holds, also while the run is live",
         "tensorstow.cli.inspect",
         _inspect,
         _JSON_BY_RANK,
     ),
     Command(
         "scrub",
-        "read back all that a store keeps and report damage",
+        "read everything in a run's directory, and report damage",
         "tensorstow.cli.scrub",
         _scrub,
         _JSON_BY_RANK,
     ),
     Command(
         "recover",
-        "read a store, and make its manifest anew of what is whole",
+        "print what is intact of a damaged run, and repair it with --yes",
         "tensorstow.cli.recover",
         _recover,
         _JSON_BY_RANK,
     ),
     Command(
         "clean",
-        "remove a dead run's store, and nothing that is not its own",
+        "print the files of a dead run, and remove them with --yes",
         "tensorstow.cli.clean",
         _clean,
         _JSON_BY_RANK,
     ),
 )
+"""The commands of `tensorstow run`."""
+COMMANDS = (
+    Command(
+        "doctor",
+        "say whether this machine is ready, and what to do if not",
+        "tensorstow.cli.doctor",
+        _doctor,
+    ),
+    Command(
+        "calibrate",
+        "measure this machine's memory, disks, cores and GPU",
+        "tensorstow.cli.calibrate",
+        _calibrate,
+        "the profile as JSON, which `plan --profile` reads,",
+    ),
+    Command(
+        "plan",
+        "say whether a model fits, where its parts go, and how long a step takes",
+        "tensorstow.cli.plan",
+        _plan,
+    ),
+    Command(
+        "verify",
+        "train with states in memory and on disk, and compare the results bit for bit",
+        "tensorstow.cli.verify.run",
+        _verify,
+    ),
+)
+RUN_SUMMARY = "inspect, scrub, recover or clean a run's directory"

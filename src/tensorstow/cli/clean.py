@@ -1,4 +1,4 @@
-"""`tensorstow clean`: remove the files of a dead run, and no others."""
+"""`tensorstow run clean`: remove the files of a dead run, and no others."""
 
 import argparse
 from contextlib import ExitStack

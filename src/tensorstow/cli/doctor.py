@@ -26,7 +26,8 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import format_rate, make_console, print_facts, print_json
+from tensorstow.cli.doctor_advice import actions_of, driver_here, uring_is_switched_off
+from tensorstow.cli.output import format_rate, make_console, print_facts, print_json, print_line
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
@@ -58,6 +59,8 @@ class DirectoryReport:
     read_bytes_per_second: float | None = None
     """Rate that `tensorstow calibrate` measured; None: not measured."""
     write_bytes_per_second: float | None = None
+    mixed_bytes_per_second: float | None = None
+    """Read and written at once, both together."""
     verdict: str | None = None
     """Whether the directory is worth offloading to."""
 
@@ -82,7 +85,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
     directories = [*((Path(d), True) for d in named), *((c, False) for c in default_candidates())]
     kernels = prepare_kernels()
     profile = read_profile()
-    return {
+    facts = {
         "versions": {
             "tensorstow": version("tensorstow"),
             "python": platform.python_version(),
@@ -90,6 +93,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             "linux": platform.release(),
         },
         "accelerator": _accelerator(),
+        "accelerator_driver": driver_here(),
         "device_update": _device_update(),
         "kernel": {"isa": kernels.isa, "supported": list(reversed(kernels.supported))},
         "threads": {
@@ -111,7 +115,9 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             asdict(look_at(path, named_by_user=is_named, profile=profile))
             for path, is_named in _distinct(directories)
         ],
+        "has_profile": profile is not None,
     }
+    return {**facts, "actions": [asdict(action) for action in actions_of(facts)]}
 
 
 def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) -> DirectoryReport:
@@ -138,6 +144,7 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
         takes_direct_io=direct,
         read_bytes_per_second=None if rates is None else rates.read,
         write_bytes_per_second=None if rates is None else rates.write,
+        mixed_bytes_per_second=None if rates is None else rates.mixed,
         verdict=None if rates is None else rates.verdict,
     )
 
@@ -183,6 +190,7 @@ def _backends() -> dict[str, Any]:
         "backend": chosen,
         "asked_for": os.environ.get("TENSORSTOW_IO") or None,
         "probed": {name: probe_backend(name) for name in BACKENDS},
+        "uring_is_switched_off": uring_is_switched_off(),
     }
 
 
@@ -215,6 +223,14 @@ def _print_facts(facts: dict[str, Any]) -> None:
     for report in facts["directories"]:
         is_usable = "  yes" if report["objection"] is None else "  no"
         print_facts(console, [(is_usable, _describe(report))], _CANDIDATE_COLUMNS)
+    console.print()
+    if not facts["actions"]:
+        alone = "" if facts["accelerator"] else " No GPU was found: models compute on the CPU."
+        print_line(console, f"OK: this machine is ready.{alone}")
+        return
+    console.print("[bold]what to do[/]")
+    for number, each in enumerate(facts["actions"], start=1):
+        print_line(console, f"  {number}. {each['problem']}\n     {each['action']}")
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

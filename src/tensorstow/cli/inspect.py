@@ -1,4 +1,4 @@
-"""`tensorstow inspect`: print what a run's directory holds, also while the run is live."""
+"""`tensorstow run inspect`: print what a run's directory holds, also while the run is live."""
 
 import argparse
 import time

@@ -1,8 +1,9 @@
 """The command `tensorstow`: parses arguments, runs a subcommand, prints errors.
 
 Exit statuses: 0, success; 1, the command reports damage, an unusable directory or results that
-differ; 2, the request cannot be carried out; 130, interrupted; 143, terminated; 129, the terminal
-was closed; 141, the reader of the output closed it (``| head``), as shells report for SIGPIPE.
+differ, or the user's function raised an error; 2, the request cannot be carried out; 130,
+interrupted; 143, terminated; 129, the terminal was closed; 141, the reader of the output closed it
+(``| head``), as shells report for SIGPIPE.
 
 An error is a line on standard error. With ``--json`` it is also an object on standard output:
 ``{"error": {"type": "OptionError", "message": ...}}``.
@@ -18,17 +19,26 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import version
 from types import FrameType
 from typing import NoReturn, TextIO
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli.arguments import COMMANDS
+from tensorstow.cli.arguments import (
+    COMMANDS,
+    RUN_COMMANDS,
+    RUN_SUMMARY,
+    Command,
+    add_examples,
+)
 from tensorstow.cli.collector import collector_paused
+from tensorstow.measure.user_code import UserCodeError
 
+USER_ERROR = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 PIPE_CLOSED = 141
@@ -45,27 +55,91 @@ class Terminated(BaseException):
         self.status = 128 + number
 
 
-def make_parser() -> argparse.ArgumentParser:
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """A formatter with room for the longest name of a command, which argparse does not count."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog)
+        self._action_max_length = 14
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that suggests the nearest name for one that it does not know."""
+
+    commands: Iterable[str] = ()
+    """Names of its commands that help lists."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and ``message``, and exit; name the nearest command, if one is unknown.
+
+        Args:
+            message: Argparse's own.
+        """
+        found = re.search(r"invalid choice: '?(.*?)'? \(", message) if self.commands else None
+        if found is not None:
+            listed = f"the commands are {', '.join(self.commands)}"
+            message = f"there is no command {found[1]!r}{_hint(found[1], self.commands)}; {listed}"
+        super().error(message)
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
+    """Print the usage and the words that are no arguments of a parser, and exit."""
+    known = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
+    hints = (_hint(word, known) for word in words if word.startswith("-"))
+    parser.error(f"unrecognized arguments: {' '.join(words)}{next(filter(None, hints), '')}")
+
+
+def _hint(word: str, names: Iterable[str]) -> str:
+    near = get_close_matches(word.partition("=")[0], list(names), 1)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def make_parser() -> Parser:
     """Return the parser of the whole command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tensorstow",
-        description="Parameters, gradients and optimizer states over device, RAM and disk.",
+        description="Train models that do not fit: weights, gradients and optimizer states over GPU"
+        " memory, CPU memory and disk.",
         allow_abbrev=False,
+        formatter_class=_Formatter,
     )
     parser.add_argument(
         "--version", action="version", version=f"tensorstow {version('tensorstow')}"
     )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        subparser = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
-            allow_abbrev=False,
-        )
-        command.declare(subparser)
-        subparser.set_defaults(module=command.module, parser=subparser)
+    commands = _add_commands(parser, COMMANDS)
+    group = commands.add_parser(
+        "run", help=RUN_SUMMARY, description=_sentence(RUN_SUMMARY), allow_abbrev=False
+    )
+    add_examples(group, "run")
+    group.formatter_class = _Formatter
+    _add_commands(group, RUN_COMMANDS)
+    parser.commands = [*parser.commands, "run"]
+    for command in RUN_COMMANDS:  # their names before they were a group; without help= not listed
+        old = commands.add_parser(command.name, allow_abbrev=False)
+        _declare(command, old)
+        old.set_defaults(replaced_by=f"tensorstow run {command.name}")
     return parser
+
+
+def _add_commands(
+    parser: Parser, commands: Sequence[Command]
+) -> "argparse._SubParsersAction[Parser]":
+    """Add commands to a parser, and return what further ones are added to."""
+    added = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in commands:
+        _declare(command, added.add_parser(command.name, help=command.summary, allow_abbrev=False))
+    parser.commands = [command.name for command in commands]
+    return added
+
+
+def _declare(command: Command, parser: Parser) -> None:
+    parser.description = _sentence(command.summary)
+    command.declare(parser)
+    parser.set_defaults(module=command.module, parser=parser)
+
+
+def _sentence(summary: str) -> str:
+    return f"{summary[0].upper()}{summary[1:]}."
 
 
 def run_and_exit(parser: argparse.ArgumentParser | None = None) -> NoReturn:
@@ -100,6 +174,9 @@ def main(
             stream.reconfigure(errors="backslashreplace")
     try:
         options = _parse(make_parser() if parser is None else parser, arguments)
+        if (new := getattr(options, "replaced_by", None)) is not None:
+            note = f"this command is `{new}` now; its old name works for one more minor release"
+            _print_line(sys.stderr, f"tensorstow: {note}")
         with _terminations_raised():
             with collector_paused():
                 module = import_module(options.module)
@@ -109,6 +186,9 @@ def main(
     except BrokenPipeError:
         _drop(sys.stdout)
         return PIPE_CLOSED
+    except UserCodeError as error:
+        _print_error(options, error.kind, str(error))
+        return USER_ERROR
     except StowError as error:
         _print_error(options, type(error).__name__, str(error))
         return USAGE_ERROR
@@ -152,7 +232,7 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
         if re.fullmatch(r"--[a-z-]+=--", word):  # argparse would return an empty list
             options.parser.error(f"argument {word[:-3]}: expected one argument")
     if unrecognized:  # argparse would print the usage of the whole command
-        options.parser.error(f"unrecognized arguments: {' '.join(unrecognized)}")
+        _refuse_unknown(options.parser, unrecognized)
     return options
 
 

@@ -1,22 +1,19 @@
 """`tensorstow plan`: memory, time and traffic of a run, before anything is allocated."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError, named
 from tensorstow.base.plan import Plan
-from tensorstow.base.profile import Profile, read_profile
-from tensorstow.base.sizes import parse_size
 from tensorstow.cli.arguments import DTYPES
 from tensorstow.cli.collector import collector_paused
 from tensorstow.cli.output import make_console, print_json, print_line
-from tensorstow.cli.plan_output import print_plan
+from tensorstow.cli.plan_machine import NO_PROFILE, Limits, limits_of, machine_of
+from tensorstow.cli.plan_output import Shown, print_plan
 from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
@@ -30,7 +27,7 @@ from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
     SearchResult,
-    search,
+    search_by_rates,
     with_placed_activations,
 )
 from tensorstow.planner.seconds import (
@@ -61,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
         return 0
-    print_plan(facts)
+    shown = Shown(all=options.all, deepspeed=options.deepspeed, gemini=options.gemini)
+    print_plan(facts, shown)
     if options.html is not None:
         print_line(make_console(), f"\ndrawn in {options.html}")
     return 0
@@ -73,28 +71,30 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BudgetError: No placement fits; the error names the shortage and the smallest change.
         OptionError: An argument makes no sense.
+        UserCodeError: The user's function raised an error.
     """
     _check(options)
-    limits = _limits(options)
-    model = build_model(options.model, _DTYPES.get(options.dtype))
+    limits = limits_of(options)
+    machine, nominal = machine_of(options, limits)
+    model = build_model(options.model, _DTYPES.get(options.dtype), options.lora)
     traced = _traced(model, options)
     request = _request(model, traced, options, limits)
-    result, why_unknown = _search(request, options)
+    result, why_unknown = _search(request, machine, options)
     chosen, plan, sizes = result.chosen, result.chosen.plan, request.sizes
     chosen_request = replace(request, conditions=chosen.conditions, batch=chosen.batch)
     state_format = chosen.conditions.state_format
     batch = (options.batch or 1) * request.base.accumulation_steps // plan.accumulation_steps
-    dtype = sizes.trained[0][0] if sizes.trained else torch.float32
     recipe = Recipe(
         plan,
         state_format,
-        dtype,
+        sizes.compute_dtype,
         options.directory,
         commits=options.commits,
         fills_cache=model.config is not None,
         batch=batch,
         ranks=options.world_size,
         device_is_host=chosen.conditions.device_is_host,
+        lora=options.lora,
     )
     return {
         "model": _describe(model, sizes),
@@ -104,12 +104,15 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
         "plan": fields_of(plan),
         "state_format": None if state_format is None else str(state_format),
         **_holdings(plan, chosen_request),
+        "host_is_own": limits.host_is_own,
+        "card": None if limits.card is None else limits.card.name,
+        "nominal": nominal if chosen.step is not None else [],
         "tried": [_alternative_facts(alternative, result) for alternative in result.distinct()],
         "left_out": len(result.tried) - len(result.distinct()),
         "step": None if traced is None else _step(chosen, sizes),
         "break_even": _break_even(chosen, sizes),
         "seconds_unknown": why_unknown,
-        "disk": _wear(plan, chosen_request, limits["tbw"]),
+        "disk": _wear(plan, chosen_request, limits.tbw),
         **recipes_of(recipe),
     }
 
@@ -118,16 +121,16 @@ def _request(
     model: NamedModel,
     traced: "Activations | None",
     options: argparse.Namespace,
-    limits: Mapping[str, int | None],
+    limits: Limits,
 ) -> PlanRequest:
     """Return the request to search: the model, the limits, and what the options allow."""
-    device_is_host = not limits["device"]
-    conditions = Conditions(device_is_host, commits=options.commits)
+    device_is_host = limits.device_is_host
+    conditions = Conditions(device_is_host, commits=options.commits, headroom=limits.headroom)
     if traced is not None:
         conditions = replace(conditions, activations=traced.held())
     request = PlanRequest(
         Sizes.of(units_of(model.module), options.world_size),
-        Budget(limits["device"] or None, limits["host"], limits["disk"]),
+        limits.budget,
         conditions,
         Plan(accumulation_steps=options.accumulation_steps or 1),
         batch=_batch(model, traced, options),
@@ -202,21 +205,6 @@ def _check(options: argparse.Namespace) -> None:
         raise OptionError(message)
 
 
-def _limits(options: argparse.Namespace) -> dict[str, int | None]:
-    """Return the sizes among the options, in bytes, by option name."""
-    limits: dict[str, int | None] = {}
-    for name in ("device", "host", "disk", "tbw"):
-        text = getattr(options, name)
-        limits[name] = None if text is None else parse_size(text, f"--{name}")
-    if limits["tbw"] == 0:
-        message = (
-            f"--tbw {options.tbw} was given: it is the bytes that a drive may be written, such as"
-            " 600TB."
-        )
-        raise OptionError(message)
-    return limits
-
-
 def _takes_tokens(model: NamedModel) -> bool:
     """Return whether --batch and --seq describe the input of the model's forward."""
     return model.config is not None and is_causal(model.config)
@@ -275,37 +263,20 @@ def _micro_batchings(
     return tuple(micro_batchings)
 
 
-def _search(request: PlanRequest, options: argparse.Namespace) -> tuple[SearchResult, str | None]:
+def _search(
+    request: PlanRequest, machine: MachineRates | None, options: argparse.Namespace
+) -> tuple[SearchResult, str | None]:
     """Return the result of the search, and why it has no seconds."""
-    profile = read_profile(options.profile)
-    if profile is None and options.directory is not None and not options.directory.is_dir():
-        message = f"--directory {options.directory} was given, which is no directory here."
-        raise OptionError(message)
-    if profile is None:
-        reason = "no profile of this machine: `tensorstow calibrate` makes one"
-        return search(request), reason
-    machine = _machine(profile, request, options.directory)
-    try:
-        result = search(replace(request, machine=machine))
-    except OptionError as error:
-        if options.profile is not None:
-            raise
-        return search(request), str(error)
-    if result.chosen.step is None:
-        return result, "no directory was measured: `tensorstow calibrate DIR` does"
-    return result, None
-
-
-def _machine(profile: Profile, request: PlanRequest, directory: Path | None) -> MachineRates:
-    accelerator = next((kind for kind in profile.compute if kind != "cpu"), "an accelerator")
-    disk = profile.rates_of(directory)
-    if directory is not None and disk is None:
-        message = (
-            f"--directory {directory} was given, which was not measured: run `tensorstow calibrate"
-            f" {directory}`."
-        )
-        raise OptionError(message)
-    return MachineRates(profile, "cpu" if request.conditions.device_is_host else accelerator, disk)
+    result, lacking = search_by_rates(request, machine)
+    if lacking is not None and options.profile is not None:
+        raise OptionError(lacking)
+    if machine is None:
+        lacking = NO_PROFILE
+    if lacking is None and result.chosen.step is None:
+        lacking = "no directory was measured: `tensorstow calibrate DIR` does"
+    if lacking is not None and not request.conditions.device_is_host:
+        lacking = f"{lacking.rstrip('.')}; or --card plans with a card's nominal rates"
+    return result, lacking
 
 
 def _step(chosen: Alternative, sizes: Sizes) -> dict[str, Any] | None:

@@ -5,12 +5,21 @@ from html import escape
 from typing import Any
 
 from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.plan_output import describe, other_placements, show_seconds
+from tensorstow.cli.plan_output import (
+    describe,
+    other_placements,
+    rates_in_words,
+    seconds_of_step,
+    show_seconds,
+)
+from tensorstow.planner.placement import HEADROOM
 from tensorstow.report.page import definitions, document, faint
 
 _COLORS = (
     "#2f7fb5", "#cf8a1d", "#1f9484", "#a9659f", "#6f953c", "#c4553f", "#6c7fa6", "#8a919c",
 )  # fmt: skip
+_FREE = "repeating-linear-gradient(45deg,#8a919c66 0 4px,transparent 4px 8px)"
+"""Stripes: nothing of a run is there."""
 _LABELLED = 15
 """Per cent of a step: a shorter phase has no room for its name."""
 _LANE_COLORS = {
@@ -25,15 +34,17 @@ _LANE_COLORS = {
 def compose(facts: dict[str, Any]) -> str:
     """Return the page of what ``plan.examine`` returned."""
     name = facts["model"]["name"]
+    rates = rates_in_words(facts)
     body = [
         f"<h1>The plan of {escape(name)}</h1>",
         definitions(describe(facts)),
         "<h2>Memory of one rank</h2>",
         *_tiers(facts),
         "<h2>One step</h2>",
-        *_timeline(facts["step"], facts["seconds_unknown"]),
+        *([] if rates is None else [faint(f"Rates are {rates}.")]),
+        *_timeline(facts),
         "<h2>Other placements</h2>",
-        definitions(other_placements(facts)),
+        definitions(other_placements(facts, everything=True)),
         "<h2>To run it</h2>",
         f"<pre>{escape(chr(10).join(facts['code']))}</pre>",
     ]
@@ -44,6 +55,7 @@ def _tiers(facts: dict[str, Any]) -> Iterator[str]:
     """Yield a bar for each tier that holds something; its length is the budget."""
     purposes = list(dict.fromkeys(item["what"] for item in facts["held"]))
     color = {purpose: _COLORS[turn % len(_COLORS)] for turn, purpose in enumerate(purposes)}
+    color[HEADROOM] = _FREE
     for tier, total in facts["tiers"].items():
         items = [item for item in facts["held"] if item["tier"] == tier]
         if not items:
@@ -70,12 +82,14 @@ def _part(item: dict[str, Any], whole: int, color: dict[str, str]) -> str:
     )
 
 
-def _timeline(step: dict[str, Any] | None, why_unknown: str | None) -> Iterator[str]:
+def _timeline(facts: dict[str, Any]) -> Iterator[str]:
     """Yield a lane for each resource: the share of each phase that it works."""
+    step = facts["step"]
     if step is None:
-        yield faint(f"Not predicted: {why_unknown or 'give --batch and --seq'}.")
+        why = facts["seconds_unknown"] or f"give {facts['trace_with']}"
+        yield faint(f"Not predicted: {why}.")
         return
-    total = show_seconds(step["seconds"])
+    total = seconds_of_step(facts).capitalize()
     bound = f"<em>{escape(step['binding'])}</em>"
     yield f"<p>{total}; most of it waits for {bound}. A lane shows its work in each phase.</p>"
     phases = step["phases"]

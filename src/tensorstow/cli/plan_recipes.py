@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.plan import Plan
+from tensorstow.base.plan import Plan, with_ranges
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_host
 from tensorstow.deepspeed.config.reading import read_settings
@@ -17,16 +17,15 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.search import uses_disk
 
 _OFFLOAD = {Tier.HOST: "cpu", Tier.DISK: "nvme"}
-_LR = 1e-4
 _GEMINI_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _USUAL = Plan()
 _FIELDS = (
-    "units",
+    "parameter_units",
     "overlap",
     "update_on",
     "accumulation_steps",
     "ram_budget",
-    "buffer_pool_bytes",
+    "weight_ram_budget",
     "activations",
     "activation_ram_budget",
 )
@@ -53,6 +52,13 @@ class Recipe:
     """Number of ranks that the model is sharded over."""
     device_is_host: bool
     """Whether the CPU computes."""
+    lora: int | None = None
+    """The rank of adapters; None: there are none."""
+
+    @property
+    def lr(self) -> float:
+        """Return a usual learning rate for fine-tuning."""
+        return 1e-5 if self.lora is None else 1e-4
 
     @property
     def place(self) -> str:
@@ -68,10 +74,10 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
         read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
     )
     lacks = _differences(described, recipe.plan, ("parameters", "states", *_FIELDS))
-    pool, described_pool = recipe.plan.buffer_pool_bytes, described.buffer_pool_bytes
+    pool, described_pool = recipe.plan.weight_ram_budget, described.weight_ram_budget
     rest = None if pool is None or described_pool is None else int(pool) - int(described_pool)
     if rest is not None and rest < recipe.dtype.itemsize:  # DeepSpeed counts elements
-        lacks.pop("buffer_pool_bytes", None)
+        lacks.pop("weight_ram_budget", None)
     commits = {"commits": False} if recipe.commits else {}
     names = ("overlap", "update_on", "accumulation_steps", "activations")
     return {
@@ -93,8 +99,9 @@ def fields_of(plan: Plan) -> dict[str, Any]:
     """Return the tiers of a plan, and the fields that differ from their defaults."""
     fields: dict[str, Any] = {"parameters": str(plan.parameters), "states": str(plan.states)}
     fields |= _differences(plan, _USUAL, _FIELDS)
-    if plan.units:
-        fields["units"] = {name: str(tier) for name, tier in plan.units.items()}
+    if plan.parameter_units:
+        tiers = with_ranges(plan.parameter_units)
+        fields["parameter_units"] = {name: str(tier) for name, tier in tiers.items()}
     return fields
 
 
@@ -102,20 +109,21 @@ def _code_of(recipe: Recipe) -> list[str]:
     """Return the lines of Python that place ``model``."""
     plan = recipe.plan
     arguments = ", ".join(f"{name}={value!r}" for name, value in fields_of(plan).items())
-    keywords, directory_keyword = f"lr={_LR}", ""
+    keywords = [f"lr={recipe.lr}", "plan=plan"]
     if recipe.state_format is not None:
-        keywords = f"{keywords}, state_format={str(recipe.state_format)!r}"
+        keywords.append(f"state_format={str(recipe.state_format)!r}")
     if recipe.commits:
-        directory_keyword = f", dir={recipe.place!r}"
+        keywords.append(f"dir={recipe.place!r}")
     elif recipe.directory is not None and uses_disk(plan):
-        keywords, directory_keyword = f"{keywords}, durability='none'", f", dir={recipe.place!r}"
-    factory = f"functools.partial(tensorstow.AdamW, {keywords})"
+        keywords += [f"dir={recipe.place!r}", "durability='none'"]
     uncached = recipe.fills_cache and plan.activations is ActivationPlacement.RECOMPUTE
+    adapters = f'peft.LoraConfig(r={recipe.lora}, target_modules="all-linear")'
     return [
-        "import functools, tensorstow",
-        *(["model.config.use_cache = False"] if uncached else []),
+        f"import {'' if recipe.lora is None else 'peft, '}tensorstow",
+        *([] if recipe.lora is None else [f"model = peft.get_peft_model(model, {adapters})"]),
+        *(["model.config.use_cache = False  # else recomputing fills it again"] * uncached),
         f"plan = tensorstow.Plan({arguments})",
-        f"model, optimizer = tensorstow.stow(model, {factory}, plan=plan{directory_keyword})",
+        f"model, optimizer = tensorstow.stow(model, tensorstow.AdamW, {', '.join(keywords)})",
     ]
 
 
@@ -130,7 +138,7 @@ def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
                 zero[name]["nvme_path"] = recipe.place
     if plan.parameters == Tier.DISK:
         zero["offload_param"]["max_in_cpu"] = (
-            int(plan.buffer_pool_bytes or 0) // recipe.dtype.itemsize
+            int(plan.weight_ram_budget or 0) // recipe.dtype.itemsize
         )
     if not reaches_host(plan.update_on):
         zero["offload_optimizer"]["ratio"] = 0.0
@@ -139,7 +147,7 @@ def _deepspeed_of(recipe: Recipe) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": _LR}},
+        "optimizer": {"type": "AdamW", "params": {"lr": recipe.lr}},
         "zero_optimization": zero,
     }
     for name, kind in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -152,7 +160,7 @@ def _gemini_of(recipe: Recipe) -> list[str] | None:
     """Return lines of Python that boost ``model``; None: they cannot express the plan."""
     plan = recipe.plan
     precision = _GEMINI_PRECISIONS.get(recipe.dtype)
-    if plan.parameters == Tier.DISK or plan.units or precision is None or recipe.commits:
+    if plan.parameters == Tier.DISK or plan.parameter_units or precision is None or recipe.commits:
         return None
     below = float(plan.parameters == Tier.HOST)
     arguments = f"offload_optim_frac=1.0, offload_param_frac={below}, precision={precision!r}"
@@ -163,7 +171,7 @@ def _gemini_of(recipe: Recipe) -> list[str] | None:
             disk += f", ram_budget={plan.ram_budget}"
     return [
         "from tensorstow.colossalai import HybridAdam, booster",
-        f"optimizer = HybridAdam(model.parameters(), lr={_LR}{disk})",
+        f"optimizer = HybridAdam(model.parameters(), lr={recipe.lr}{disk})",
         f"plugin = booster.plugin.GeminiPlugin({arguments})",
         "model, optimizer, *_ = booster.Booster(plugin).boost(model, optimizer)",
     ]

@@ -1,4 +1,4 @@
-"""`tensorstow recover`: write a new manifest for the intact part of a damaged store."""
+"""`tensorstow run recover`: write a new manifest for the intact part of a damaged store."""
 
 import argparse
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""`tensorstow scrub`: read everything in a run's directory, and report damage."""
+"""`tensorstow run scrub`: read everything in a run's directory, and report damage."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence

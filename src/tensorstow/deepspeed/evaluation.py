@@ -23,7 +23,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.master_weights import cast_model
-from tensorstow.deepspeed.plans import PARAMETER_TIERS, buffer_pool_bytes, cast_of, directory_of
+from tensorstow.deepspeed.plans import PARAMETER_TIERS, cast_of, directory_of, weight_ram_budget
 from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.stow import stow
 from tensorstow.io.digest_list import DigestList, digest_of
@@ -64,7 +64,7 @@ def place_for_evaluation(model: nn.Module, settings: Settings) -> nn.Module:
 
 def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
     """Write the weights to a file in ``nvme_path`` and read them from there."""
-    plan = Plan(parameters=Tier.DISK, buffer_pool_bytes=buffer_pool_bytes(settings))
+    plan = Plan(parameters=Tier.DISK, weight_ram_budget=weight_ram_budget(settings))
     file = _file_of_machine(Path(directory_of(settings) or "."))
     listed = DigestList(file)
 

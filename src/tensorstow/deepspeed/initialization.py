@@ -28,11 +28,11 @@ from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
 from tensorstow.deepspeed.other_optimizers import OtherMaker
 from tensorstow.deepspeed.plans import (
-    buffer_pool_bytes,
     directory_of,
     dtype_of,
     placement_keywords,
     plan_of,
+    weight_ram_budget,
 )
 from tensorstow.deepspeed.ranks import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.registry import PlacedParameters
@@ -173,11 +173,11 @@ def _placed(
 
 @contextmanager
 def _named_as_configured(settings: Settings) -> Iterator[None]:
-    """Call ``buffer_pool_bytes`` in an error by the key that it comes from."""
+    """Call ``weight_ram_budget`` in an error by the key that it comes from."""
     try:
         yield
     except BudgetError as error:
-        if buffer_pool_bytes(settings) is None:
+        if weight_ram_budget(settings) is None:
             raise
         message = (
             f"zero_optimization.offload_param.max_in_cpu={settings.zero.offload_param.max_in_cpu}"

@@ -10,6 +10,7 @@ import torch
 from tensorstow.base.errors import OptionError
 from tensorstow.base.fields import read_value
 from tensorstow.base.plan import Plan
+from tensorstow.base.sizes import Bytes
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, UpdateOn, refuse_delayed
 from tensorstow.base.update_timing import timing_of
@@ -54,7 +55,7 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
         replicas=_replicas(settings),
         update_on=update_on,
         accumulation_steps=settings.batch.accumulation,
-        buffer_pool_bytes=buffer_pool_bytes(settings),
+        weight_ram_budget=weight_ram_budget(settings),
     )
     chosen, why = _overlap(settings, plan, overlap)
     logger.info(
@@ -203,12 +204,12 @@ def state_format_of(dtype: torch.dtype) -> StateFormat | None:
     return StateFormat.SPLIT if dtype == torch.bfloat16 else None
 
 
-def buffer_pool_bytes(settings: Settings) -> int | None:
+def weight_ram_budget(settings: Settings) -> Bytes | None:
     """Return what ``max_in_cpu`` means in bytes; None: the minimum, or nothing is on disk."""
     param = settings.zero.offload_param
     if param.device != "nvme" or not param.max_in_cpu:
         return None
-    return param.max_in_cpu * dtype_of(settings).itemsize
+    return Bytes(param.max_in_cpu * dtype_of(settings).itemsize)
 
 
 def _replicas(settings: Settings) -> int:

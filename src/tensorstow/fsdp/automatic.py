@@ -15,11 +15,12 @@ from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.cores import read_or_empty
 from tensorstow.base.directories import check_directory, choose_directory
-from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.errors import DirectoryError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.profile import Profile, read_profile
-from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.regular_file import memory_bytes
+from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
@@ -32,12 +33,13 @@ from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
+from tensorstow.planner.headroom import usual_headroom
 from tensorstow.planner.placement import Conditions, bytes_of
 from tensorstow.planner.search import (
     MicroBatching,
     PlanRequest,
     SearchResult,
-    search,
+    search_by_rates,
     with_placed_activations,
 )
 from tensorstow.planner.seconds import MachineRates, MicroBatch
@@ -50,7 +52,8 @@ _TOKENS = 2048
 """Tokens of a micro-batch whose size is not known: enough to keep an accelerator busy."""
 _COMPUTE_PART = 0.5
 """Share of the free memory of the tier that computes: activations of unknown size take the rest."""
-_OTHER_PART = 0.8
+_DISK_PART = 0.8
+"""Share of the free disk space: other files grow too."""
 _LIMIT_PART = 0.75
 """Share of the device's memory that measured bytes may take. The rest is for fragmentation, and for
 steps that need more than any before."""
@@ -64,7 +67,7 @@ class _RankFacts:
 
     budget: Budget
     profile: Profile | None
-    device_limit: int | None
+    device_budget: int | None
     """The bytes of an accelerator within which copies of units may stay on it."""
     traced: Activations | None
     """Activations of a micro-batch; None: no example batch was passed."""
@@ -126,15 +129,18 @@ def choose_plan(
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     request = replace(request, budget=facts.budget, batch=batch)
     request = _with_activations(request, facts, example, device)
-    result = _search(request, facts.profile, device, directory)
+    machine = _machine(facts.profile, device, directory)
+    result, why_unknown = search_by_rates(request, machine)
+    if why_unknown is not None:
+        logger.info('plan="auto" looks at bytes only: %s', why_unknown)
     _log(result, request, source="given" if budget is not None else "of this machine")
     plan, timed = result.chosen.plan, result.chosen.step
     step = None
     if timed is not None and tokens is not None:
         step = PredictedStep(timed.seconds, timed.binding)
-    if device.type == "cpu" or Tier.HOST not in {plan.parameters, *plan.units.values()}:
+    if device.type == "cpu" or Tier.HOST not in plan.parameter_tiers:
         return plan, step
-    return plan.but(device_limit=facts.device_limit), step
+    return plan.but(device_budget=facts.device_budget), step
 
 
 def _with_activations(
@@ -167,12 +173,12 @@ def _largest(traced: Iterable[Activations | None]) -> Activations | None:
     return max(present, key=lambda activations: activations.peak_bytes, default=None)
 
 
-def _device_limit(device: torch.device) -> int | None:
+def _device_limit(device: torch.device) -> Bytes | None:
     """Return the bytes of an accelerator, without those of other processes, that torch may use."""
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
-    return int(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
+    return Bytes(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
 
 
 def machine_budget(
@@ -182,28 +188,37 @@ def machine_budget(
     *,
     with_activations: bool = False,
 ) -> Budget:
-    """Return the memory of this machine that one rank may use: parts of what is free now.
+    """Return the memory of this machine that one rank may use: what is free now, less headroom.
 
     The memory of the units' parameters counts as free. ``with_activations``: activations are
     counted, and need no memory outside the budget.
     """
-    part = _OTHER_PART if with_activations else _COMPUTE_PART
+    part = 1.0 if with_activations else _COMPUTE_PART
     ranks = local_ranks().count
     on_cpu = device.type == "cpu"
+    headroom = usual_headroom(device_is_host=on_cpu)
     parameters = [p for unit in units for p in unit.parameters.values()]
     parameter_bytes = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    host = (part if on_cpu else _OTHER_PART) * (free_host_bytes() / ranks + parameter_bytes)
+    host = headroom[Tier.HOST].within(free_host_bytes() / ranks + parameter_bytes)
+    host = int(part * host) if on_cpu else host
     device_bytes = None
     if not on_cpu:
         free, _ = torch.accelerator.get_memory_info(device)
-        device_bytes = int(part * (free + sum(p.nbytes for p in parameters if is_remote(p))))
+        free += sum(p.nbytes for p in parameters if is_remote(p))
+        device_bytes = Bytes(part * headroom[Tier.DEVICE].within(free))
     try:
         facts = choose_directory() if directory is None else check_directory(Path(directory))
     except (
         DirectoryError
     ):  # missing, or none is usable: opening it raises the error with the reason
-        return Budget(device_bytes, int(host), None if directory is not None else 0)
-    return Budget(device_bytes, int(host), int(_OTHER_PART * facts.free_bytes / ranks))
+        return Budget(device_bytes, Bytes(host), None if directory is not None else 0)
+    return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * facts.free_bytes / ranks))
+
+
+def total_host_bytes() -> int:
+    """Return the memory of this machine, or what the cgroup allows of it."""
+    limit = read_or_empty(_CGROUP / "memory.max").strip()
+    return min(memory_bytes(), int(limit)) if limit.isdecimal() else memory_bytes()
 
 
 def free_host_bytes() -> int:
@@ -230,28 +245,20 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
     for tier in Tier:
         sizes = [n for facts in by_rank if (n := facts.budget.bytes_of(tier)) is not None]
         least[str(tier)] = min(sizes, default=None)
-    limits = [facts.device_limit for facts in by_rank if facts.device_limit is not None]
+    limits = [facts.device_budget for facts in by_rank if facts.device_budget is not None]
     first, limit = by_rank[0], min(limits, default=None)
     traced = _largest(facts.traced for facts in by_rank)
     return _RankFacts(Budget(**least), first.profile, limit, traced, first.tokens)
 
 
-def _search(
-    request: PlanRequest,
-    profile: Profile | None,
-    device: torch.device,
-    directory: str | os.PathLike[str] | None,
-) -> SearchResult:
+def _machine(
+    profile: Profile | None, device: torch.device, directory: str | os.PathLike[str] | None
+) -> MachineRates | None:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
-        return search(request)
+        return None
     disk = profile.rates_of(None if directory is None else Path(directory))
-    machine = MachineRates(profile, device.type, disk)
-    try:
-        return search(replace(request, machine=machine))
-    except OptionError as error:
-        logger.info('plan="auto" looks at bytes only: %s', error)
-        return search(request)
+    return MachineRates(profile, device.type, disk)
 
 
 def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:
@@ -289,8 +296,8 @@ def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:
 def _name(plan: Plan) -> str:
     """Return the fields that distinguish a plan from the others that were tried."""
     fields = f"parameters={plan.parameters}"
-    for tier in dict.fromkeys(plan.units.values()):
-        count = list(plan.units.values()).count(tier)
+    for tier in dict.fromkeys(plan.parameter_units.values()):
+        count = list(plan.parameter_units.values()).count(tier)
         fields += f" ({format_count(count, 'unit')} on {tier})"
     fields += f", states={plan.states}, overlap={plan.overlap}"
     for name in ("update_on", "ram_budget"):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tensorstow.base.directories import make_folder
+from tensorstow.base.directories import expand_path, make_folder
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.new_file import RANDOM, NewFiles, replace_files, sync_directory
@@ -84,7 +84,7 @@ def save_safetensors(
     contents = dict(module_tensors(model))
     share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
-    folder = Path(path)
+    folder = expand_path(path)
     rank, task = _rank(), f"write the model to {folder}"
     on_every_rank(lambda: make_folder(folder) if rank < writers else None, task)
     listed = DigestList(folder / (INDEX if len(shards) > 1 else ONE))
@@ -111,7 +111,7 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
         StowError: Rank 0 failed to write, and raises its own error.
     """
     _run_state_dict_pre_hooks(model)
-    file = Path(path)
+    file = expand_path(path)
     task = f"write the model to {file}"
     _on_rank_0(partial(make_folder, file.parent), task)
     whole = _shard_of(file.name, dict(module_tensors(model)))

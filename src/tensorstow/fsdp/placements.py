@@ -141,7 +141,7 @@ class StowRequest:
         in_memory = plan.states != Tier.DISK and (
             keywords.get("states") is None or Tier.named(keywords["states"]) is Tier.HOST
         )
-        needs_directory = Tier.DISK in {plan.parameters, *plan.units.values()} or (
+        needs_directory = Tier.DISK in plan.parameter_tiers or (
             ActivationPlacement.DISK in plan.activation_placements
         )
         return keywords.get("durability") == "none" and in_memory and needs_directory
@@ -301,7 +301,7 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
 def _sharding(request: StowRequest, mesh: DeviceMesh) -> Sharding:
     plan, prefetcher = request.plan, None
     if is_away(request.device):
-        limit = None if plan.device_limit is None else int(plan.device_limit)
+        limit = None if plan.device_budget is None else int(plan.device_budget)
         link = open_link(request.device)
         prefetcher = H2DPrefetcher(link, ahead=plan.prefetch, timing=plan.timing, limit_bytes=limit)
     return Sharding(
@@ -391,10 +391,10 @@ def _make_disk_pool(
         total += round_up(stored, ALIGN) + (0 if read.runs else round_up(read.nbytes, ALIGN))
     sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
     least = least_in_memory(sizes, around)
-    capacity = int(plan.buffer_pool_bytes or 0) or most_in_memory(sizes, plan.prefetch, around)
+    capacity = int(plan.weight_ram_budget or 0) or most_in_memory(sizes, plan.prefetch, around)
     if capacity < least:
         message = (
-            f"buffer_pool_bytes={format_bytes(capacity)} was given for parameters on disk, and"
+            f"weight_ram_budget={format_bytes(capacity)} was given for parameters on disk, and"
             f" {MIN_UNITS_IN_MEMORY} units, of which one is computed with and others are updated,"
             f" have {format_bytes(least)}: give at least that, or smaller units."
         )

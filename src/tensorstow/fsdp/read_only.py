@@ -195,10 +195,10 @@ def _limits(
     """
     on_disk = [sizes[unit.name] for unit in units if unit.tier_in(plan) == Tier.DISK]
     least = passing_bytes(on_disk, 0)
-    capacity = int(plan.buffer_pool_bytes or 0) or passing_bytes(on_disk, plan.prefetch)
+    capacity = int(plan.weight_ram_budget or 0) or passing_bytes(on_disk, plan.prefetch)
     if capacity < least:
         message = (
-            f"buffer_pool_bytes={format_bytes(capacity)} was given for weights on disk, and the"
+            f"weight_ram_budget={format_bytes(capacity)} was given for weights on disk, and the"
             f" largest unit has {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)

@@ -9,7 +9,7 @@ from tensorstow.base import notices
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes, format_count
+from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import machine_budget
 from tensorstow.fsdp.read_sources import ReadOptions
@@ -21,7 +21,7 @@ from tensorstow.planner.resident import UnitBytes, choose_resident, passing_byte
 
 logger = logging.getLogger("tensorstow")
 
-_OF_READING = frozenset({"parameters", "units", "prefetch", "buffer_pool_bytes"})
+_OF_READING = frozenset({"parameters", "parameter_units", "prefetch", "weight_ram_budget"})
 """The fields of a plan that apply to a read-only model; the others are for training."""
 
 
@@ -51,7 +51,7 @@ def validate_read_plan(
         message = (
             f"Unit {unreadable[0]!r} has parameters that transformers makes of several tensors of"
             " the files, or of changed ones: they cannot be computed with as they are read."
-            f' Place the unit in memory: Plan(units={{{unreadable[0]!r}: "host"}}).'
+            f' Place the unit in memory: Plan(parameter_units={{{unreadable[0]!r}: "host"}}).'
         )
         raise OptionError(message)
 
@@ -101,14 +101,14 @@ def choose_read_plan(
     if rank_here() == 0:
         notices.show(line)
     if not passing:
-        return Plan(units=tiers, prefetch=ahead)
+        return Plan(parameter_units=tiers, prefetch=ahead)
     stay = [unit.name for unit in units if unit.name not in {*passing, *on_device}]
-    nbytes = passing_bytes([below[name] for name in passing], ahead)
+    nbytes = Bytes(passing_bytes([below[name] for name in passing], ahead))
     return Plan(
         parameters=Tier.DISK,
-        units=tiers | dict.fromkeys(stay, Tier.HOST),
+        parameter_units=tiers | dict.fromkeys(stay, Tier.HOST),
         prefetch=ahead,
-        buffer_pool_bytes=nbytes,
+        weight_ram_budget=nbytes,
     )
 
 

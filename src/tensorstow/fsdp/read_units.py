@@ -26,7 +26,7 @@ class ReadUnit(Unit):
 
     def tier_in(self, plan: Plan) -> Tier:
         """Return its tier in a plan, which names it or the root that it is a part of."""
-        is_named = self.name in plan.units
+        is_named = self.name in plan.parameter_units
         return plan.tier_of(ROOT if self.is_part_of_root and not is_named else self.name)
 
 

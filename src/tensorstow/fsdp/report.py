@@ -49,7 +49,7 @@ class ParameterBytes:
     device_bytes: int = 0
     """The device's memory that weights pass through before they are gathered."""
     device_cache_bytes: int = 0
-    """The device's memory in which copies of weights stay (``Plan.device_limit``)."""
+    """The device's memory in which copies of weights stay (``Plan.device_budget``)."""
     device_parameter_bytes: int = 0
     """Bytes of parameters that stay on the device that computes, if it is not the CPU."""
     file_bytes: int = 0

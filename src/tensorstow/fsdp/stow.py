@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError
-from tensorstow.base.keywords import names_keywords
+from tensorstow.base.keywords import keyword_only, names_keywords
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
@@ -33,6 +33,7 @@ from tensorstow.fsdp.validation import (
     validate_device,
     validate_factory,
     validate_units,
+    with_options,
 )
 from tensorstow.fsdp.vertical_order import VerticalOrder
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
@@ -83,6 +84,7 @@ def stow(
     init: Callable[[nn.Module], None] | None = None,
     tokens: int | None = None,
     batch: object = None,
+    **optimizer_options: Any,  # noqa: ANN401  # of any class
 ) -> tuple[nn.Module, PlacedOptimizerT]: ...
 
 
@@ -100,8 +102,7 @@ def stow(
 ) -> tuple[nn.Module, None]: ...
 
 
-@names_keywords
-def stow(  # noqa: PLR0913  # the one door to everything
+def stow(  # noqa: PLR0913  # the one function for everything
     model: nn.Module,
     optimizer: OptimizerFactory | None,
     *,
@@ -115,10 +116,12 @@ def stow(  # noqa: PLR0913  # the one door to everything
     init: Callable[[nn.Module], None] | None = None,
     tokens: int | None = None,
     batch: object = None,
+    **optimizer_options: Any,
 ) -> tuple[nn.Module, PlacedOptimizer | None]:
     """Place a model and the states of its optimizer on device, host and disk.
 
-    The model is changed in place; every rank starts with the values of rank 0.
+    ``model, optimizer = stow(model, tensorstow.AdamW, lr=1e-4)``: keywords that are not listed here
+    go to the optimizer. The model is changed in place; every rank starts with the values of rank 0.
 
     Without an optimizer the model is only read: ``stow(model, None, weights=folder)``. Its weights
     on disk stay in their files, from which they are read ahead of use in each forward; they have
@@ -127,12 +130,12 @@ def stow(  # noqa: PLR0913  # the one door to everything
 
     Args:
         model: The model. It may be on the meta device.
-        optimizer: A callable that takes the named parameters and the keywords that place the states
-            (``states``, ``overlap``, ``module``, ``dir``, ...) and returns an optimizer of
-            tensorstow: ``partial(tensorstow.AdamW, lr=1e-5)``, or a function that makes parameter
-            groups, or a StowedOptimizer with the ``states``, ``dir`` and ``ram_budget`` it is
-            given (on the CPU, by a ``Plan``, with parameters in memory). None: the model is only
-            read.
+        optimizer: ``tensorstow.AdamW`` or ``Adam``, or ``partial(tensorstow.StowedOptimizer,
+            torch.optim.SGD)`` (on the CPU, by a ``Plan``, with parameters in memory), or a function
+            that makes parameter groups. It is called with the named parameters,
+            ``optimizer_options``, and the keywords that place the states (``states``, ``overlap``,
+            ``module``, ``dir``, ...; ``StowedOptimizer``: ``states``, ``dir``, ``ram_budget``), and
+            returns an optimizer of tensorstow. None: the model is only read.
         plan: A ``Plan``. Default: "auto", the fastest placement that fits ``budget``, by the rates
             that ``tensorstow calibrate`` measured; without rates the first that fits. What it is
             and why is logged (INFO), and ``tensorstow.plan_of(model)`` returns it.
@@ -159,12 +162,14 @@ def stow(  # noqa: PLR0913  # the one door to everything
             counted then (forward and backward are traced without memory, which takes a second or
             more for each place that they may be in), and placed if they do not fit. Default:
             None, they have the half of the memory that the budget leaves.
+        optimizer_options: Options of the optimizer, such as ``lr``.
 
     Returns:
         The model and its optimizer, or None.
 
     Raises:
         OptionError: Arguments that cannot be used; nothing was changed.
+        KeywordError: An option that neither ``stow`` nor the optimizer has; nothing was changed.
         BudgetError: No placement fits the budget; nothing was changed.
         StoreFormatError: The files at ``weights`` are not the model's; nothing was changed.
         DamageError: A file at ``weights`` is not what was written; nothing was changed.
@@ -172,6 +177,7 @@ def stow(  # noqa: PLR0913  # the one door to everything
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init, dir=dir)
     device, step = current_device(), None
+    optimizer = with_options(optimizer, optimizer_options, keyword_only(stow))
     if optimizer is None:
         refuse_given(WITHOUT_OPTIMIZER, dir=dir, mesh=mesh, tokens=tokens, batch=batch)
         explicit_plan = None if plan == "auto" else plan

@@ -23,7 +23,12 @@ from torch.nn.parameter import UninitializedParameter
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.base.keywords import keywords_of, refuse_unknown_keywords
+from tensorstow.base.keywords import (
+    keyword_only,
+    keywords_of,
+    refuse_unknown_keywords,
+    with_new_names,
+)
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
@@ -122,8 +127,8 @@ def validate_arguments(model: object, optimizer: object, **arguments: object) ->
     if optimizer is not None and not callable(optimizer):
         message = (
             f"stow() was given a {type(optimizer).__name__} for an optimizer: give it a"
-            " factory, such as partial(tensorstow.AdamW, lr=1e-5), because stow() replaces the"
-            " parameters; or None for a model that is only read."
+            " class or a function, as in stow(model, tensorstow.AdamW, lr=1e-5), because stow()"
+            " replaces the parameters; or None for a model that is only read."
         )
         raise OptionError(message)
     for name, value in arguments.items():
@@ -197,7 +202,7 @@ def _validate_new(model: nn.Module) -> None:
 
 def validate_units(plan: Plan, names: Sequence[str]) -> None:
     """Check that every unit that the plan places is among those of the model."""
-    unknown = sorted({*plan.units, *plan.unsharded} - set(names))
+    unknown = sorted({*plan.parameter_units, *plan.unsharded} - set(names))
     if unknown:
         message = f"The plan names units that the model does not have ({unknown}): it has {names}."
         raise OptionError(message)
@@ -213,10 +218,10 @@ def validate_device(plan: Plan, device: torch.device) -> None:
             ' no accelerator to update on. Leave update_on out, or say "host".'
         )
         raise OptionError(message)
-    if plan.device_limit is not None:
+    if plan.device_budget is not None:
         message = (
-            f"device_limit={plan.device_limit} was given, and this rank computes on {device}: there"
-            " is no accelerator for copies of units to stay on. Leave it out."
+            f"device_budget={plan.device_budget} was given, and this rank computes on {device}:"
+            " there is no accelerator for copies of units to stay on. Leave it out."
         )
         raise OptionError(message)
     if ActivationPlacement.HOST in plan.activation_placements:
@@ -321,6 +326,31 @@ def _validate_one_dtype(unit: Unit) -> None:
 # --- the optimizer ---
 
 
+def with_options(
+    optimizer: OptimizerFactory | None, options: Mapping[str, Any], of_stow: Sequence[str]
+) -> OptimizerFactory | None:
+    """Return a factory that passes on the options which are not keywords of ``stow``.
+
+    Raises KeywordError for one that the factory does not have either.
+    """
+    if not options:
+        return optimizer
+    options = with_new_names("stow", options, stacklevel=4)
+    accepted = None if optimizer is None else _options_of(optimizer)
+    if optimizer is None or accepted is not None:
+        refuse_unknown_keywords("stow", options, [*of_stow, *(accepted or ())])
+    return None if optimizer is None else partial(optimizer, **options)
+
+
+def _options_of(optimizer: OptimizerFactory) -> list[str] | None:
+    """Return the keywords that an optimizer's factory takes; None: it takes any."""
+    if isinstance(optimizer, partial) and is_of_class(optimizer) and optimizer.args:
+        of_class = _options_of(optimizer.args[0])
+        return None if of_class is None else [*keyword_only(optimizer.func), *of_class]
+    names = keywords_of(optimizer.func if isinstance(optimizer, partial) else optimizer)
+    return None if names is None else [name for name in names if name != "params"]
+
+
 def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
     """Return the keywords that the user has given with ``functools.partial``."""
     if not isinstance(optimizer, partial):
@@ -393,16 +423,19 @@ def _validate_accepted(
     missing = sorted(name for name in placed if not accepts(optimizer, name))
     factory = optimizer.func if isinstance(optimizer, partial) else optimizer
     if missing and isinstance(factory, type) and issubclass(factory, torch.optim.Optimizer):
-        stowed = f"partial(tensorstow.StowedOptimizer, {factory.__name__}, ...)"
+        of_torch = f"torch.optim.{factory.__name__}"
+        stowed = f"partial(tensorstow.StowedOptimizer, {of_torch})"
+        options = optimizer.keywords if isinstance(optimizer, partial) else {}
         obstacle = _class_obstacle(plan, device)
         if factory in {torch.optim.Adam, torch.optim.AdamW}:
             stowed = f"tensorstow.{factory.__name__}"
         elif obstacle is not None:
-            stowed = "tensorstow.AdamW or Adam"
+            stowed, options = "tensorstow.AdamW", {}
         cause = f", with {obstacle} ({_OF_TORCH})" if obstacle else ""
+        call = ", ".join(["model", stowed, *(f"{k}={v!r}" for k, v in options.items())])
         message = (
             f"{factory.__name__} of torch was given{cause}, which keeps states in memory. Use"
-            f" {stowed}."
+            f" stow({call})."
         )
         raise OptionError(message)
     if missing:
@@ -498,7 +531,7 @@ def validate_class(
 
 def _class_obstacle(plan: Plan, device: torch.device) -> str | None:
     """Return why a class of torch's cannot update by a plan, or None."""
-    tiers = {plan.parameters, *plan.units.values()}
+    tiers = plan.parameter_tiers
     obstacles = {
         f"an accelerator ({device})": device.type != "cpu",
         "parameters on disk": Tier.DISK in tiers,

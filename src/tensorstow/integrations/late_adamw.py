@@ -14,8 +14,9 @@ import transformers
 
 from tensorstow.optim.adam import AdamW
 
-TICKETS = {"checkpoints": "ticket", "commit_every": None}
-"""Keywords of ``AdamW`` by which checkpoints are tickets ([Note: Tickets] in checkpoint.ticket)."""
+REFERENCES = {"checkpoints": "reference", "commit_every": None}
+"""Keywords of ``AdamW`` by which checkpoints are snapshot references, as the module of that name in
+``checkpoint`` describes them."""
 
 
 class LateAdamW:
@@ -54,5 +55,5 @@ def options_of(
     }
     if durable:
         # Only checkpoints commit: another commit would have no trainer state to resume from.
-        options |= TICKETS
+        options |= REFERENCES
     return {**options, **keywords}

@@ -3,8 +3,8 @@
 [Note: In Lightning] An optimizer alone needs none of this. A placed model must not be moved,
 wrapped, cast or gathered, which every strategy of Lightning's does at some point. Ranks are
 Lightning's (``devices=``, torchrun), and their gradients are reduced by what ``stow`` made. A
-checkpoint whose optimizer state is a ticket has no weights of the placed model: they are in the
-snapshot that it names. The snapshot is dropped when Lightning removes the checkpoint, if no other
+checkpoint whose optimizer state is a snapshot reference has no weights of the placed model: they
+are in the snapshot. The snapshot is dropped when Lightning removes the checkpoint, if no other
 checkpoint is known to name it: from what this process has saved, or from the files in the folders
 of checkpoints, if these can be read without running code. An unreadable file may name any snapshot
 of an earlier process.
@@ -23,7 +23,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
-from tensorstow.checkpoint.ticket import is_own, is_ticket, new_name, read_ticket
+from tensorstow.checkpoint.snapshot_reference import is_own, is_reference, new_name, read_reference
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.fsdp.stow import plan_of
 
@@ -86,7 +86,7 @@ class StowStrategy(ModelParallelStrategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Return True: the optimizer takes its states from the checkpoint, or from a ticket."""
+        """Return True: the optimizer takes its states from the checkpoint, or from a reference."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class StowStrategy(ModelParallelStrategy):
         return state
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
-        """Return an optimizer's state dict; of several ranks each takes the ticket's snapshot."""
+        """Return an optimizer's state dict; each of several ranks takes the same snapshot."""
         real = getattr(optimizer, "_optimizer", optimizer)
         policy = getattr(real, "offload_policy", None)  # StowedOptimizer has none, and no commits
         is_durable = policy is not None and policy.placement.durable
@@ -113,17 +113,18 @@ class StowStrategy(ModelParallelStrategy):
         filepath: Any,  # noqa: ANN401
         storage_options: Any = None,  # noqa: ANN401
     ) -> None:
-        """Write a checkpoint, without the placed weights: they are in its tickets' snapshots.
+        """Write a checkpoint, without the placed weights: they are in its snapshots.
 
         Raises:
-            OptionError: The checkpoint has no ticket.
+            OptionError: The checkpoint has no reference.
         """
-        if not _has_tickets(checkpoint):
+        if not _has_references(checkpoint):
             message = (
                 "A checkpoint was to be written with the weights of a placed model in it, which"
-                ' would be in memory whole. Give stow dir= and its optimizer checkpoints="ticket",'
-                " and leave save_weights_only out; or enable_checkpointing=False."
-                " tensorstow.save_safetensors(model, folder) writes the weights."
+                " would be in memory whole. Give stow dir= and its optimizer"
+                ' checkpoints="reference", and leave save_weights_only out; or'
+                " enable_checkpointing=False. tensorstow.save_safetensors(model, folder) writes the"
+                " weights."
             )
             raise OptionError(message)
         before = tuple(f"{name}." if name else "" for name in _placed(self.lightning_module))
@@ -141,16 +142,16 @@ class StowStrategy(ModelParallelStrategy):
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Load a checkpoint into the module; placed weights come with the ticket instead."""
+        """Load a checkpoint into the module; placed weights come with the reference instead."""
         module: Any = self.lightning_module
-        module.load_state_dict(checkpoint["state_dict"], strict and not _has_tickets(checkpoint))
+        module.load_state_dict(checkpoint["state_dict"], strict and not _has_references(checkpoint))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' states, or go on from their tickets."""
+        """Load the optimizers' states, or go on from their snapshot references."""
         Strategy.load_optimizer_state_dict(self, checkpoint)
 
     def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401
-        """Remove a checkpoint, and the snapshots that its tickets alone name."""
+        """Remove a checkpoint, and the snapshots that its snapshot references alone name."""
         names = self._unshared(Path(filepath).absolute()) if self.is_global_zero else []
         for optimizer, name in zip(self.optimizers, self.broadcast(names), strict=False):
             real: Any = getattr(optimizer, "_optimizer", optimizer)
@@ -174,7 +175,7 @@ class StowStrategy(ModelParallelStrategy):
         ]
 
     def _read_snapshots(self, folder: Path, suffix: str) -> None:
-        """Read the tickets of checkpoints that are not known yet, as of an earlier process."""
+        """Read the references of checkpoints that are not known yet, as of an earlier process."""
         for found in sorted(folder.glob(f"*{suffix}")):
             path = found.resolve() if found.is_symlink() else found
             if path in self._snapshots or not path.exists():
@@ -206,9 +207,9 @@ class _ClipsInside(Precision):
 
 
 def _snapshots_in(checkpoint: Mapping[str, Any]) -> list[str | None]:
-    """Return the snapshot that each optimizer's ticket names; None for one without a ticket."""
+    """Return the snapshot that each optimizer's reference names; None: it has no reference."""
     states = checkpoint.get(_STATES, ())
-    return [read_ticket(state).snapshot if is_ticket(state) else None for state in states]
+    return [read_reference(state).snapshot if is_reference(state) else None for state in states]
 
 
 def _names_of(optimizer: Any) -> set[str]:  # noqa: ANN401
@@ -216,9 +217,9 @@ def _names_of(optimizer: Any) -> set[str]:  # noqa: ANN401
     return {name for summary in optimizer.snapshots() for name in summary.names}
 
 
-def _has_tickets(checkpoint: Mapping[str, Any]) -> bool:
+def _has_references(checkpoint: Mapping[str, Any]) -> bool:
     states = checkpoint.get(_STATES, ())
-    return bool(states) and all(is_ticket(state) for state in states)
+    return bool(states) and all(is_reference(state) for state in states)
 
 
 def _placed(module: Any, name: str = "") -> list[str]:  # noqa: ANN401

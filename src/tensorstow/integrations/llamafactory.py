@@ -16,7 +16,7 @@ from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_timing import timing_of
-from tensorstow.integrations.late_adamw import TICKETS, is_durable
+from tensorstow.integrations.late_adamw import REFERENCES, is_durable
 from tensorstow.optim.adam import AdamW
 
 __all__ = ["adamw", "main"]
@@ -31,7 +31,8 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
 
     Args:
         model: The model.
-        config: Keywords of ``tensorstow.AdamW``, and ``name``. ``dir`` makes checkpoints tickets.
+        config: Keywords of ``tensorstow.AdamW``, and ``name``. With ``dir`` checkpoints are
+            snapshot references.
 
     Returns:
         The optimizer of the trained parameters.
@@ -57,7 +58,7 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
     if message is not None:
         raise OptionError(message)
     if durable:
-        options = {**TICKETS, **options}
+        options = {**REFERENCES, **options}
     trained = [p for p in model.parameters() if p.requires_grad]
     return AdamW(trained, **{"module": model, **options})
 

@@ -2,11 +2,10 @@
 
 [Note: In a Trainer] The model is placed when the Trainer makes its optimizer, or before the first
 evaluation; the model is marked as prepared by accelerate, which then moves, wraps and casts
-nothing. ``stow`` reads the weights of a checkpoint without a ticket into place; those of a ticket
-come with its snapshot. Neither is whole in memory.
+nothing. ``stow`` reads the weights of a checkpoint into place; if the checkpoint has a snapshot
+reference, they come with the snapshot. Neither is whole in memory.
 """
 
-import inspect
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,17 @@ import torch
 import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from tensorstow.base.keywords import keyword_only
 from tensorstow.base.new_file import new_stream, replace_files
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
 from tensorstow.fsdp.stow import plan_of, stow
 from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_plan
-from tensorstow.integrations.trainer_snapshots import DropSnapshots, take_snapshot, ticket_in
+from tensorstow.integrations.trainer_snapshots import DropSnapshots, reference_in, take_snapshot
 from tensorstow.optim.stowed_adam import StowedAdam
 
-_OF_STOW = frozenset(inspect.signature(stow).parameters)
+_OF_STOW = frozenset(keyword_only(stow))
 
 
 class Stowed(transformers.Trainer):
@@ -41,7 +41,7 @@ class Stowed(transformers.Trainer):
             *positional: Arguments of the Trainer.
             stow: Keywords of ``tensorstow.stow`` (``plan``, ``budget``, ``dir``,
                 ``compute_dtype``), and others for its AdamW (``state_format``, ``policy``). With
-                ``dir`` checkpoints are tickets, and commits are made for them alone.
+                ``dir`` checkpoints are snapshot references, and commits are made for them alone.
             **keywords: Keywords of the Trainer.
 
         Raises:
@@ -116,10 +116,12 @@ class Stowed(transformers.Trainer):
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
-        """Leave the weights to the ticket, if there is one, else to ``stow``."""
+        """Leave the weights to the reference, if there is one, else to ``stow``."""
         if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif (ticket := ticket_in(Path(resume_from_checkpoint))) and ticket.snapshot is not None:
+        elif (
+            reference := reference_in(Path(resume_from_checkpoint))
+        ) and reference.snapshot is not None:
             return
         elif self.optimizer is None:
             self._stow_keywords["weights"] = resume_from_checkpoint

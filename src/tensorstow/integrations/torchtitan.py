@@ -23,8 +23,9 @@ from torchtitan.config import override
 from torchtitan.config.override import derive
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.keywords import with_new_names
 from tensorstow.base.update_timing import timing_of
-from tensorstow.checkpoint.ticket import new_name
+from tensorstow.checkpoint.snapshot_reference import new_name
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -76,22 +77,22 @@ class StowedOptimizers(OptimizersContainer):
             raise OptionError(_BACKWARD)
         if config.implementation == "fused_opt_states_bf16":
             raise OptionError(_BF16_STATES)
-        self._adam_keywords = dict(config.where)
+        self._adam_keywords = with_new_names("AdamW", config.where)
         self._logged_that_all_are_kept = False
         directory, count = self._adam_keywords.get("dir"), len(model_parts)
         count *= len({group.optimizer_name for group in config.param_groups})
         if directory is not None and count > 1:
             raise OptionError(_SEVERAL.format(directory=directory, count=count))
-        self._has_tickets = (
+        self._has_references = (
             directory is not None and self._adam_keywords.get("durability") != "none"
         )
-        if self._has_tickets:  # only checkpoints commit: they have the trainer's state
+        if self._has_references:  # only checkpoints commit: they have the trainer's state
             self._adam_keywords = {
-                "checkpoints": "ticket",
+                "checkpoints": "reference",
                 "commit_every": None,
                 **self._adam_keywords,
             }
-            self._has_tickets = self._adam_keywords["checkpoints"] == "ticket"
+            self._has_references = self._adam_keywords["checkpoints"] == "reference"
         super().__init__(config, model_parts=model_parts)
 
     def _resolve_optimizer_factory(self, name: str) -> Any:  # noqa: ANN401  # torch's or ours
@@ -120,7 +121,7 @@ class StowedOptimizers(OptimizersContainer):
         super().zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint: a ticket with ``dir=``, else all states by name."""
+        """Return a checkpoint's entries: a reference with ``dir=``, else all states by name."""
         entries: dict[str, Any] = {}
         for key, optimizer in self._by_key():
             if key is None:
@@ -132,7 +133,7 @@ class StowedOptimizers(OptimizersContainer):
         return entries
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a ticket, or load states."""
+        """Resume from a snapshot reference, or load states."""
         for key, optimizer in self._by_key():
             if key is None:
                 init_optim_state(optimizer)
@@ -141,10 +142,11 @@ class StowedOptimizers(OptimizersContainer):
                 optimizer.load_state_dict(_unpacked(state_dict[key]))
 
     def _by_key(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield each optimizer and the key of its ticket; None if it saves states."""
+        """Yield each optimizer and the key of its reference; None if it saves states."""
         for index, optimizer in enumerate(self.optimizers):
-            is_ticket = self._has_tickets and isinstance(optimizer, StowedAdam)
-            yield f"ticket.{index}" if is_ticket else None, optimizer
+            is_reference = self._has_references and isinstance(optimizer, StowedAdam)
+            # The key of earlier versions: torchtitan looks entries up by it.
+            yield f"ticket.{index}" if is_reference else None, optimizer
 
     def _name_snapshot(self, optimizer: StowedAdam) -> None:
         """Name the current state on every rank."""
@@ -165,15 +167,15 @@ class StowedOptimizers(OptimizersContainer):
             )
 
 
-def _packed(ticket: dict[str, Any]) -> bytes:
-    """Return a ticket as one value: a checkpoint has an entry for each value of a dict or list."""
-    torch.save(ticket, file := BytesIO())
+def _packed(reference: dict[str, Any]) -> bytes:
+    """Return a reference as one value; a dict would be an entry for each of its values."""
+    torch.save(reference, file := BytesIO())
     return file.getvalue()
 
 
 def _unpacked(packed: bytes) -> dict[str, Any]:
-    ticket: dict[str, Any] = torch.load(BytesIO(packed), weights_only=True)
-    return ticket
+    reference: dict[str, Any] = torch.load(BytesIO(packed), weights_only=True)
+    return reference
 
 
 @override(target=OptimizersContainer.Config, description="States in host memory or on disk")
@@ -186,8 +188,8 @@ def stowed(
     Args:
         config: torchtitan's options of optimizers.
         **keywords: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With
-            ``dir`` a checkpoint has a ticket instead of the states, and its snapshot is kept until
-            you drop it.
+            ``dir`` a checkpoint has a snapshot reference instead of the states, and its snapshot is
+            kept until you drop it.
 
     Returns:
         The options of ``StowedOptimizers``.

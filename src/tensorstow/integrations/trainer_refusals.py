@@ -193,7 +193,7 @@ def refuse_for_model(
         args.world_size > 1 and saves and not durable,
         f"{args.world_size} processes save checkpoints, and rank 0 alone saves the optimizer's"
         " state dict, in which it has its part of the states. Give dir= in stow=, so that"
-        ' checkpoints are tickets; or save_only_model=True, or save_strategy="no"',
+        ' checkpoints are snapshot references; or save_only_model=True, or save_strategy="no"',
     )
     # The Trainer would train and save as a single process.
     yield _Refusal(

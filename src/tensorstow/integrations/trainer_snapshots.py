@@ -5,8 +5,8 @@
 has removed that checkpoint for ``save_total_limit``: while the Trainer saved another, its folder
 existed and was one of the oldest that exceeded the limit, and it is gone after that. Any other
 folder that disappears was moved, perhaps to be kept. A snapshot that a copy of the checkpoint names
-too is kept. A ticket that cannot be read may name any snapshot of an earlier process, so these are
-kept while its checkpoint exists.
+too is kept. A reference that cannot be read may name any snapshot of an earlier process, so these
+are kept while its checkpoint exists.
 """
 
 import logging
@@ -20,14 +20,20 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.errors import DamageError, StowError
-from tensorstow.checkpoint.ticket import TicketFields, is_own, is_ticket, new_name, read_ticket
+from tensorstow.checkpoint.snapshot_reference import (
+    SnapshotReference,
+    is_own,
+    is_reference,
+    new_name,
+    read_reference,
+)
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.optim.stowed_adam import StowedAdam
 
 logger = logging.getLogger("tensorstow")
 
 _OPTIMIZER = "optimizer.pt"
-_LARGEST_TICKET = 1 << 20
+_LARGEST_REFERENCE = 1 << 20
 """Size in bytes; a larger file holds states."""
 
 
@@ -43,7 +49,7 @@ class DropSnapshots(transformers.TrainerCallback):
         self._earlier: set[str] = set()
         """Snapshots that checkpoints of earlier processes name."""
         self._unread: set[Path] = set()
-        """Checkpoints whose tickets cannot be read."""
+        """Checkpoints whose snapshot references cannot be read."""
         self._order: list[Path] = []
         """Checkpoints in the order in which the Trainer removes them, as of the current save."""
         self._save_hook: RemovableHandle | None = None
@@ -113,21 +119,25 @@ class DropSnapshots(transformers.TrainerCallback):
         return set([folder for folder in order if folder not in protected][:excess])
 
     def _note_checkpoints(self, args: transformers.TrainingArguments) -> None:
-        """Read the tickets of checkpoints that are not known yet."""
+        """Read the snapshot references of checkpoints that are not known yet."""
         if args.process_index != 0:
             return
         for path in sorted(Path(str(args.output_dir)).glob(f"checkpoint-*/{_OPTIMIZER}")):
             if path.parent in self._snapshots:
                 continue
             try:
-                ticket = ticket_in(path.parent)
+                reference = reference_in(path.parent)
             except StowError as error:
                 logger.warning("%s Its snapshot is kept, also if the checkpoint is removed", error)
                 self._unread.add(path.parent)
                 continue
             self._unread.discard(path.parent)
-            if ticket is not None and ticket.snapshot is not None and is_own(ticket.snapshot):
-                self._snapshots[path.parent] = ticket.snapshot
+            if (
+                reference is not None
+                and reference.snapshot is not None
+                and is_own(reference.snapshot)
+            ):
+                self._snapshots[path.parent] = reference.snapshot
 
 
 def _in_order(output_dir: Path) -> list[Path]:
@@ -145,13 +155,13 @@ def _inner(optimizer: Any) -> Any:  # noqa: ANN401
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def ticket_in(checkpoint: Path) -> TicketFields | None:
-    """Return the ticket of a checkpoint; None if it has none.
+def reference_in(checkpoint: Path) -> SnapshotReference | None:
+    """Return the reference of a checkpoint; None if it has none.
 
     Raises DamageError if the file of the optimizer cannot be read, or is not what was saved.
     """
     path = checkpoint / _OPTIMIZER
-    if not path.is_file() or path.stat().st_size > _LARGEST_TICKET:
+    if not path.is_file() or path.stat().st_size > _LARGEST_REFERENCE:
         return None
     try:
         saved = load_torch_file(path)
@@ -161,9 +171,9 @@ def ticket_in(checkpoint: Path) -> TicketFields | None:
             " while it was written: take another checkpoint."
         )
         raise DamageError(message) from error
-    return read_ticket(saved) if is_ticket(saved) else None
+    return read_reference(saved) if is_reference(saved) else None
 
 
 def take_snapshot(optimizer: StowedAdam, step: int) -> None:
-    """Take one named snapshot on every rank; the ticket that one rank saves names it, too."""
+    """Take one named snapshot on every rank; the reference that one rank saves names it, too."""
     optimizer.snapshot(broadcast_object_list([new_name(step)])[0])

@@ -23,8 +23,8 @@ def adamw(
     Args:
         args: Learning rate, betas, eps and weight decay are taken from them.
         **keywords: Keywords of ``tensorstow.AdamW``: ``states``, ``dir``, ``ram_budget``. With
-            ``dir`` checkpoints are tickets (``checkpoints="ticket"``), and nothing commits between
-            them (``commit_every=None``).
+            ``dir`` checkpoints are snapshot references (``checkpoints="reference"``), and nothing
+            commits between them (``commit_every=None``).
 
     Returns:
         A factory and its keywords.

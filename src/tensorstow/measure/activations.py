@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.traced_activations import Activations, loss_of, tracer_quiet, watch
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement
+from tensorstow.measure.adapters import with_adapters
 from tensorstow.measure.models import (
     NamedModel,
     call_function,
@@ -24,6 +25,7 @@ from tensorstow.measure.models import (
     from_config,
     moved_to,
 )
+from tensorstow.measure.user_code import UserCodeError
 
 _WHOLE_LAYERS = 4
 """Deeper models are traced with two layers and with three."""
@@ -40,9 +42,10 @@ def trace(
     layers = getattr(model.config, "num_hidden_layers", 0)
     with _refusing(model, "Leave --batch and --seq out: activations then do not count."):
         if layers <= _WHOLE_LAYERS or getattr(model.config, "layer_types", None):
-            return _trace(model.config, batch, sequence, placed)
+            return _trace(model.config, model.lora, batch, sequence, placed)
         two, three = (
-            _trace(_with_layers(model.config, n), batch, sequence, placed) for n in (2, 3)
+            _trace(_with_layers(model.config, n), model.lora, batch, sequence, placed)
+            for n in (2, 3)
         )
         return two.extended(three, layers - 2)
 
@@ -59,6 +62,7 @@ def trace_function(model: NamedModel, placed: TracedPlacement = KEPT) -> Activat
     with _refusing(model, advice), FakeTensorMode():
         module, inputs = call_function(model.name)
         _cast(module.train(), model.dtype)
+        module = module if model.lora is None else with_adapters(module, model.lora)
         first = next(module.parameters())
         positional, named = moved_to(inputs or ((), {}), first.device, first.dtype)
         return watch(
@@ -85,7 +89,9 @@ def _refusing(model: NamedModel, advice: str) -> Iterator[None]:
     except OptionError:
         raise
     except Exception as error:  # any that a model's own code raises
-        message = f"{model.name} cannot be traced without values: {first_line(error)}. {advice}"
+        raised = error.__cause__ if isinstance(error, UserCodeError) else None
+        reason = first_line(raised or error)
+        message = f"{model.name} cannot be traced without values: {reason}. {advice}"
         raise OptionError(message) from error
 
 
@@ -110,9 +116,16 @@ def _with_layers(config: Any, layers: int) -> Any:  # noqa: ANN401  # transforme
     return changed
 
 
-def _trace(config: Any, batch: int, sequence: int, placed: TracedPlacement) -> Activations:  # noqa: ANN401
+def _trace(
+    config: Any,  # noqa: ANN401  # transformers' own
+    lora: int | None,
+    batch: int,
+    sequence: int,
+    placed: TracedPlacement,
+) -> Activations:
     with FakeTensorMode():
         module = from_config(config, "cpu").train()
+        module = module if lora is None else with_adapters(module, lora)
         ids = torch.zeros((batch, sequence), dtype=torch.long)
 
         def train() -> None:

@@ -1,11 +1,14 @@
 """Builds the model that a command line names, on the meta device."""
 
+import contextlib
 import importlib
 import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.text_file import read_text
+from tensorstow.measure.adapters import with_adapters
 from tensorstow.measure.known_models import KNOWN
+from tensorstow.measure.user_code import UserCodeError
 
 _MOST_LAYERS = 10_000
 """A configuration with more layers is a mistake, and would take minutes to build."""
@@ -34,9 +39,11 @@ class NamedModel:
     """Arguments that its function returned with the module; None: it returned none."""
     dtype: torch.dtype | None = None
     """The dtype that its parameters were cast to; None: they were not cast."""
+    lora: int | None = None
+    """The rank of adapters, which alone are trained; None: there are none."""
 
 
-def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
+def build_model(name: str, dtype: torch.dtype | None = None, lora: int | None = None) -> NamedModel:
     """Return the model called ``name``, on the meta device.
 
     Args:
@@ -45,9 +52,11 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
             arguments, and returns a module, or a module and the arguments of its forward as a tuple
             or a dict. The working directory is searched for modules, too.
         dtype: The dtype of floating point parameters; None: the configuration's or the function's.
+        lora: The rank of adapters to add; None: the model is trained as it is.
 
     Raises:
         OptionError: The name is no model, or transformers is required and not installed.
+        UserCodeError: The function raised an error.
     """
     path = Path(name)
     catalog_name = name if name in KNOWN else _short_name(name)
@@ -60,9 +69,11 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
             module, inputs = call_function(name)
         model = NamedModel(name, module, None, inputs, dtype)
     else:
+        near = get_close_matches(_short_name(name), KNOWN, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
         message = (
             f"MODEL={name!r} was given: it is none of {', '.join(KNOWN)}, no existing file or"
-            " folder, and no module:function."
+            f" folder, and no module:function.{hint}"
         )
         raise OptionError(message)
     if dtype is not None:
@@ -70,7 +81,9 @@ def build_model(name: str, dtype: torch.dtype | None = None) -> NamedModel:
     if not any(p.numel() for p in model.module.parameters()):
         message = f"MODEL={name!r} was given, which has no parameters: there is nothing to place."
         raise OptionError(message)
-    return model
+    if lora is None:
+        return model
+    return replace(model, module=with_adapters(model.module, lora), lora=lora)
 
 
 def _short_name(name: str) -> str:
@@ -171,39 +184,54 @@ def call_function(name: str, option: str = "MODEL") -> tuple[nn.Module, Inputs |
         option: The option's name in errors.
 
     Raises:
-        OptionError: The function does not exist, it raised, or it returned no module.
+        OptionError: The function does not exist, or it returned no module.
+        UserCodeError: The function, or its module, raised an error.
     """
     module_name, _, function = name.partition(":")
     directory = str(Path.cwd())
     if directory not in sys.path:
         sys.path.append(directory)  # last, so that it hides no installed module
+    option = f"{option}={name!r}"
     try:
-        build: Callable[[], object] = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        message = f"{option}={name!r} was given: {error}."
-        raise OptionError(message) from error
+        source = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # any that the user's module raises
-        raised = first_line(error)
-        message = f"{option}={name!r} was given, and importing {module_name} raised {raised}"
-        raise OptionError(message) from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            message = f"{option} was given: {error}."
+            raise OptionError(message) from error
+        raise UserCodeError(option, error, _file_of(module_name)) from error
+    build: Callable[[], object] | None = getattr(source, function, None)
+    if build is None:
+        near = get_close_matches(function, vars(source), 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        message = f"{option} was given: {module_name} has no {function}.{hint}"
+        raise OptionError(message)
     try:
         module = build()
     except (Exception, SystemExit) as error:  # any that the user's function raises
-        message = f"{option}={name!r} was given, and it raised {first_line(error)}"
         of_values = isinstance(error, NotImplementedError) or "meta" in str(error)
+        hint = ""
         if of_values and torch.get_default_device().type == "meta":
-            message += (
-                ". It is called under torch.device('meta'), where tensors have no values: it must"
+            hint = (
+                "\nIt is called under torch.device('meta'), where tensors have no values: it must"
                 " take no argument and read no value (.item(), .numpy())."
             )
-        raise OptionError(message) from error
+        raise UserCodeError(option, error, getattr(source, "__file__", None), hint) from error
     inputs = None
     if isinstance(module, tuple) and len(module) == 2:
         module, inputs = module
     if not isinstance(module, nn.Module):
-        message = f"{option}={name!r} was given: it returned {type(module).__name__}, no nn.Module."
+        message = f"{option} was given: it returned {type(module).__name__}, no nn.Module."
         raise OptionError(message)
     return module, None if inputs is None else _arguments(inputs)
+
+
+def _file_of(module_name: str) -> str | None:
+    """Return the file of a module that could not be imported."""
+    with contextlib.suppress(ImportError, ValueError):
+        spec = find_spec(module_name)
+        return None if spec is None else spec.origin
+    return None
 
 
 def _arguments(inputs: object) -> Inputs:

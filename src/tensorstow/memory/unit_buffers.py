@@ -118,5 +118,5 @@ class UnitBuffers(Generic[U, B]):
         return BudgetError(
             f"Unit {unit.name!r} ({format_bytes(unit.nbytes)}) is used while others"
             f" ({format_bytes(used)}) are, and buffers have {capacity}: set"
-            " Plan(buffer_pool_bytes=) to more, if several threads compute with the model."
+            " Plan(weight_ram_budget=) to more, if several threads compute with the model."
         )

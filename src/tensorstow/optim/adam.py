@@ -174,8 +174,8 @@ class AdamW(Adam):
             tuples, sets, dicts, tensors and NumPy arrays. It is called at the end of each
             ``step()``, so what the loop does after that is not in a scheduled commit: repeat
             ``scheduler.step()`` or the update of an average after ``resume()``.
-        checkpoints: "full", or "ticket" with ``dir``: ``state_dict()`` then names a snapshot of the
-            run's directory and holds no states, and ``load_state_dict()`` resumes from it.
+        checkpoints: "full", or "reference" with ``dir``: ``state_dict()`` then refers to a snapshot
+            in the run's directory and holds no states, and ``load_state_dict()`` resumes from it.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
 

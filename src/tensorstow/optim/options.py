@@ -96,9 +96,9 @@ def run_options(
     """Return the options of keywords about a durable run; raise OptionError for bad values."""
     read_value(Checkpoints, checkpoints, "checkpoints")
     read_value(AccumulationSteps, accumulation_steps, "accumulation_steps")
-    if checkpoints == "ticket" and not durable:
+    if checkpoints == "reference" and not durable:
         message = (
-            'checkpoints="ticket" was given, and the states are scratch: a ticket would name files'
+            'checkpoints="reference" was given, and the states are scratch: it would name files'
             " that end with the process. Pass the run's directory as dir=, and leave durability"
             " out."
         )

@@ -77,15 +77,15 @@ class PlacedOptimizer(Optimizer):
 
         Torch casts states to the parameter's dtype while it loads; here they keep their own. Adam
         and AdamW ignore the options ``foreach``, ``fused``, ``capturable`` and ``differentiable``
-        of saved groups. Their tickets (``checkpoints="ticket"``) go on from a snapshot as
-        ``resume()`` does, weights included, and with the options of the groups that it has.
+        of saved groups. Their snapshot references (``checkpoints="reference"``) go on from a
+        snapshot as ``resume()`` does, weights included, and with the reference's groups.
 
         Args:
             state_dict: What ``state_dict()`` returned.
 
         Raises:
-            OptionError: States that do not fit their parameter, or a ticket of a snapshot that does
-                not exist; nothing has changed.
+            OptionError: States that do not fit their parameter, or a reference to a snapshot that
+                does not exist; nothing has changed.
         """
         real = self._itself()
         if real is not self:

@@ -85,7 +85,7 @@ class OptimizerRuntime:
         self.call_lock = call_lock
         self.extra: dict[str, Any] = {}
         """``extra`` of the resumed commit."""
-        self.tickets = run.checkpoints == "ticket"
+        self.saves_references = run.checkpoints == "reference"
         """Whether ``state_dict()`` names a snapshot instead of holding states."""
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""
@@ -164,9 +164,9 @@ class OptimizerRuntime:
             return
         steps, are, them = ("step", "is", "it") if left == 1 else ("steps", "are", "them")
         directory = self.params.store.storage.directories[0]
-        # Whoever saves tickets goes on from one of them: steps after the last were to be kept by
-        # none, as with torch's checkpoints.
-        level = logging.INFO if self.tickets and why is _BY_HAND else logging.WARNING
+        # Whoever saves references goes on from one of them: none keeps the steps after the last,
+        # as with torch's checkpoints.
+        level = logging.INFO if self.saves_references and why is _BY_HAND else logging.WARNING
         logger.log(level, _LEFT, left, steps, directory, are, why, them)
 
     def refuse_lack_of_extra(self, call: str, extra: Extra | None) -> None:

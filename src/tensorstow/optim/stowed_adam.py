@@ -6,16 +6,15 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.base.directories import read_paths
+from tensorstow.base.directories import expand_path, read_paths
 from tensorstow.base.errors import OptionError, UnlinkedError
-from tensorstow.checkpoint import agreement, optimizer_export, ticket
+from tensorstow.checkpoint import agreement, optimizer_export, snapshot_reference
 from tensorstow.checkpoint.commit_to import commit_to
 from tensorstow.checkpoint.commits import storage_of
 from tensorstow.checkpoint.full_state import (
@@ -33,8 +32,8 @@ from tensorstow.optim.loading import StateLoad
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart
 from tensorstow.optim.runtime import OptimizerRuntime
+from tensorstow.optim.snapshot_references import load_reference, make_reference
 from tensorstow.optim.step_runner import ParamFilter
-from tensorstow.optim.tickets import load_ticket, make_ticket
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -155,18 +154,18 @@ class StowedAdam(PlacedOptimizer):
 
         Returns:
             A dict with "state" and "param_groups". States on disk are tensors in a memory-mapped
-                file; see docs/guides/checkpoints.md. With ``checkpoints="ticket"`` it has no
+                file; see docs/guides/checkpoints.md. With ``checkpoints="reference"`` it has no
                 states, and names a snapshot that holds them.
 
         Raises:
-            OptionError: A ticket is asked for by one of several ranks before ``snapshot()``.
+            OptionError: A reference is asked for by one of several ranks before ``snapshot()``.
         """
         return super().state_dict()
 
     @exclusive_call("load_state_dict")
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if ticket.is_ticket(state_dict):
-            load_ticket(self._runtime, state_dict, self._resume)
+        if snapshot_reference.is_reference(state_dict):
+            load_reference(self._runtime, state_dict, self._resume)
             return
         options.check_state_dict(state_dict)
         self._runtime.steps.wait_idle()
@@ -434,7 +433,7 @@ class StowedAdam(PlacedOptimizer):
         """
         self._runtime.steps.wait_idle()
         groups, module = self.param_groups, self._runtime.commits.module
-        optimizer_export.save(Path(path), self._params(), groups, self.state, module)
+        optimizer_export.save(expand_path(path), self._params(), groups, self.state, module)
         self._runtime.note_saved()
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -444,7 +443,7 @@ class StowedAdam(PlacedOptimizer):
             path: The file.
         """
         module = self._runtime.commits.module
-        self.load_state_dict(optimizer_export.state_dict_of(Path(path), self.param_groups, module))
+        self.load_state_dict(optimizer_export.state_dict_of(path, self.param_groups, module))
 
     def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         param = self._params().find(parameter)
@@ -518,10 +517,10 @@ class StowedAdam(PlacedOptimizer):
             self._drop_gradients()
 
     def _complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        if self._runtime.tickets:
+        if self._runtime.saves_references:
             snapshot = partial(self._snapshot, extra=None)
-            fields = make_ticket(self._runtime, snapshot, state_dict["param_groups"])
-            return {**state_dict, "state": {}, ticket.KEY: fields}
+            fields = make_reference(self._runtime, snapshot, state_dict["param_groups"])
+            return {**state_dict, "state": {}, snapshot_reference.KEY: fields}
         complete_state_dict(state_dict["state"], list(self._parameters()), self._params())
         self._runtime.note_saved()
         return state_dict

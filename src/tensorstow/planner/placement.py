@@ -5,7 +5,7 @@ of units on disk, the bounds of transfers in flight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -26,6 +26,7 @@ from tensorstow.planner.bounds import (
     UNITS_UNSHARDED,
     upload_buffers,
 )
+from tensorstow.planner.headroom import Headroom
 from tensorstow.planner.sizes import (
     Sizes,
     UnitSizes,
@@ -41,11 +42,14 @@ from tensorstow.states.memory import (
     chunks_of,
     device_slots,
     plan_staging,
-    predict_whole,
+    predict_memory,
 )
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.step.backward_overlap import WINDOW_BYTES
+
+HEADROOM = "headroom, left free"
+"""The purpose of the memory that no tensor takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,12 @@ class Conditions:
     """Zero bytes if no batch was traced."""
     states: Tier | None = None
     """The tier that the user requires for states; None: the plan's."""
+    headroom: Mapping[Tier, Headroom] = field(default_factory=dict)
+    """What stays free of each tier; without an entry all of it may be held."""
+
+    def room_in(self, tier: Tier, left: int) -> int:
+        """Return by how much a run can grow on a tier with ``left`` unused bytes."""
+        return self.headroom.get(tier, Headroom()).growth(left)
 
     @property
     def compute_tier(self) -> Tier:
@@ -101,8 +111,8 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     units = units_on(Tier.DISK, plan, sizes)
     on_disk, around = [unit.share_bytes for unit in units], bytes_around(units)
     tight = plan
-    if on_disk and plan.buffer_pool_bytes is None:
-        tight = plan.but(buffer_pool_bytes=least_in_memory(on_disk, around))
+    if on_disk and plan.weight_ram_budget is None:
+        tight = plan.but(weight_ram_budget=least_in_memory(on_disk, around))
     needed = bytes_of(tight, sizes, conditions)
     limits = {tier: budget.bytes_of(tier) for tier in Tier}
     short = {t: needed[t] - n for t, n in limits.items() if n is not None and needed[t] > n}
@@ -113,8 +123,8 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
         return plan
     wanted = most_in_memory(on_disk, plan.prefetch, around)
     least = least_in_memory(on_disk, around)
-    more = min(room - needed[Tier.HOST], wanted - least)
-    return plan.but(buffer_pool_bytes=least + more - more % max(on_disk))
+    more = min(conditions.room_in(Tier.HOST, room - needed[Tier.HOST]), wanted - least)
+    return plan.but(weight_ram_budget=least + more - more % max(on_disk))
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
@@ -135,6 +145,9 @@ def items_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> list[Item]:
         *_states(plan, sizes, conditions),
         *_activations(plan, sizes, conditions, on_compute_tier),
     ]
+    for tier, headroom in conditions.headroom.items():
+        held = sum(item.nbytes for item in items if item.tier == tier)
+        items.append(Item(tier, HEADROOM, headroom.beside(held)))
     return [item for item in items if item.nbytes > 0]
 
 
@@ -213,14 +226,14 @@ def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
     lines = _lines(plan, sizes, conditions)
     return _predict(
         lines,
-        on_disk=plan.states == Tier.DISK,
+        disk_fraction=float(plan.states == Tier.DISK),
         durable=conditions.commits,
         chunk_elements=PipelinePolicy().chunk_elements,
         budget=budget,
     )
 
 
-_predict = lru_cache(maxsize=64)(predict_whole)  # most plans of a search have the same states
+_predict = lru_cache(maxsize=64)(predict_memory)  # most plans of a search have the same states
 _Lines = tuple[tuple[Family, tuple[int, ...]], ...]
 
 
@@ -250,7 +263,7 @@ def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> S
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:
     """Return the units whose parameters a plan puts on ``tier``."""
-    units, default = plan.units, plan.parameters  # as plan.tier_of, which takes longer
+    units, default = plan.parameter_units, plan.parameters  # as plan.tier_of, which takes longer
     return [unit for unit in sizes.units if units.get(unit.name, default) is tier]
 
 
@@ -265,8 +278,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     compute = conditions.compute_tier
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = by_tier[Tier.DISK]
-    on_device = _share(by_tier[Tier.DEVICE])
-    yield Item(compute, "parameters", on_device)
+    yield Item(compute, "parameters", _share(by_tier[Tier.DEVICE]))
     yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
     yield Item(Tier.DISK, "parameters", _share(on_disk))
     if on_disk:
@@ -277,7 +289,8 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
         yield Item(compute, "unsharded parameters", _unsharded(plan, sizes))
     if conditions.device_is_host:
         return
-    written = on_device
+    # Frozen parameters have no copy: no update writes them.
+    written = sum(unit.gradient_bytes for unit in by_tier[Tier.DEVICE])
     if not reaches_host(plan.update_on) and not conditions.commits:
         # No update writes fp32 weights to host memory then: their pages are never touched.
         idle = [u.trained for u in by_tier[Tier.DEVICE]]
@@ -295,7 +308,7 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
 
 def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
     """Return the host memory, in bytes, for units on disk while they are used."""
-    pool, shares = plan.buffer_pool_bytes, [unit.share_bytes for unit in on_disk]
+    pool, shares = plan.weight_ram_budget, [unit.share_bytes for unit in on_disk]
     most = most_in_memory(shares, plan.prefetch, bytes_around(on_disk))
     most = most if pool is None else int(pool)
     return min(most, sum(round_up(n, ALIGN) for n in shares))

@@ -25,7 +25,7 @@ from operator import itemgetter
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
-from tensorstow.base.errors import BudgetError
+from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
@@ -36,6 +36,8 @@ from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_
 from tensorstow.planner.sizes import Sizes, UnitSizes
 from tensorstow.states.layout import DEFAULT_RING_BYTES
 
+FITS_TOO = "it fits too"
+"""Why a plan was not chosen if no rates are known: the first that fits is."""
 _GAIN = 0.02
 """Minimum relative speed-up for choosing a more complex plan."""
 _GRID = 8
@@ -95,7 +97,7 @@ class SearchResult:
             short = other.short.items()
             return ", ".join(f"{format_bytes(n)} of {tier.upper()} short" for tier, n in short)
         if other.step is None or self.chosen.step is None:
-            return "it fits too; without rates the first that fits is chosen"
+            return FITS_TOO
         took, least = other.step.seconds, self.chosen.step.seconds
         cost = f"{took:.3g} s per step"
         if other.batch is not None and other.batch.is_estimate:
@@ -118,7 +120,7 @@ def _kind_of(tried: Alternative) -> _Kind:
     placement = (plan.activations, plan.parameters, plan.states)
     if plan.activations is not ActivationPlacement.KEEP:
         return placement  # every plan is tried again with each: the best one represents them
-    between = frozenset(plan.units.values())
+    between = frozenset(plan.parameter_units.values())
     return (*placement, between, plan.overlap, plan.update_on, tried.conditions.state_format)
 
 
@@ -190,12 +192,26 @@ def search(request: PlanRequest) -> SearchResult:
     return SearchResult(chosen, tuple(_reported(tried)))
 
 
+def search_by_rates(
+    request: PlanRequest, machine: MachineRates | None
+) -> tuple[SearchResult, str | None]:
+    """Search with a machine's rates, or by bytes alone if it lacks one that a plan needs.
+
+    Returns:
+        The result, and which rate is lacking; None: all are known, or ``machine`` is None.
+    """
+    try:
+        return search(replace(request, machine=machine)), None
+    except OptionError as error:
+        return search(replace(request, machine=None)), str(error)
+
+
 def _reported(tried: Sequence[Alternative]) -> list[Alternative]:
     """Return each plan once, without those with units on two tiers that do not fit."""
     unique: list[Alternative] = []
     for option in tried:
         again = any(option.plan == u.plan and option.conditions == u.conditions for u in unique)
-        if not (again or (option.short and option.plan.units)):
+        if not (again or (option.short and option.plan.parameter_units)):
             unique.append(option)
     return unique
 
@@ -207,7 +223,7 @@ def candidates(request: PlanRequest) -> list[Plan]:
     2. the same, states on DISK through a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
     5. parameters and states on DISK, three units at a time in memory, and as many more as are
-       fetched ahead if there is room (``buffer_pool_bytes``);
+       fetched ahead if there is room (``weight_ram_budget``);
     6. the same with overlap="backward", with at most a window of 64 MiB and one unit of gradients
        that wait for their update;
     7. ``request.widely``: parameters on DISK, states on HOST.
@@ -274,7 +290,7 @@ def _try_all(request: PlanRequest) -> Iterator[Alternative]:
             if (plan.parameters, plan.states) in fitting_tiers:
                 continue
             for option in _try_with_units(plan, variant):
-                if not option.short and not option.plan.units:
+                if not option.short and not option.plan.parameter_units:
                     fitting.append(option)
                 yield option
                 yield from _try_times(option, variant)
@@ -334,7 +350,7 @@ def _try_with_units(plan: Plan, request: PlanRequest) -> Iterator[Alternative]:
 def _with_some_between(plan: Plan, mixed: Plan, request: PlanRequest) -> Alternative | None:
     """Return ``plan`` with the units on DEVICE that ``mixed`` has on it, the rest on two tiers."""
     names = [unit.name for unit in request.sizes.units if mixed.tier_of(unit.name) == Tier.DEVICE]
-    between = plan.but(parameters=Tier.HOST, units=dict.fromkeys(names, Tier.DEVICE))
+    between = plan.but(parameters=Tier.HOST, parameter_units=dict.fromkeys(names, Tier.DEVICE))
     return _best_units(between, Tier.DISK, request)
 
 
@@ -347,12 +363,12 @@ def _takes_disk(plan: Plan, request: PlanRequest) -> bool:
 def _best_units(plan: Plan, lower: Tier, request: PlanRequest) -> Alternative | None:
     """Return the best plan with some units on ``plan.parameters``' tier, the rest on ``lower``.
 
-    Units in ``plan.units`` stay on their tier. The best plan is the fastest that fits; without
-    rates the one with most units above; if none fits, the one that lacks the fewest bytes. None:
-    the model has fewer than two units to place. [Note: How many units]
+    Units in ``plan.parameter_units`` stay on their tier. The best plan is the fastest that fits;
+    without rates the one with most units above; if none fits, the one that lacks the fewest bytes.
+    None: the model has fewer than two units to place. [Note: How many units]
     """
     units = sorted(
-        (u for u in request.sizes.units if u.share_bytes and u.name not in plan.units),
+        (u for u in request.sizes.units if u.share_bytes and u.name not in plan.parameter_units),
         key=lambda unit: -unit.share_bytes,
     )
     orders = [units]
@@ -391,8 +407,8 @@ def _with_units(plan: Plan, lower: Tier, units: Sequence[UnitSizes], count: int)
     up, down = units[:count], units[count:]
     if len(up) < len(down):
         upper = {u.name: plan.parameters for u in up}
-        return plan.but(parameters=lower, units={**plan.units, **upper})
-    return plan.but(units={**plan.units, **{u.name: lower for u in down}})
+        return plan.but(parameters=lower, parameter_units={**plan.parameter_units, **upper})
+    return plan.but(parameter_units={**plan.parameter_units, **{u.name: lower for u in down}})
 
 
 def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternative]:
@@ -400,7 +416,7 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
     if fitting.step is None:
         return
     plan = fitting.plan
-    on_disk = Tier.DISK in {plan.parameters, *plan.units.values()}
+    on_disk = Tier.DISK in plan.parameter_tiers
     spent = _spend(plan, request)
     if spent is not None:
         yield _try(spent, request)
@@ -408,7 +424,7 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
     if request.overlap is None:
         late = on_disk or reaches_device(plan.update_on)
         overlaps: tuple[Overlap, ...] = ("backward",) if late else ("forward", "backward")
-        if not on_disk or plan.units:
+        if not on_disk or plan.parameter_units:
             for overlap in overlaps:
                 yield _try(free.but(overlap=overlap), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
@@ -425,7 +441,7 @@ def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:
     """Return whether updates of a plan may run on the accelerator, at a measured rate."""
     if request.conditions.device_is_host or plan.update_on is not None or request.machine is None:
         return False
-    if {plan.parameters, *plan.units.values()} != {Tier.DEVICE} or plan.timing.waits_by_module:
+    if plan.parameter_tiers != {Tier.DEVICE} or plan.timing.waits_by_module:
         return False
     work = work_of(plan, request.sizes, request.conditions)
     return work.updates.keys() <= request.machine.profile.device_update.keys()
@@ -442,7 +458,8 @@ def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
     ):
         return None
     held = states_of(plan, request.sizes, request.conditions)
-    left = limit - bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
+    used = bytes_of(plan, request.sizes, request.conditions)[Tier.HOST]
+    left = request.conditions.room_in(Tier.HOST, limit - used)
     # The first DEFAULT_RING_BYTES of a RAM budget are the ring's, also if it needs fewer: only what
     # is beyond them keeps states (``plan_ring``).
     least = max(DEFAULT_RING_BYTES, held.ring_bytes)
@@ -465,7 +482,7 @@ def _try(plan: Plan, request: PlanRequest) -> Alternative:
 
 def uses_disk(plan: Plan) -> bool:
     """Return whether a plan has parameters, states or activations on disk."""
-    on_disk = Tier.DISK in {plan.parameters, plan.states, *plan.units.values()}
+    on_disk = Tier.DISK in {plan.states, *plan.parameter_tiers}
     return on_disk or ActivationPlacement.DISK in plan.activation_placements
 
 
@@ -477,6 +494,7 @@ def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
     least = " and ".join(f"{tier}={n} ({format_bytes(n)})" for tier, n in enough.items())
     in_backward = nearest.plan.timing.begins_early
     but = ' (with overlap="backward", without clipping and loss scaling)' if in_backward else ""
+    lacking += ", headroom included" if nearest.conditions.headroom else ""
     return (
         f"The model does not fit: the budget lacks {lacking}. The smallest change that fits{but},"
         f" in bytes: {least}; or train on more ranks."

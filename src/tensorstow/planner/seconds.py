@@ -227,8 +227,7 @@ def time_of(
         OptionError: The profile lacks a rate that the plan needs.
     """
     work = work_of(plan, sizes, conditions)
-    dtype = sizes.trained[0][0] if sizes.trained else torch.float32
-    compute = compute_seconds(batch, dtype, machine)
+    compute = compute_seconds(batch, sizes.compute_dtype, machine)
     on = "cores" if conditions.device_is_host else "accelerator"
     profile = machine.profile
     if conditions.device_is_host and units_on(Tier.DISK, plan, sizes):
@@ -257,9 +256,9 @@ def time_of(
     first_update, rest = _scaled(step, share), _scaled(step, 1 - share)
     if plan.timing.begins_early:
         phases = {"forward": forward, "backward and update": _sum([backward, rest])}
-        phases["update of the first parameter"] = _sum([first_update])
+        phases["update after backward"] = _sum([first_update])
     elif plan.timing.waits_by_module:
-        phases = {"update of the first parameter": _sum([first_update])}
+        phases = {"update before forward": _sum([first_update])}
         phases |= {"update and forward": _sum([rest, forward]), "backward": backward}
     else:
         phases = {"forward": forward, "backward": backward, "update": step}

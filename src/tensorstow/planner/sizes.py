@@ -71,11 +71,23 @@ class Sizes:
 
     units: tuple[UnitSizes, ...]
     ranks: int = 1
+    dtype: torch.dtype | None = field(default=None, compare=False)
+    """The dtype of most elements, in which a model computes; None: that of the first trained."""
 
     @classmethod
-    def of(cls, units: Iterable[HasParameters], ranks: int) -> "Sizes":
+    def of(cls, units: Sequence[HasParameters], ranks: int) -> "Sizes":
         """Return the sizes of a model."""
-        return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks)
+        elements: dict[torch.dtype, int] = {}
+        for parameter in (p for unit in units for p in unit.parameters.values()):
+            if parameter.is_floating_point():
+                elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
+        most = max(elements, key=lambda dtype: elements[dtype], default=None)
+        return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks, most)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of products: adapters may be fp32 in a model that computes in bf16."""
+        return self.dtype or next((dtype for dtype, _ in self.trained), torch.float32)
 
     @property
     def whole_bytes(self) -> int:

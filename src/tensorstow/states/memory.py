@@ -124,67 +124,57 @@ def plan_host(
 
 
 def predict_memory(
-    sizes: Sequence[int],
-    family: Family,
+    lines: Sequence[tuple[Family, Sequence[int]]],
     *,
-    disk_fraction: float,
     chunk_elements: int,
+    disk_fraction: float = 1.0,
+    durable: bool = False,
     budget: int | None = None,
     slots: int | None = None,
 ) -> StateMemory:
-    """Predict the memory of one family of parameters with ``sizes`` elements.
-
-    ``slots`` limits the ring for a schedule that uses fewer (``PipelinePolicy.most_slots``).
-    """
-    ram, disk = split(sizes, disk_fraction, group=max(spec.per for spec in family.specs))
-    in_ram = sum(family.state_bytes(s.stop - s.start) for s in ram)
-    chunks = [(family, *alike) for alike in cut_alike(lay_out(disk), chunk_elements)]
-    return _sum_up(in_ram, chunks, plan_host(chunks, budget=budget, slots=slots))
-
-
-def predict_whole(
-    lines: Sequence[tuple[Family, Sequence[int]]],
-    *,
-    on_disk: bool,
-    durable: bool,
-    chunk_elements: int,
-    budget: int | None = None,
-) -> StateMemory:
-    """Predict the memory of the states of a whole model.
+    """Predict the memory of the states of a model.
 
     Args:
         lines: Parameters that share chunks: their family, and the elements of each. Parameters
             whose units are on disk have a line for each unit.
-        on_disk: Whether states are on disk, or all in RAM.
-        durable: Whether commits store them: then chunks on disk hold all states, each followed by
-            its weights.
         chunk_elements: Elements of a chunk (``PipelinePolicy.chunk_elements``).
+        disk_fraction: The share of each line's elements whose states are on disk.
+        durable: Whether commits store them: then chunks on disk hold all states, each followed by
+            its weights, and ``disk_fraction`` is 0 or 1.
         budget: Host memory for the ring and for states that stay, in bytes; None: the ring's own.
+        slots: Limit of the ring for a schedule that uses fewer (``PipelinePolicy.most_slots``).
     """
-    if not on_disk and not durable:
-        held = sum(family.state_bytes(size) for family, sizes in lines for size in sizes)
-        return _sum_up(held, [], plan_host([], budget=None))
-    chunks = chunks_of(lines, chunk_elements)
-    at_home = 0 if on_disk else sum(count for *_, count in chunks)
-    host = plan_host(chunks, budget=budget, with_weights=durable, at_home=at_home)
+    in_ram, chunks = 0, []
+    for family, sizes in lines:
+        group = max(spec.per for spec in family.specs)
+        if not durable:
+            ram, _ = split(sizes, disk_fraction, group=group)
+            in_ram += sum(family.state_bytes(part.stop - part.start) for part in ram)
+        fraction = 1.0 if durable else disk_fraction
+        chunks += [(family, *each) for each in _cut(tuple(sizes), chunk_elements, fraction, group)]
+    at_home = sum(count for *_, count in chunks) if durable and not disk_fraction else 0
+    host = plan_host(chunks, budget=budget, slots=slots, with_weights=durable, at_home=at_home)
     with_home = HostPlan(host.ring, at_home + host.resident)
-    return _sum_up(0, chunks, with_home, with_weights=durable)
+    return _sum_up(in_ram, chunks, with_home, with_weights=durable)
 
 
 def chunks_of(
     lines: Sequence[tuple[Family, Sequence[int]]], chunk_elements: int
 ) -> list[AlikeChunks]:
-    """Return the chunks of a whole model's states; ``lines`` as ``predict_whole`` takes them."""
+    """Return the chunks of a whole model's states; ``lines`` as ``predict_memory`` takes them."""
     chunks: list[AlikeChunks] = []
     for family, sizes in lines:
-        chunks += [(family, *alike) for alike in _cut(tuple(sizes), chunk_elements)]
+        chunks += [(family, *each) for each in _cut(tuple(sizes), chunk_elements)]
     return chunks
 
 
 @lru_cache(maxsize=256)  # layers of deep models are alike, and so are plans that are compared
-def _cut(sizes: tuple[int, ...], chunk_elements: int) -> tuple[tuple[ChunkPlan, int], ...]:
+def _cut(
+    sizes: tuple[int, ...], chunk_elements: int, disk_fraction: float = 1.0, group: int = 1
+) -> tuple[tuple[ChunkPlan, int], ...]:
     """Return the chunks of one line, and how many are alike."""
-    return tuple(cut_alike(lay_out(split(sizes, 1.0)[1]), chunk_elements))
+    _, disk = split(sizes, disk_fraction, group=group)
+    return tuple(cut_alike(lay_out(disk), chunk_elements))
 
 
 def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:

@@ -161,7 +161,7 @@ def check_inside(generation: Generation, sizes: Sequence[int]) -> None:
             f"Generation {generation.number} (step {generation.step}) has {nbytes} bytes at"
             f" offset {extent.offset} of states-{extent.file}.bin, which ends at"
             f" {sizes[extent.file]}: the file was cut short, or the manifest is another's."
-            " Resume another generation (`tensorstow inspect` prints them), or put the file"
+            " Resume another generation (`tensorstow run inspect` prints them), or put the file"
             " back from a copy."
         )
         raise DamageError(message)

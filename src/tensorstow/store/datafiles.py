@@ -101,7 +101,7 @@ def check_files(run: str, directories: Sequence[Path]) -> None:
         message = (
             f"{path} was requested as file {wanted.index} of {wanted.count} of run {run};"
             f" {_describe(path, label)}. Name the directories of one run, in the order in which"
-            " they were named when it began (`tensorstow inspect` prints it)."
+            " they were named when it began (`tensorstow run inspect` prints it)."
         )
         raise StoreFormatError(message)
 
@@ -119,8 +119,9 @@ def _check_is_nothing(path: Path, first: Path) -> None:
     if path == data_path(first, 0) and head is not None and head.generation:
         message = (
             f"{path} knows {head} and there is no manifest beside it, or an empty one: what was"
-            f" committed is lost with it, unless it is put back from a copy. `tensorstow recover"
-            f" {first}` looks for what is left of it; or name another directory for a new run."
+            f" committed is lost with it, unless it is put back from a copy. `tensorstow run"
+            f" recover {first}` looks for what is left of it; or name another directory for a"
+            " new run."
         )
         raise DamageError(message)
     message = (

@@ -93,8 +93,9 @@ def read_head(path: Path, run: str) -> Head:
         message = (
             f"{path} was requested, a data file of run {run}, and both records of what the manifest"
             f" must have, {HEADER_BYTES - PAGE} bytes at offset {PAGE}, are damaged. Look at"
-            f" `dmesg` and the drive's health. `tensorstow recover {path.parent}` (the run's first"
-            " directory) writes them anew; or put the file back from a copy of the directories."
+            f" `dmesg` and the drive's health. `tensorstow run recover {path.parent}` (the run's"
+            " first directory) writes them anew; or put the file back from a copy of the"
+            " directories."
         )
         raise DamageError(message)
     return head

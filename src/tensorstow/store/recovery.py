@@ -103,7 +103,7 @@ def hold_recovery(
             message = (
                 f"A recovery was requested of the store in {first}, which has {label.count}"
                 " directories: only directories that are named are changed. Name all of them, in"
-                " their order (`tensorstow inspect` prints them)."
+                " their order (`tensorstow run inspect` prints them)."
             )
             raise StoreFormatError(message)
         paths = [first, *rest]

@@ -69,7 +69,7 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
         message = (
             f"The store in {first} was to be removed, and by its manifest it has files in"
             f" {', '.join(str(path.parent) for path in unnamed.values())}, which was not named."
-            f" If they are its own, name all directories: tensorstow clean {listed}"
+            f" If they are its own, name all directories: tensorstow run clean {listed}"
         )
         raise OptionError(message)
     # A directory without a file of this run is not locked, and its lock is not removed.

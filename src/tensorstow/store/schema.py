@@ -255,8 +255,8 @@ def damaged(path: Path, difference: str) -> DamageError:
     """Return the exception for a manifest whose contents are not those that were written."""
     message = (
         f"The manifest {path} was to be read and is damaged: {difference}. Nothing was changed."
-        f" `tensorstow recover {path.parent}` says what is whole, and makes a manifest of that; or"
-        " restore the directories from a copy, or name another one for a new run."
+        f" `tensorstow run recover {path.parent}` says what is whole, and makes a manifest of that;"
+        " or restore the directories from a copy, or name another one for a new run."
     )
     return DamageError(message)
 

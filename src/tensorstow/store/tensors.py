@@ -94,7 +94,7 @@ def read_tensor(file: File, record: TensorRecord) -> torch.Tensor:
         message = (
             f"{record.kind} tensor {record.name!r} was read from {file.path}, {flat.numel()} bytes"
             f" at offset {record.extent.offset}: they are not those that were written (checksum"
-            f" {seed:08x} instead of {record.checksum:08x}). Run `tensorstow scrub` to see what"
+            f" {seed:08x} instead of {record.checksum:08x}). Run `tensorstow run scrub` to see what"
             " else is damaged, and resume from a snapshot that is whole."
         )
         raise DamageError(message)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -291,7 +292,7 @@ def test_a_full_disk_is_told_in_forward(
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"to": "nvme"}, '"host" or "disk"'),
+        ({"to": "gpu"}, '"host" or "disk"'),
         ({"to": "host", "ram_budget": "1GiB"}, 'to="disk"'),
         ({"to": "host", "dir": "/tmp"}, 'to="disk"'),
         ({"to": "disk", "units": [nn.Linear(1, 1)]}, "not a module of the model"),
@@ -301,6 +302,21 @@ def test_a_full_disk_is_told_in_forward(
 def test_options_that_cannot_be(given: dict[str, object], text: str) -> None:
     with pytest.raises(OptionError, match=text):
         offload_activations(net(), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "on_disk"), [("cpu", False), ("ram", False), ("host", False), ("nvme", True)]
+)
+def test_tiers_have_the_names_that_they_have_elsewhere(
+    name: Any,  # noqa: ANN401
+    on_disk: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    model = net()
+    with offload_activations(model, to=name, **({"dir": tmp_path} if on_disk else {})) as offload:
+        loss = model(rows()).sum()
+        assert (offload.nbytes().most_host_bytes > 0) == on_disk
+        loss.backward()
 
 
 def test_other_hooks_are_refused(to_disk: Callable[..., ActivationOffload]) -> None:

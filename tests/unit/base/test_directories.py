@@ -13,10 +13,10 @@ from tensorstow.base.directories import (
     inspect_directory,
     make_directories,
     make_folder,
-    mount_of,
     path_inside,
 )
 from tensorstow.base.errors import DirectoryError, StoreFormatError
+from tensorstow.base.mounts import mount_of
 
 HUGE = 1 << 62
 

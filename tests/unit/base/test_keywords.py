@@ -17,8 +17,8 @@ from tensorstow.colossalai import CPUAdam, HybridAdam
 from tensorstow.colossalai.booster import Booster, plugin
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-NOT_CALLED = {"StowError", "Tier", "__version__"}
-"""An exception, an enumeration and a text."""
+NOT_CALLED = {"StowError", "Tier", "__version__", "errors"}
+"""An exception, an enumeration, a text and a module."""
 PUBLIC = [
     *(getattr(tensorstow, name) for name in tensorstow.__all__ if name not in NOT_CALLED),
     *(deepspeed.initialize, DeepSpeedCPUAdam, FusedAdam),
@@ -37,7 +37,10 @@ def joined(first: str, /, second: str = "b", *, third: str = "c") -> str:
 @pytest.mark.parametrize("target", PUBLIC, ids=lambda target: target.__name__)
 def test_every_public_name_refuses_an_unknown_keyword(target: Callable[..., Any]) -> None:
     weights = [nn.Parameter(torch.ones(1))]
-    before = {tensorstow.StowedOptimizer: (torch.optim.SGD, weights)}
+    before: dict[object, tuple[object, ...]] = {
+        tensorstow.StowedOptimizer: (torch.optim.SGD, weights),
+        tensorstow.stow: (nn.Linear(2, 2), tensorstow.AdamW),
+    }
     given = before.get(target, () if keywords_of(target) else (weights,))
     known = keywords_of(target) or ["states"]
     with pytest.raises(KeywordError, match=rf"called with {known[-1]}x=.*mean {known[-1]}=\?"):

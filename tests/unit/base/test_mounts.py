@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.directories import Mount, mount_of
+from tensorstow.base.mounts import Mount, mount_of
 
 
 @pytest.mark.parametrize(

@@ -7,21 +7,23 @@ from tensorstow.base.errors import OptionError
 
 
 def test_tiers_are_read_from_text() -> None:
-    plan = Plan(parameters="disk", states="host", units={"h.0": "device"})
+    plan = Plan(parameters="disk", states="host", parameter_units={"h.0": "device"})
     assert plan.parameters is Tier.DISK
     assert plan.tier_of("h.0") is Tier.DEVICE
     assert plan.tier_of("h.1") is Tier.DISK
 
 
 def test_ram_is_another_word_for_the_host() -> None:
-    plan = Plan(parameters="disk", states="ram", units={"h.0": "ram"})
-    assert plan == Plan(parameters="disk", states="host", units={"h.0": "host"})
+    plan = Plan(parameters="disk", states="ram", parameter_units={"h.0": "ram"})
+    assert plan == Plan(parameters="disk", states="host", parameter_units={"h.0": "host"})
     assert '"host"' in plan.to_json()
     assert '"ram"' not in plan.to_json()
 
 
 def test_json_goes_there_and_back() -> None:
-    plan = Plan(parameters="disk", states="disk", overlap="backward", units={"h.0": "host"})
+    plan = Plan(
+        parameters="disk", states="disk", overlap="backward", parameter_units={"h.0": "host"}
+    )
     assert Plan.from_json(plan.to_json()) == plan
     plan = Plan(parameters="device", update_on="device")
     assert Plan.from_json(plan.to_json()) == plan
@@ -36,7 +38,7 @@ def test_json_goes_there_and_back() -> None:
     [
         ({"parameters": "tape"}, '"device", "host" or "disk"'),
         ({"states": 1}, '"device", "host" or "disk"'),
-        ({"units": {"h.0": "tape"}}, r"units\['h.0'\]"),
+        ({"parameter_units": {"h.0": "tape"}}, r"parameter_units\['h.0'\]"),
         ({"stage": 4}, "a whole number, 0 to 3"),
         ({"overlap": "both"}, '"none", "forward" or "backward"'),
         ({"replicas": 0}, "at least 1"),
@@ -46,7 +48,7 @@ def test_json_goes_there_and_back() -> None:
         ({"update_on": "gpu"}, '"host", "device", "hybrid"'),
         ({"update_on": 1.5}, "the share that the device updates"),
         (
-            {"update_on": "device", "parameters": "device", "units": {"h.0": "disk"}},
+            {"update_on": "device", "parameters": "device", "parameter_units": {"h.0": "disk"}},
             "with parameters on disk",
         ),
         ({"activations": "device"}, '"keep", "recompute"'),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.sizes import format_bytes, parse_size, parts_within
+from tensorstow.base.sizes import Bytes, format_bytes, parse_size, parts_within
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,7 @@ from tensorstow.base.sizes import format_bytes, parse_size, parts_within
     [
         (0, 0),
         (4096, 4096),
+        (Bytes(48), 48),
         ("0", 0),
         ("2097152", 2**21),
         ("512M", 512 * 2**20),
@@ -35,7 +36,22 @@ def test_parse(text: str | int, count: int) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "GiB", "-1GiB", "1e9", "48", "512Q", "5 parsecs", "1.5", "1..5GiB", "\u0661GiB", -1],
+    [
+        "",
+        "GiB",
+        "-1GiB",
+        "1e9",
+        "48",
+        "512Q",
+        "5 parsecs",
+        "1.5",
+        "1..5GiB",
+        "\u0661GiB",
+        -1,
+        1,
+        48,
+        4095,
+    ],
 )
 def test_refused_by_value_and_name(value: str | int) -> None:
     with pytest.raises(OptionError) as caught:

@@ -83,7 +83,7 @@ def test_wherever_the_copy_is_read_its_values_are_the_same(
     for plan in (
         Plan(parameters="disk"),
         Plan(),
-        Plan(parameters="disk", units={"blocks.1": "host", "norm": "host"}),
+        Plan(parameters="disk", parameter_units={"blocks.1": "host", "norm": "host"}),
     ):
         read, _ = tensorstow.stow(on_meta(tied=tied, dtype=dtype), None, plan=plan, weights=folder)
         for _ in range(2):

@@ -20,7 +20,7 @@ def store(tmp_path: Path) -> Path:
 
 def test_it_only_says_what_it_would_do(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(store.iterdir())
-    assert main(["clean", str(store)]) == 0
+    assert main(["run", "clean", str(store)]) == 0
     assert sorted(store.iterdir()) == before
     said = capsys.readouterr().out
     assert "committed steps 7 (seven)" in said
@@ -30,14 +30,14 @@ def test_it_only_says_what_it_would_do(store: Path, capsys: pytest.CaptureFixtur
 
 
 def test_it_does_it_when_told(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["clean", "--yes", str(store)]) == 0
+    assert main(["run", "clean", "--yes", str(store)]) == 0
     assert [path.name for path in store.iterdir()] == ["notes.txt"]
     assert f"removed {store / 'manifest.sqlite'}" in capsys.readouterr().out
 
 
 def test_a_live_run_is_refused(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.open([store], open_engine()):
-        assert main(["clean", "--yes", str(store)]) == 2
+        assert main(["run", "clean", "--yes", str(store)]) == 2
     assert "End that first" in capsys.readouterr().err
     assert (store / "states-0.bin").exists()
 
@@ -50,16 +50,16 @@ def test_a_run_of_ranks_goes_as_a_whole_or_not_at_all(
         directory.mkdir()
         Store.open([directory], open_engine()).close()
     with Store.open([ranks[1]], open_engine()):
-        assert main(["clean", "--yes", str(tmp_path)]) == 2
+        assert main(["run", "clean", "--yes", str(tmp_path)]) == 2
     assert (ranks[0] / "manifest.sqlite").exists()
-    assert main(["clean", "--yes", str(tmp_path)]) == 0
+    assert main(["run", "clean", "--yes", str(tmp_path)]) == 0
     assert [list(directory.iterdir()) for directory in ranks] == [[], []]
     assert "rank-1-of-2" in capsys.readouterr().out
 
 
 def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for yes in ([], ["--yes"]):
-        assert main(["clean", "--json", *yes, str(store)]) == 0
+        assert main(["run", "clean", "--json", *yes, str(store)]) == 0
         facts = json.loads(capsys.readouterr().out)
         assert facts["removed"] == bool(yes)
         assert facts["generations"][0]["names"] == ["seven"]

@@ -18,10 +18,14 @@ from tensorstow.base.profile import (
     identify_machine,
     write_profile,
 )
+from tensorstow.cli import plan_machine
 from tensorstow.cli.main import main
+from tensorstow.planner.headroom import usual_headroom
 from tree import ROOT
 
 MODEL = f"{__name__}:build"
+PLAN = ["plan", MODEL, "--headroom", "0"]
+"""The models here are smaller than any headroom."""
 GIB = 1 << 30
 
 
@@ -60,13 +64,13 @@ def small(tmp_path: Path) -> str:
 
 
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
-    assert main(["plan", MODEL, "--json", *options]) == 0
+    assert main([*PLAN, "--json", *options]) == 0
     found: dict[str, object] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_the_table_says_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", MODEL, "--device", "0", "--host", "1GiB", "--disk", "1GiB"]) == 0
+    assert main([*PLAN, "--device", "0", "--host", "1GiB", "--disk", "1GiB"]) == 0
     printed = capsys.readouterr().out
     assert (
         "20,971,520 parameters in float32, 1,048,576 frozen, 20 units of up to 4.0 MiB" in printed
@@ -91,7 +95,7 @@ def test_rejected_placements_say_what_is_short(capsys: pytest.CaptureFixture[str
 
 
 def test_the_smallest_budget_that_is_named_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", MODEL, "--host", "1MiB", "--disk", "1MiB"]) == 2
+    assert main([*PLAN, "--host", "1MiB", "--disk", "1MiB"]) == 2
     said = capsys.readouterr().err
     assert re.search(r"does not fit: the budget lacks [\d.]+ MiB of HOST", said)
     named = said.split("in bytes: ")[1].split(";")[0].split(" and ")
@@ -100,7 +104,7 @@ def test_the_smallest_budget_that_is_named_fits(capsys: pytest.CaptureFixture[st
     planned(capsys, *(word for pair in budget.items() for word in pair))
     for short, nbytes in least.items():
         less = {**budget, short: str(int(nbytes) - 1)}
-        assert main(["plan", MODEL, *(word for pair in less.items() for word in pair)]) == 2
+        assert main([*PLAN, *(word for pair in less.items() for word in pair)]) == 2
         capsys.readouterr()
 
 
@@ -156,7 +160,8 @@ def test_the_lines_run_where_they_were_asked_to(
     assert plan.accumulation_steps == micro_batches
     told = found["plan"]
     assert isinstance(told, dict)
-    assert {name: getattr(plan, name) for name in told} == told
+    asked = tensorstow.Plan(**told)
+    assert all(getattr(plan, name) == getattr(asked, name) for name in told)
     assert (found["gemini"] is None) == (commits or told["parameters"] == "disk")
     optimizer.close()
 
@@ -187,7 +192,7 @@ def test_states_that_round_are_taken_only_where_that_is_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     budget = ["--host", "220MiB", "--disk", "1MiB", "--directory", str(tmp_path)]
-    assert main(["plan", MODEL, *budget]) == 2
+    assert main([*PLAN, *budget]) == 2
     capsys.readouterr()
     found = planned(capsys, *budget, "--allow-inexact")
     assert (found["plan"], found["state_format"]) == (
@@ -206,7 +211,7 @@ def test_states_that_round_are_taken_only_where_that_is_allowed(
     held = {item["what"]: item["bytes"] for item in found["held"]}  # type: ignore[attr-defined]
     assert optimizer.memory().ram_bytes == held["states"]
     optimizer.close()
-    assert main(["plan", MODEL, *budget, "--allow-inexact"]) == 0
+    assert main([*PLAN, *budget, "--allow-inexact", "--deepspeed"]) == 0
     printed = capsys.readouterr().out
     assert "states on HOST in int8" in printed
     assert "differs from the plan in overlap ('forward' here), state_format" in printed
@@ -223,21 +228,24 @@ def test_units_are_on_two_tiers_where_one_is_too_small(
     tiers = [plan.tier_of(str(number)) for number in range(20)]
     assert 0 < tiers.count(tensorstow.Tier.HOST) < 20
     assert found["gemini"] is None
-    assert "units" in found["deepspeed_lacks"]  # type: ignore[operator]
-    assert main(["plan", MODEL, *budget]) == 0
-    assert f"{len(told['units'])} units of them on" in capsys.readouterr().out
+    assert "parameter_units" in found["deepspeed_lacks"]  # type: ignore[operator]
+    assert main([*PLAN, *budget]) == 0
+    assert f"{len(plan.parameter_units)} units of them on" in capsys.readouterr().out
 
 
 def test_a_batch_is_cut_into_micro_batches(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_profile(PROFILE)
     size = ["--batch", "8", "--seq", "64", "--json"]
-    assert main(["plan", small, *size]) == 0
+    assert main(["plan", small, "--headroom", "0", *size]) == 0
     whole = json.loads(capsys.readouterr().out)
     tight = whole["tiers"]["host"]["bytes"] - whole["activations"]["bytes"] // 2
     budget = ["--host", str(tight), "--disk", "1KiB"]
-    assert main(["plan", small, *size, *budget]) == 2
+    assert main(["plan", small, "--headroom", "0", *size, *budget]) == 2
     capsys.readouterr()
-    assert main(["plan", small, *size, *budget, "--accumulation-steps", "auto"]) == 0
+    assert (
+        main(["plan", small, "--headroom", "0", *size, *budget, "--accumulation-steps", "auto"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     times = found["plan"]["accumulation_steps"]
     assert times * found["activations"]["batch"] == 8
@@ -303,12 +311,17 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
         (["--host", "0"], "does not fit"),
         (["--host", "48"], "--host='48' has no unit"),
         (["--directory", "/nowhere"], "--directory /nowhere was given"),
+        (["--directory", "/nowhere", "--card", "4090"], "--directory /nowhere was given"),
+        (["--headroom", "much"], "--headroom='much' is not a size"),
+        (["--device", "9090"], "Or name a card: 3090, 4090"),
+        (["--card", "a100"], "Did you mean a100-"),
+        (["--card", "4090", "--device", "0"], "with --device 0, where the CPU computes"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", MODEL, *options]) == 2
+    assert main([*PLAN, *options]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -326,18 +339,18 @@ def test_what_traces_a_model_is_said_by_its_kind(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert main(["plan", str(path)]) == 0
-    assert f"not counted: say {with_what}" in capsys.readouterr().out
+    assert f"not counted: give {with_what}" in capsys.readouterr().out
 
 
 def test_micro_batches_are_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["plan", MODEL, "--accumulation-steps", "many"])
+        main([*PLAN, "--accumulation-steps", "many"])
     assert caught.value.code == 2
     assert "'many' was given: it is a number, at least 1, or auto" in capsys.readouterr().err
 
 
 def test_without_a_profile_it_says_what_makes_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", MODEL]) == 0
+    assert main(PLAN) == 0
     printed = capsys.readouterr().out
     assert "not predicted: no profile of this machine: `tensorstow calibrate`" in printed
 
@@ -345,22 +358,200 @@ def test_without_a_profile_it_says_what_makes_one(capsys: pytest.CaptureFixture[
 def test_the_cached_profile_gives_seconds(small: str, capsys: pytest.CaptureFixture[str]) -> None:
     write_profile(PROFILE)
     size = ["--batch", "2", "--seq", "32", "--host", "50MiB"]
-    assert main(["plan", small, *size, "--tbw", "600TB"]) == 0
+    assert main(["plan", small, "--headroom", "0", *size, "--tbw", "600TB"]) == 0
     printed = capsys.readouterr().out
+    assert "nominal" not in printed
+    assert "about" not in printed
     for part in ("forward ", "bound by      cores", "64 per step", "tokens/s", "break-even"):
         assert part in printed
-    assert main(["plan", small, *size, "--json"]) == 0
+    assert main(["plan", small, "--headroom", "0", *size, "--json"]) == 0
     step = json.loads(capsys.readouterr().out)["step"]
     assert step["seconds"] == pytest.approx(sum(each["seconds"] for each in step["phases"]))
     assert step["tokens_per_second"] == pytest.approx(64 / step["seconds"])
     assert step["binding"] in step["busy"]
     more = ["--world-size", "2", "--accumulation-steps", "3"]
-    assert main(["plan", small, *size, *more, "--json"]) == 0
+    assert main(["plan", small, "--headroom", "0", *size, *more, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"]["tokens"] == 2 * 32 * 2 * 3
     assert found["activations"]["bytes"] > 0
-    assert main(["plan", MODEL, "--json"]) == 0  # no batch: no seconds, but break-even
+    assert main([*PLAN, "--json"]) == 0  # no batch: no seconds, but break-even
     assert json.loads(capsys.readouterr().out)["step"] is None
+
+
+def test_headroom_is_a_line_of_each_tier_and_can_be_changed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = ["plan", MODEL, "--device", "2GiB", "--host", "3GiB"]
+    assert main(asked) == 0
+    rows = re.findall(
+        r"^ (device|host) +headroom, left free ", capsys.readouterr().out, re.MULTILINE
+    )
+    assert rows == ["device", "host"]
+    assert main([*asked, "--json"]) == 0
+    usual = json.loads(capsys.readouterr().out)
+    less = planned(capsys, *asked[2:])
+    for tier, headroom in usual_headroom(device_is_host=False).items():
+        held = less["tiers"][tier]["bytes"]  # type: ignore[index]
+        assert usual["tiers"][tier]["bytes"] == held + headroom.beside(held)
+    assert main([*asked, "--headroom", "700MiB", "--json"]) == 0
+    given = json.loads(capsys.readouterr().out)
+    left = {i["tier"]: i["bytes"] for i in given["held"] if i["what"] == "headroom, left free"}
+    assert left == {"device": 700 << 20, "host": 700 << 20}
+    assert main(["plan", MODEL, "--host", "700MiB"]) == 0  # 308 MiB are held
+    assert main(["plan", MODEL, "--host", "400MiB", "--disk", "0"]) == 2
+    assert "of HOST, headroom included" in capsys.readouterr().err
+    assert main([*PLAN, "--host", "1MiB", "--disk", "0"]) == 2
+    assert "headroom" not in capsys.readouterr().err
+
+
+def test_host_memory_that_is_not_given_is_the_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan_machine, "total_host_bytes", lambda: 8 * GIB)
+    assert planned(capsys)["tiers"]["host"]["budget"] == 8 * GIB  # type: ignore[index]
+    shared = planned(capsys, "--world-size", "4")
+    assert shared["tiers"]["host"]["budget"] == 2 * GIB  # type: ignore[index]
+    assert main(PLAN) == 0
+    assert "8.0 GiB (this machine)" in capsys.readouterr().out
+    assert planned(capsys, "--host", "none")["tiers"]["host"]["budget"] is None  # type: ignore[index]
+    assert main([*PLAN, "--host", "4GiB"]) == 0
+    assert "(this machine)" not in capsys.readouterr().out
+
+
+def test_a_card_has_nominal_rates_that_are_marked(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", small, "--batch", "2", "--seq", "32"]
+    assert main([*asked, "--device", "24GiB"]) == 0
+    told = capsys.readouterr().out
+    assert "no profile of this machine: `tensorstow calibrate` makes one; or --card plans" in told
+    found = {}
+    for words in (["--card", "4090"], ["--device", "RTX 4090"]):
+        assert main([*asked, *words, "--json"]) == 0
+        found[words[0]] = json.loads(capsys.readouterr().out)
+    assert found["--card"] == found["--device"]
+    assert found["--card"]["nominal"] == ["accelerator", "host memory", "disk"]
+    assert found["--card"]["card"] == "GeForce RTX 4090"
+    assert found["--card"]["tiers"]["device"]["budget"] == int(23.5 * GIB)
+    assert main([*asked, "--card", "4090"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^step +about [\d.]+ m?s: ", printed, re.MULTILINE)
+    assert re.search(
+        r"^rates +nominal, from data sheets: GeForce RTX 4090, DDR4", printed, re.MULTILINE
+    )
+    assert "no GPU was measured" in printed
+    assert main([*asked, "--card", "4090", "--device", "20GiB", "--json"]) == 0
+    less = json.loads(capsys.readouterr().out)
+    assert less["tiers"]["device"]["budget"] == 20 * GIB
+    assert less["step"] == found["--card"]["step"]
+
+
+def test_what_was_measured_goes_before_a_cards_nominal_rates(
+    small: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = PROFILE.but(directories={str(tmp_path): PROFILE.directories["/nvme"]})
+    write_profile(measured)
+    asked = ["plan", small, "--batch", "2", "--seq", "32", "--card", "4090", "--json"]
+    assert main(asked) == 0
+    assert json.loads(capsys.readouterr().out)["nominal"] == ["accelerator"]
+    assert main([*asked, "--directory", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--directory", "/dev/shm"]) == 2
+    assert "was not measured" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_counted_and_listed_with_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [*PLAN, "--device", "130MiB", "--host", "2GiB"]
+    assert main(asked) == 0
+    few = capsys.readouterr().out
+    assert "short" not in few
+    (count,) = re.findall(r"(\d+) more: they do not fit; --all lists them", few)
+    assert main([*asked, "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert len(re.findall(r" short$", everything, re.MULTILINE)) == int(count) > 0
+    assert "--all" not in everything
+
+
+def test_why_the_first_is_chosen_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--device", "1GiB", "--host", "2GiB"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": it fits too") > 1
+    assert printed.count("without rates: the first that fits is chosen") == 1
+    write_profile(PROFILE)
+    assert main(PLAN) == 0
+    assert "without rates" not in capsys.readouterr().out
+
+
+def test_other_projects_lines_are_printed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    headings = {
+        "--deepspeed": "as a DeepSpeed configuration",
+        "--gemini": "with Gemini's arguments",
+    }
+    for words in ([], ["--deepspeed"], ["--gemini"], ["--deepspeed", "--gemini"]):
+        assert main([*PLAN, *words]) == 0
+        printed = capsys.readouterr().out
+        assert [h in printed for h in headings.values()] == [flag in words for flag in headings]
+
+
+def test_units_are_told_as_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    budget = ["--host", "190MiB", "--directory", str(tmp_path)]
+    found = planned(capsys, *budget)
+    told = found["plan"]
+    assert isinstance(told, dict)
+    assert main([*PLAN, *budget]) == 0
+    printed = capsys.readouterr().out
+    (line,) = re.findall(r"^units +(.*)$", printed, re.MULTILINE)
+    (units,) = told["parameter_units"].items()
+    assert line == f"{units[0]} on {units[1].upper()}"
+    assert "-" in line
+    code = found["code"]
+    assert isinstance(code, list)
+    plan = next(text for text in code if text.startswith("plan ="))
+    assert len(plan) < 150
+    namespace: dict[str, object] = {}
+    exec(f"import tensorstow; {plan}", namespace)  # noqa: S102  # it is what users copy
+    assert namespace["plan"] == tensorstow.Plan(**told)
+
+
+def test_adapters_are_trained_alone(small: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", small, "--dtype", "bf16", "--json"]
+    assert main(asked) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert main([*asked, "--lora", "r=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model, base = found["model"], full["model"]["parameters"]
+    assert model["parameters"] - model["trained"] == base
+    assert 0 < model["trained"] < base
+    held = {item["what"]: item["bytes"] for item in found["held"]}
+    assert held["gradients"] == 4 * model["trained"]
+    assert held["states"] == 8 * model["trained"]
+    assert found["code"][:2] == [
+        "import peft, tensorstow",
+        'model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))',
+    ]
+    assert "lr=0.0001" in found["code"][-1]
+    assert "lr=1e-05" in full["code"][-1]
+    assert found["deepspeed"]["bf16"] == {"enabled": True}
+
+
+def broken() -> nn.Module:
+    message = "boom"
+    raise RuntimeError(message)
+
+
+def test_an_error_of_the_users_function_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", f"{__name__}:broken"]) == 1
+    told = capsys.readouterr().err
+    assert re.search(r'  File ".*test_cli_plan\.py", line \d+, in broken\n    raise Runtime', told)
+    assert told.endswith("RuntimeError: boom\n")
+    assert main(["plan", f"{__name__}:broken", "--json"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["type"] == "RuntimeError"
+    assert "boom" in error["message"]
 
 
 def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -382,7 +573,7 @@ def test_states_on_disk_wear_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     moved = (disk["written_bytes"] + disk["read_bytes"]) / 1e9
     operations = 6 * (20 << 20) / 1e11
     assert even["tokens"] == pytest.approx(moved / operations, rel=0.02)
-    assert main(["plan", MODEL, *options]) == 0
+    assert main([*PLAN, *options]) == 0
     printed = capsys.readouterr().out
     assert f"a drive for 1 TB lasts {disk['steps_until_worn']:,} steps" in printed
     assert f"{even['tokens']:,} tokens per step" in printed
@@ -404,12 +595,12 @@ def test_rates_that_are_lacking_are_said_or_refused(
     assert "float32/fp32" in str(planned(capsys)["seconds_unknown"])
     file = tmp_path / "rates.json"
     file.write_text(json.dumps(PROFILE.but(update={}).as_dict()))
-    assert main(["plan", MODEL, "--profile", str(file)]) == 2
+    assert main([*PLAN, "--profile", str(file)]) == 2
     assert "float32/fp32" in capsys.readouterr().err
-    assert main(["plan", MODEL, "--profile", "/nowhere"]) == 2
+    assert main([*PLAN, "--profile", "/nowhere"]) == 2
     assert "no such file" in capsys.readouterr().err
     write_profile(PROFILE)
-    assert main(["plan", MODEL, "--directory", "/dev/shm"]) == 2
+    assert main([*PLAN, "--directory", "/dev/shm"]) == 2
     assert "was not measured" in capsys.readouterr().err
 
 
@@ -456,7 +647,7 @@ def test_activations_that_do_not_fit_are_placed_elsewhere(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profile(PROFILE)
-    asked = ["plan", small, "--batch", "16", "--seq", "256"]
+    asked = ["plan", small, "--headroom", "0", "--batch", "16", "--seq", "256"]
     assert main([*asked, "--json"]) == 0
     kept = json.loads(capsys.readouterr().out)
     assert "activations" not in kept["plan"]
@@ -496,7 +687,7 @@ def test_the_readme_s_table_of_what_fits_where_is_what_is_printed(
             (amount,) = re.findall(r"([\d,]+) GiB", told.replace("nothing", "0 GiB"))
             assert int(amount.replace(",", "")) == round(held_bytes / GIB), (size, told)
         if (units := re.match(r"(\d+) of (\d+) units", cells[1])) is not None:
-            assert int(units[1]) == len(found["plan"]["units"])
+            assert int(units[1]) == len(tensorstow.Plan(**found["plan"]).parameter_units)
             assert int(units[2]) == found["model"]["units"]
 
 

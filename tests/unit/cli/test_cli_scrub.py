@@ -30,7 +30,7 @@ def flip(path: Path, offset: int) -> None:
 
 def test_all_is_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_store(tmp_path)
-    assert main(["scrub", str(tmp_path)]) == 0
+    assert main(["run", "scrub", str(tmp_path)]) == 0
     assert "read back: all as written" in capsys.readouterr().out
 
 
@@ -38,7 +38,7 @@ def test_a_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     record = make_store(tmp_path)
     at = record.extent.offset + SHAPE.weight_offset + 5
     flip(tmp_path / "states-0.bin", at)
-    assert main(["scrub", str(tmp_path)]) == 1
+    assert main(["run", "scrub", str(tmp_path)]) == 1
     said = capsys.readouterr().out
     start = record.extent.offset + SHAPE.weight_offset
     assert f"{tmp_path}/states-0.bin, 2048 bytes at offset {start}: chunk 0, weights" in said
@@ -51,19 +51,19 @@ def test_one_generation(
     which: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flip(tmp_path / "states-0.bin", make_store(tmp_path).extent.offset)
-    assert main(["scrub", "--generation", which, str(tmp_path)]) == status
-    assert main(["scrub", "--generation", "never", str(tmp_path)]) == 2
+    assert main(["run", "scrub", "--generation", which, str(tmp_path)]) == status
+    assert main(["run", "scrub", "--generation", "never", str(tmp_path)]) == 2
     assert "There are: 1 (old), 2" in capsys.readouterr().err
 
 
 def test_a_live_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.open([tmp_path], open_engine()):
-        assert main(["scrub", str(tmp_path)]) == 2
+        assert main(["run", "scrub", str(tmp_path)]) == 2
     assert "is held by this process" in capsys.readouterr().err
 
 
 def test_nothing_is_made(tmp_path: Path) -> None:
-    assert main(["scrub", str(tmp_path)]) == 2
+    assert main(["run", "scrub", str(tmp_path)]) == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -76,7 +76,7 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "b" / "lock").unlink()
     files = sorted(p for d in directories for p in d.iterdir())
     before = [(p, p.read_bytes(), p.stat().st_mtime_ns) for p in files]
-    assert main(["scrub", str(tmp_path / "a")]) == 0
+    assert main(["run", "scrub", str(tmp_path / "a")]) == 0
     assert [(p, p.read_bytes(), p.stat().st_mtime_ns) for p in files] == before
     assert sorted(p for d in directories for p in d.iterdir()) == files
 
@@ -88,7 +88,7 @@ def test_a_file_of_another_run_is_not_read(
         (tmp_path / name).mkdir()
     Store.open([tmp_path / "a", tmp_path / "b"], open_engine()).close()
     (tmp_path / "b" / "states-1.bin").write_bytes(b"mine" * 4096)
-    assert main(["scrub", str(tmp_path / "a")]) == 2
+    assert main(["run", "scrub", str(tmp_path / "a")]) == 2
     assert "states-1.bin" in capsys.readouterr().err
 
 
@@ -97,10 +97,10 @@ def test_all_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (tmp_path / f"rank-{rank}-of-2").mkdir()
     record = make_store(tmp_path / "rank-0-of-2")
     make_store(tmp_path / "rank-1-of-2")
-    assert main(["scrub", str(tmp_path)]) == 0
+    assert main(["run", "scrub", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("all as written") == 2
     flip(tmp_path / "rank-0-of-2" / "states-0.bin", record.extent.offset)
-    assert main(["scrub", str(tmp_path)]) == 1
+    assert main(["run", "scrub", str(tmp_path)]) == 1
     first, second = capsys.readouterr().out.splitlines()[-2:]
     assert "rank-0-of-2" in first
     assert "1 damaged" in first
@@ -110,14 +110,14 @@ def test_all_ranks_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = make_store(tmp_path)
-    assert main(["scrub", "--json", str(tmp_path)]) == 0
+    assert main(["run", "scrub", "--json", str(tmp_path)]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole == {
         "directory": str(tmp_path), "read_bytes": whole["read_bytes"], "damages": [],
         "copy_damage": None,
     }  # fmt: skip
     flip(tmp_path / "states-0.bin", record.extent.offset)
-    assert main(["scrub", "--json", str(tmp_path)]) == 1
+    assert main(["run", "scrub", "--json", str(tmp_path)]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["read_bytes"] == whole["read_bytes"] > 0
     (damage,) = facts["damages"]

@@ -18,14 +18,14 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_it_prints_what_there_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(store)]) == 0
+    assert main(["run", "inspect", str(store)]) == 0
     said = capsys.readouterr().out
     for words in ("by nobody", "states-0.bin", "seven", "9,000 in 3 chunks", "bytes of states"):
         assert words in said
 
 
 def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "--json", str(store)]) == 0
+    assert main(["run", "inspect", "--json", str(store)]) == 0
     facts = json.loads(capsys.readouterr().out)
     (generation,) = facts["generations"]
     assert (generation["step"], generation["names"]) == (7, ["seven"])
@@ -35,7 +35,7 @@ def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_live_store_may_be_looked_at(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.open([store], open_engine()):
-        assert main(["inspect", str(store)]) == 0
+        assert main(["run", "inspect", str(store)]) == 0
     assert "by this process itself" in capsys.readouterr().out
 
 
@@ -44,14 +44,14 @@ def test_an_empty_store_and_a_missing_file(
 ) -> None:
     Store.open([tmp_path], open_engine()).close()
     (tmp_path / "states-0.bin").unlink()
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["run", "inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "is gone" in said
     assert "nothing is committed yet" in said
 
 
 def test_no_store_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(tmp_path)]) == 2
+    assert main(["run", "inspect", str(tmp_path)]) == 2
     assert "there is no manifest.sqlite" in capsys.readouterr().err
 
 
@@ -61,10 +61,10 @@ def test_the_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         directory.mkdir()
         with Store.open([directory], open_engine()) as opened:
             opened.commit(make_content(opened, step))
-    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["run", "inspect", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said.index("rank-0-of-2") < said.index("rank-1-of-2")
-    assert main(["inspect", "--json", str(tmp_path)]) == 0
+    assert main(["run", "inspect", "--json", str(tmp_path)]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert [rank["generations"][0]["step"] for rank in facts] == [5, 6]
 
@@ -73,7 +73,7 @@ def test_forty_columns_lose_nothing(
     store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    assert main(["inspect", str(store)]) == 0
+    assert main(["run", "inspect", str(store)]) == 0
     said = capsys.readouterr().out
     assert str(store / "states-0.bin") in said
     for words in ("generation  1", "snapshots   seven", "chunks      3", "step        7"):

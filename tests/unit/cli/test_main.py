@@ -1,6 +1,7 @@
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from tensorstow.base.errors import OptionError
 from tensorstow.cli import doctor
-from tensorstow.cli.arguments import COMMANDS, Command
+from tensorstow.cli.arguments import COMMANDS, RUN_COMMANDS, Command
 from tensorstow.cli.main import main, make_parser
 
 
@@ -23,26 +24,45 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return sorted(flag for action in parser._actions for flag in action.option_strings)
 
 
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
+OF_A_RUN = {
+    "inspect": ["--help", "--json", "-h"],
+    "scrub": ["--generation", "--help", "--json", "-h"],
+    "recover": ["--accept-loss", "--help", "--json", "--yes", "-h"],
+    "clean": ["--help", "--json", "--yes", "-h"],
+}
+
+
 def test_the_command_line_is_frozen() -> None:
     parser = make_parser()
     assert flags_of(parser) == ["--help", "--version", "-h"]
-    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    assert {name: flags_of(command) for name, command in commands.choices.items()} == {
+    commands = commands_of(parser)
+    assert {name: flags_of(command) for name, command in commands.items()} == {
         "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
         "calibrate": ["--help", "--json", "-h"],
         "plan": [
             "--accumulation-steps",
+            "--all",
             "--allow-inexact",
             "--batch",
+            "--card",
             "--commits",
+            "--deepspeed",
             "--device",
             "--directory",
             "--disk",
             "--dtype",
+            "--gemini",
+            "--headroom",
             "--help",
             "--host",
             "--html",
             "--json",
+            "--lora",
             "--profile",
             "--seq",
             "--tbw",
@@ -50,11 +70,62 @@ def test_the_command_line_is_frozen() -> None:
             "-h",
         ],
         "verify": ["--device", "--help", "--json", "--model", "-h"],
-        "inspect": ["--help", "--json", "-h"],
-        "scrub": ["--generation", "--help", "--json", "-h"],
-        "recover": ["--accept-loss", "--help", "--json", "--yes", "-h"],
-        "clean": ["--help", "--json", "--yes", "-h"],
+        "run": ["--help", "-h"],
+        **OF_A_RUN,
     }
+    of_a_run = commands_of(commands["run"])
+    assert {name: flags_of(command) for name, command in of_a_run.items()} == OF_A_RUN
+
+
+@pytest.mark.parametrize("name", OF_A_RUN)
+def test_commands_of_a_run_go_on_by_their_old_names(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", name, "/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert main([name, "/nowhere"]) == 2
+    old = f"tensorstow: this command is `tensorstow run {name}` now; its old name works for one"
+    assert capsys.readouterr().err == f"{old} more minor release\n{said}"
+    assert main([name, "/nowhere", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "DirectoryError"
+
+
+def test_help_lists_commands_by_their_new_names_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+    assert listed == [*(command.name for command in COMMANDS), "run"]
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE) == list(OF_A_RUN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["plna", "gpt2"],
+            "there is no command 'plna': did you mean plan?; the commands are doctor",
+        ),
+        (["run", "inspekt", "x"], "there is no command 'inspekt': did you mean inspect?"),
+        (
+            ["xyzzy"],
+            "there is no command 'xyzzy'; the commands are doctor, calibrate, plan, verify",
+        ),
+        (["plan", "gpt2", "--devic", "0"], "arguments: --devic 0: did you mean --device?"),
+        (["plan", "gpt2", "--accumulation=2"], "did you mean --accumulation-steps?"),
+        (["run", "clean", "x", "--yess"], "arguments: --yess: did you mean --yes?"),
+        (["plan", "gpt2", "--lora", "many"], "'many' was given: it is the adapters' rank"),
+        (["plan", "gpt2", "--lora", "r=0"], "'r=0' was given: it is the adapters' rank"),
+    ],
+)
+def test_an_unknown_name_is_told_the_nearest(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +143,8 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "gpt2", "--devic"], "plan [-h]"),
         (["doctor", "--somewhere"], "doctor [-h]"),
         (["inspect"], "inspect [-h]"),
+        (["run"], "run [-h] COMMAND ..."),
+        (["run", "scrub"], "run scrub [-h]"),
         (["plan", "gpt2", "--world-size", "many"], "plan [-h]"),
         (["plan", "gpt2", "--accumulation-steps=--"], "plan [-h]"),
         (["scrub", "x", "--generation=--"], "scrub [-h]"),
@@ -87,8 +160,9 @@ def test_what_is_not_understood_is_refused_with_the_usage_of_its_command(
 
 
 def test_every_command_that_prints_has_json() -> None:
-    (commands,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    assert all("--json" in flags_of(command) for command in commands.choices.values())
+    commands = commands_of(make_parser())
+    commands |= commands_of(commands.pop("run"))
+    assert all("--json" in flags_of(command) for command in commands.values())
 
 
 class ClosedPipe:
@@ -157,7 +231,7 @@ def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", "/nowhere"]) == 2
+    assert main(["run", "inspect", "/nowhere"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("tensorstow: Directory /nowhere was requested but does not exist.")
     assert said.count("\n") == 1
@@ -266,22 +340,30 @@ def test_help_and_usage_errors_do_not_wait_for_torch(arguments: list[str]) -> No
     assert "torch imported: False" in done.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+@pytest.mark.parametrize("command", [*COMMANDS, *RUN_COMMANDS], ids=lambda each: each.name)
 def test_each_command_is_there(command: Command) -> None:
     assert callable(import_module(command.module).run)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda each: each.name)
+@pytest.mark.parametrize("command", [*COMMANDS, *RUN_COMMANDS], ids=lambda each: each.name)
 def test_help_says_what_a_command_does_in_the_words_of_the_list(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        main([command.name, "--help"])
+        main([*(["run"] if command in RUN_COMMANDS else []), command.name, "--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert f"{command.summary[1:]}." in told
 
 
-@pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "verify"])
+def test_help_of_plan_explains_its_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    _, words = capsys.readouterr().out.split("words:\n")
+    explained = re.findall(r"^  (\S+)  +\S", words, re.MULTILINE)
+    assert explained == ["rank", "micro-batch", "step", "unit", "host"]
+
+
+@pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "verify", "run"])
 def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -290,4 +372,4 @@ def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixtur
     assert shown
     for line in shown:
         words = line.split("  ")[0].split("|")[0].split()
-        assert make_parser().parse_args(words[1:]).parser.prog.endswith(command)
+        assert make_parser().parse_args(words[1:]).parser.prog.split()[1] == command

@@ -29,7 +29,18 @@ def test_a_page_shows_tiers_and_other_placements(
     tmp_path: Path, rates: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "plan.html"
-    options = ["--host", "32MiB", "--disk", "1GiB", "--html", str(page), "--profile", rates]
+    options = [
+        "--headroom",
+        "0",
+        "--host",
+        "32MiB",
+        "--disk",
+        "1GiB",
+        "--html",
+        str(page),
+        "--profile",
+        rates,
+    ]
     assert main(["plan", MODEL, *options]) == 0
     assert f"{page}" in capsys.readouterr().out
     text = page.read_text()
@@ -60,6 +71,49 @@ def test_lanes_are_as_long_as_they_work(
         assert f'<span class="cell" style="width:{width:.3f}%">' in text
     for lane in step["busy"]:
         assert f"<span>{lane} " in text
+
+
+def test_a_page_that_was_given_a_batch_does_not_ask_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile
+    config = tmp_path / "small.json"
+    given = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+    config.write_text(json.dumps(given))
+    page = tmp_path / "plan.html"
+    size = ["--batch", "2", "--seq", "32"]
+    for model, options, asked in (
+        (str(config), [], "--batch and --seq"),
+        (MODEL, [], "a module:function that returns the model and the arguments of its forward"),
+        (str(config), size, None),
+    ):
+        assert main(["plan", model, *options, "--card", "4090", "--html", str(page)]) == 0
+        told = re.findall(r"Not predicted: give ([^<]*)\.", page.read_text())
+        assert told == ([] if asked is None else [asked])
+    assert main(["plan", str(config), *size, "--html", str(page)]) == 0
+    text = page.read_text()
+    assert "--batch" not in text
+    assert "Not predicted: no profile of this machine" in text
+    capsys.readouterr()
+
+
+def test_headroom_is_drawn_and_nominal_rates_are_marked(tmp_path: Path, rates: str) -> None:
+    config = tmp_path / "small.json"
+    given = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100}
+    config.write_text(json.dumps(given))
+    page = tmp_path / "plan.html"
+    drawn = ["--batch", "2", "--seq", "32", "--html", str(page)]
+    assert main(["plan", str(config), *drawn, "--card", "4090", "--profile", rates]) == 0
+    text = page.read_text()
+    assert re.search(r'title="headroom, left free: [\d.]+ MiB" style="width:[\d.]+%;backg', text)
+    assert text.count("headroom, left free") >= 4  # a bar and its label, of two tiers
+    assert "Rates are nominal, from data sheets: GeForce RTX 4090" in text
+    assert "no GPU was measured" in text
+    assert re.search(r"<p>About [\d.]+ m?s; most", text)
+    assert main(["plan", str(config), *drawn, "--profile", rates, "--headroom", "0"]) == 0
+    text = page.read_text()
+    assert "headroom, left free" not in text
+    assert "nominal, from" not in text
 
 
 def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def recover(root: Path, *options: str) -> int:
-    return main(["recover", *map(str, directories(root)), *options])
+    return main(["run", "recover", *map(str, directories(root)), *options])
 
 
 def test_a_run_that_is_whole_is_read(
@@ -95,19 +95,19 @@ def test_a_copy_that_is_damaged_alone_is_made_anew(
     change_rows(root / COPIES[0], "UPDATE chunks SET offset = offset + 4096 WHERE generation = 7")
     first, before = str(root / "a"), (root / MANIFEST).read_bytes()
     for _ in range(2):
-        assert main(["scrub", first]) == DAMAGED
+        assert main(["run", "scrub", first]) == DAMAGED
         assert "manifest-copy.sqlite, the second copy of the manifest, is damaged" in (
             said := capsys.readouterr().out.replace("\n", "")
         )
         assert "1 damaged" in said
-        assert main(["scrub", first, "--json"]) == DAMAGED
+        assert main(["run", "scrub", first, "--json"]) == DAMAGED
         assert "generation 7" in json.loads(capsys.readouterr().out)["copy_damage"]
         assert recover(root) == DAMAGED
         assert "add --yes to go on, which loses nothing" in capsys.readouterr().out
     assert recover(root, "--yes") == 0
     assert "the second copy of the manifest is made anew" in capsys.readouterr().out
     assert (root / MANIFEST).read_bytes() == before
-    assert main(["scrub", first]) == 0
+    assert main(["run", "scrub", first]) == 0
     assert recover(root) == 0
     (root / MANIFEST).unlink()
     with Store.open(directories(root), open_engine("threads")) as store:
@@ -147,10 +147,10 @@ def test_training_does_not_begin_anew_over_a_damaged_run(
     with (tmp_path / "states-0.bin").open("r+b") as file:
         file.seek(generation.chunks[0].extent.offset + 5)
         file.write(b"?")
-    assert main(["scrub", str(tmp_path)]) == DAMAGED
-    assert main(["recover", str(tmp_path)]) == DAMAGED
+    assert main(["run", "scrub", str(tmp_path)]) == DAMAGED
+    assert main(["run", "recover", str(tmp_path)]) == DAMAGED
     assert "chunk 0, states of elements" in capsys.readouterr().out
-    assert main(["recover", str(tmp_path), "--yes"]) == DAMAGED
+    assert main(["run", "recover", str(tmp_path), "--yes"]) == DAMAGED
     assert "add --accept-loss to begin anew" in capsys.readouterr().out
     optimizer = make()
     assert optimizer.resume() == 3
@@ -175,10 +175,10 @@ def test_the_ranks_of_a_run_are_recovered_together_or_not_at_all(
             commit(store, 1)
         (directory / "manifest.sqlite").write_bytes(b"")
     (ranks[1] / "manifest-copy.sqlite").unlink()
-    assert main(["recover", str(tmp_path), "--yes"]) == DAMAGED
+    assert main(["run", "recover", str(tmp_path), "--yes"]) == DAMAGED
     assert [(directory / "manifest.sqlite").stat().st_size for directory in ranks] == [0, 0]
-    assert main(["recover", str(tmp_path), "--accept-loss"]) == LOST
+    assert main(["run", "recover", str(tmp_path), "--accept-loss"]) == LOST
     said = capsys.readouterr().out
     assert said.count("the run goes on from what is whole") == 1
     assert said.count("a new run begins there") == 1
-    assert main(["recover", str(tmp_path)]) == 0
+    assert main(["run", "recover", str(tmp_path)]) == 0

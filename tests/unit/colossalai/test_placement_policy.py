@@ -69,10 +69,10 @@ def test_policies_are_plans(
     policy: PlacementPolicy, tier: Tier, below: set[str], stage: int
 ) -> None:
     made = plan(policy, 10, 10)
-    assert (made.parameters, set(made.units), made.stage) == (tier, below, stage)
-    assert set(made.units.values()) <= {Tier.HOST}
+    assert (made.parameters, set(made.parameter_units), made.stage) == (tier, below, stage)
+    assert set(made.parameter_units.values()) <= {Tier.HOST}
     on_cpu = plan(policy, 10, 10, device_is_host=True)
-    assert (on_cpu.parameters, on_cpu.units) == (Tier.HOST, {})
+    assert (on_cpu.parameters, on_cpu.parameter_units) == (Tier.HOST, {})
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_auto_lets_copies_stay_on_the_device(*, here: bool) -> None:
         states_on_disk=False,
         replicas=1,
         prefetch=0,
-        device_limit=70,
+        device_budget=70_000,
     )
     assert made.parameters == Tier.HOST
-    assert not made.units
-    assert made.device_limit == (None if here else 70)
+    assert not made.parameter_units
+    assert made.device_budget == (None if here else 70_000)
 
 
 def test_max_prefetch_is_the_plan_s() -> None:
@@ -139,7 +139,7 @@ def test_fractions_of_states_are_of_what_is_trained(
     model = nn.Sequential(*(nn.Linear(8, n, bias=False) for n in (64, 16, 8, 8)))
     model[0].weight.requires_grad_(False)  # noqa: FBT003
     each = units_of(model, list(model))
-    made = Plan(parameters=Tier.DEVICE, units=dict.fromkeys(below, Tier.HOST))
+    made = Plan(parameters=Tier.DEVICE, parameter_units=dict.fromkeys(below, Tier.HOST))
     assert states_off_device(PlacementPolicy(offload_optim=fraction), each, made) == chosen
 
 

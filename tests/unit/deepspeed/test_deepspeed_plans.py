@@ -152,4 +152,4 @@ def test_states_in_memory_are_told_of_no_directory() -> None:
 def test_elements_in_memory_are_the_shelves_bytes(elements: int, nbytes: int | None) -> None:
     param = OffloadParam("nvme", "/a", max_in_cpu=elements)
     plan = placed(settings(Zero(3, offload_param=param), bf16=True))
-    assert plan.buffer_pool_bytes == nbytes
+    assert plan.weight_ram_budget == nbytes

@@ -20,8 +20,9 @@ from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import automatic, read_plan
-from tensorstow.fsdp.automatic import free_host_bytes, machine_budget
+from tensorstow.fsdp.automatic import free_host_bytes, machine_budget, total_host_bytes
 from tensorstow.fsdp.units import units_of
+from tensorstow.planner.headroom import Headroom, usual_headroom
 
 CPU = torch.device("cpu")
 
@@ -80,6 +81,14 @@ def test_one_table_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture
     assert "tensorstow calibrate" in caplog.text
 
 
+@pytest.fixture
+def _no_headroom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all that is free be the budget: the models here are smaller than any headroom."""
+    none = dict.fromkeys(Tier, Headroom())
+    monkeypatch.setattr(automatic, "usual_headroom", lambda **_: none)
+
+
+@pytest.mark.usefixtures("_no_headroom")
 def test_the_machine_is_the_budget_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "free_host_bytes", lambda: 2 * 4 * BYTES - BYTES)
     assert placed()[0].states == Tier.HOST
@@ -162,11 +171,24 @@ def test_free_memory_is_the_systems_and_the_cgroups(
     assert free_host_bytes() == 40 << 10
     (tmp_path / "memory.max").write_text("30000\n")
     assert free_host_bytes() == 29995
+    assert total_host_bytes() == 30000
     meminfo.unlink()
     (tmp_path / "memory.max").unlink()
     assert free_host_bytes() > 0
+    assert total_host_bytes() > free_host_bytes()
 
 
+def test_a_machines_budget_leaves_the_headroom_free_that_plan_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic, "free_host_bytes", lambda: 100 * G)
+    room = usual_headroom(device_is_host=True)[Tier.HOST]
+    counted = machine_budget([], CPU, tmp_path, with_activations=True).host
+    assert counted == room.within(100 * G) < 95 * G
+    assert machine_budget([], CPU, tmp_path).host == room.within(100 * G) // 2
+
+
+@pytest.mark.usefixtures("_no_headroom")
 def test_a_machines_budget_is_a_part_of_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,7 @@ PLANS = [
     ON_DISK,
     Plan(parameters="disk", states="disk"),
     Plan(parameters="disk", states="disk", overlap="backward"),
-    Plan(parameters="host", units={"blocks.1": "disk", "": "disk"}),
+    Plan(parameters="host", parameter_units={"blocks.1": "disk", "": "disk"}),
 ]
 
 

@@ -165,8 +165,11 @@ def _makes_another(named: Named, **_: object) -> torch.optim.Optimizer:
         (_takes_nothing, r"\*\*placement"),
         (_passes_nothing_on, r"Pass \*\*placement on"),
         (_makes_another, "returned a SGD"),
-        (torch.optim.AdamW, r"Use tensorstow\.AdamW"),
-        (partial(torch.optim.SGD, lr=1), r"Use partial\(tensorstow\.StowedOptimizer, SGD"),
+        (torch.optim.AdamW, r"Use stow\(model, tensorstow\.AdamW"),
+        (
+            partial(torch.optim.SGD, lr=1),
+            r"Use stow\(model, partial\(tensorstow\.StowedOptimizer, torch\.optim\.SGD\), lr=1\)",
+        ),
         (partial(tensorstow.AdamW, states="ram"), "the plan says 'disk'"),
     ],
 )
@@ -269,7 +272,9 @@ def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
 
 def test_an_automatic_plan_keeps_its_budget_whatever_the_optimizer_was_told() -> None:
     with pytest.raises(BudgetError):
-        tensorstow.stow(_model(), partial(tensorstow.AdamW, states="ram"), budget=Budget(host=200))
+        tensorstow.stow(
+            _model(), partial(tensorstow.AdamW, states="ram"), budget=Budget(host="200B")
+        )
 
 
 def test_a_factory_is_asked_of_its_own_keywords_and_parameters() -> None:

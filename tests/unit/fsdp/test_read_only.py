@@ -89,8 +89,8 @@ def stream(model: nn.Module) -> WeightStream:
         Plan(parameters="device"),
         Plan(parameters="disk", prefetch=0),
         Plan(parameters="disk", prefetch=9),
-        Plan(parameters="disk", units={"": "host", "body.blocks.3": "host"}),
-        Plan(units={"body.blocks.0": "disk", "embed": "disk"}),
+        Plan(parameters="disk", parameter_units={"": "host", "body.blocks.3": "host"}),
+        Plan(parameter_units={"body.blocks.0": "disk", "embed": "disk"}),
     ],
     ids=["disk", "host", "device", "alone", "all-ahead", "root-in-memory", "two-on-disk"],
 )
@@ -168,7 +168,7 @@ def test_weights_may_be_cast_on_the_way(tmp_path: Path) -> None:
     net.load_state_dict(load_file(tmp_path / "a.safetensors"), strict=False)
     net.load_state_dict(load_file(tmp_path / "b.safetensors"), strict=False)
     for make in (lambda: on_meta().bfloat16(), on_meta):
-        for plan in (DISK, Plan(), Plan(units={"embed": "disk"})):
+        for plan in (DISK, Plan(), Plan(parameter_units={"embed": "disk"})):
             model, _ = tensorstow.stow(
                 make(), None, plan=plan, weights=tmp_path, compute_dtype=torch.bfloat16
             )
@@ -186,7 +186,7 @@ def test_a_model_in_memory_stays_as_it_is_and_needs_no_files() -> None:
     with pytest.raises(
         OptionError, match=r"Unit 'body\.blocks\.0' is to be on disk.*pass weights="
     ):
-        tensorstow.stow(Net(), None, plan=Plan(units={"body.blocks.0": "disk"}))
+        tensorstow.stow(Net(), None, plan=Plan(parameter_units={"body.blocks.0": "disk"}))
 
 
 def test_a_compiled_model_gives_the_same_bits(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_budget_keeps_what_fits_in_memory(tmp_path: Path) -> None:
     budget = Budget(host=6 * BLOCK_BYTES)
     model, _ = tensorstow.stow(on_meta(), None, budget=budget, weights=tmp_path)
     plan = tensorstow.plan_of(model)
-    stay = [name for name, tier in plan.units.items() if tier == "host"]
+    stay = [name for name, tier in plan.parameter_units.items() if tier == "host"]
     assert 1 <= len([name for name in stay if "blocks" in name]) < BLOCKS
     assert torch.equal(model(TOKENS), expected)
     before = stream(model).bytes_read
@@ -247,7 +247,7 @@ def test_a_budget_keeps_what_fits_in_memory(tmp_path: Path) -> None:
 
 def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
     saved(tmp_path)
-    plan = Plan(parameters="disk", units={"body.blocks.1": "host", "": "host"})
+    plan = Plan(parameters="disk", parameter_units={"body.blocks.1": "host", "": "host"})
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     model(TOKENS)
     counted = tensorstow.parameter_bytes(nn.Sequential(model))
@@ -263,8 +263,8 @@ def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_buffers_that_hold_no_unit_are_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    plan = Plan(parameters="disk", buffer_pool_bytes=4096)
-    with pytest.raises(BudgetError, match=r"buffer_pool_bytes=.* the largest unit has"):
+    plan = Plan(parameters="disk", weight_ram_budget=4096)
+    with pytest.raises(BudgetError, match=r"weight_ram_budget=.* the largest unit has"):
         tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
 
 
@@ -307,7 +307,10 @@ def test_files_of_another_model_are_refused_at_once(
         ({"dir": "somewhere"}, "dir='somewhere' was given without an optimizer"),
         ({"tokens": 5}, "tokens=5 was given without an optimizer"),
         ({"plan": Plan(overlap="backward")}, "overlap='backward' .* is for training"),
-        ({"plan": Plan(units={"body.blocks.9": "disk"})}, "units that the model does not have"),
+        (
+            {"plan": Plan(parameter_units={"body.blocks.9": "disk"})},
+            "units that the model does not have",
+        ),
         ({"plan": DISK, "budget": Budget()}, 'budget= only applies to plan="auto"'),
         ({"weights": None}, "is on the meta device.* pass weights="),
     ],
@@ -379,7 +382,7 @@ def test_a_thread_that_waits_for_a_read_keeps_no_other_from_what_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefetch: int
 ) -> None:
     saved(tmp_path)
-    plan = Plan(parameters="disk", prefetch=prefetch, buffer_pool_bytes="1GiB")
+    plan = Plan(parameters="disk", prefetch=prefetch, weight_ram_budget="1GiB")
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     read = stream(model)
     first, last = read.calls[0], read.calls[-2]
@@ -433,7 +436,7 @@ def test_files_that_were_written_to_are_refused_from_then_on(
     tmp_path: Path, units: dict[str, Any]
 ) -> None:
     _, expected = saved(tmp_path)
-    plan = Plan(parameters="disk", units=units, prefetch=0)
+    plan = Plan(parameters="disk", parameter_units=units, prefetch=0)
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     assert torch.equal(model(TOKENS), expected)
     path = tmp_path / "b.safetensors"

@@ -48,7 +48,7 @@ def test_parameters_in_host_memory_are_counted_with_their_padding(
 def test_parameters_on_disk_are_pinned_and_read(ranks: Pool, world: int, rows: int) -> None:
     shard = rows * COLUMNS * 4
     nbytes = -(-shard // PAGE) * PAGE
-    plan = Plan(parameters="disk", prefetch=0, buffer_pool_bytes=3 * (nbytes + PAGE))
+    plan = Plan(parameters="disk", prefetch=0, weight_ram_budget=3 * (nbytes + PAGE))
     for before, after in ranks(world).run(reported, plan):
         assert (after.host_bytes, after.disk_bytes) == (0, LAYERS * shard)
         assert before.bytes_written == after.bytes_written == LAYERS * nbytes

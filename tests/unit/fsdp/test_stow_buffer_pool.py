@@ -1,4 +1,4 @@
-"""Parameters on disk hold at most buffer_pool_bytes of memory, whatever a run does with them."""
+"""Parameters on disk hold at most weight_ram_budget of memory, whatever a run does with them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ EVERYTHING = Plan(
     parameters="disk",
     states="disk",
     prefetch=1,
-    buffer_pool_bytes=ROOM,
+    weight_ram_budget=ROOM,
     accumulation_steps=MICRO_BATCHES,
 )
 
@@ -106,7 +106,7 @@ def _same(a: Run, b: Run) -> bool:
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("states", ["disk", "host"])
-def test_steps_hold_no_more_than_buffer_pool_bytes(overlap: str, states: str) -> None:
+def test_steps_hold_no_more_than_weight_ram_budget(overlap: str, states: str) -> None:
     plan = EVERYTHING.but(overlap=overlap, states=states)
     want = _train(Plan(), torch.float32, 3)
     got = _train(plan, torch.float32, 3)
@@ -117,12 +117,12 @@ def test_steps_hold_no_more_than_buffer_pool_bytes(overlap: str, states: str) ->
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_commits_and_resuming_hold_no_more_than_buffer_pool_bytes(
+def test_commits_and_resuming_hold_no_more_than_weight_ram_budget(
     tmp_path: Path, overlap: str, dtype: torch.dtype
 ) -> None:
     plan = EVERYTHING.but(overlap=overlap)
     room = ROOM if dtype == torch.float32 else HEAD // 2 + BUFFER + 5 * 4096
-    plan = plan.but(buffer_pool_bytes=room)
+    plan = plan.but(weight_ram_budget=room)
     options = {"dir": tmp_path / "run", "commit_every": 2}
     want = _train(Plan(states="disk"), dtype, 5)
     # Two steps, of which the last commits, and one that is committed by hand.
@@ -189,7 +189,7 @@ def held_by(make: type[nn.Module], overlap: str) -> tuple[int, int]:
     model = make()
     room = 3 * (4 * WIDTH * WIDTH // dist.get_world_size() + 2 * 4096)
     plan = Plan(
-        parameters="disk", states="disk", overlap=overlap, prefetch=1, buffer_pool_bytes=room
+        parameters="disk", states="disk", overlap=overlap, prefetch=1, weight_ram_budget=room
     )
     units = [module for module in model.modules() if isinstance(module, nn.Linear)]
     model, optimizer = tensorstow.stow(model, groups_of, plan=plan, units=units)

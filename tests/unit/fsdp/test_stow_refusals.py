@@ -38,7 +38,10 @@ def an_optimizer() -> object:
     ("given", "words"),
     [
         ({"model": "gpt2"}, ["a str for a model", "torch module"]),
-        ({"optimizer": an_optimizer}, ["a AdamW for an optimizer", "partial(tensorstow.AdamW"]),
+        (
+            {"optimizer": an_optimizer},
+            ["a AdamW for an optimizer", "stow(model, tensorstow.AdamW, lr"],
+        ),
         ({"plan": "host"}, ["plan='host'", '"auto"']),
         ({"plan": {"stage": 3}}, ["plan={'stage': 3}"]),
         ({"plan": None}, ["plan=None"]),

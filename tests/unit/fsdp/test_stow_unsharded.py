@@ -49,7 +49,9 @@ def test_a_plan_carries_them(ranks: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"stage": 2}, {"parameters": "disk"}, {"units": {"blocks.1": "disk"}}], ids=str
+    "given",
+    [{"stage": 2}, {"parameters": "disk"}, {"parameter_units": {"blocks.1": "disk"}}],
+    ids=str,
 )
 def test_where_they_mean_nothing_they_are_refused(given: dict[str, object]) -> None:
     with pytest.raises(OptionError, match="it is for units of stage 3 that are in memory"):

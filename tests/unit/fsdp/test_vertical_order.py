@@ -225,7 +225,7 @@ def test_a_plan_refuses_micro_batches_that_would_change_nothing(given: dict[str,
 
 def bytes_read(plan: Plan, passes: int) -> int:
     """Return the bytes of weights read in the third step, with room for four of nine units."""
-    plan = plan.but(parameters="disk", overlap="backward", buffer_pool_bytes="16KiB")
+    plan = plan.but(parameters="disk", overlap="backward", weight_ram_budget="16KiB")
     with stowed(blocks(9), plan) as (model, optimizer):
         (part,) = optimizer.recorded_parts
         for step in range(3):

@@ -109,7 +109,7 @@ def test_beside_backward_the_accelerator_says_which_is_the_last() -> None:
 
 
 def test_a_saved_state_is_small_and_goes_on(tmp_path: Path) -> None:
-    where = {"states": "disk", "dir": tmp_path / "run", "checkpoints": "ticket"}
+    where = {"states": "disk", "dir": tmp_path / "run", "checkpoints": "reference"}
     first = Loop(4, **where)
     first.train(0, 2)
     first.accelerator.save_state(str(tmp_path / "state"))

@@ -66,7 +66,7 @@ def test_states_go_where_the_file_says(tmp_path: Path) -> None:
         assert made.placement_of_states == "disk"
         assert isinstance(made, tensorstow.AdamW)
     durable = placed(file, dir=tmp_path / "run")
-    assert (durable["dir"], durable["checkpoints"]) == (tmp_path / "run", "ticket")
+    assert (durable["dir"], durable["checkpoints"]) == (tmp_path / "run", "reference")
     assert "durability" not in durable
 
 

@@ -120,7 +120,7 @@ def test_manual_optimization_and_updates_beside_backward() -> None:
 
 
 def test_a_checkpoint_is_small_and_goes_on(tmp_path: Path) -> None:
-    where = {"states": "disk", "dir": tmp_path / "run", "checkpoints": "ticket"}
+    where = {"states": "disk", "dir": tmp_path / "run", "checkpoints": "reference"}
 
     def trained(path: Path | None = None) -> list[bytes]:
         saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -202,10 +202,10 @@ def test_a_placed_model_has_the_weights_of_the_plain_loop(plan: Plan) -> None:
 
 @pytest.mark.usefixtures("_own_group")
 def test_a_placed_model_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """A ticket brings the weights, the file what is beside the model; snapshots go with files."""
+    """A reference brings the weights, the file all else; snapshots go with files."""
 
     def trained(path: Path | None = None) -> tuple[Placed, list[bytes]]:
-        module = Placed(dir=tmp_path / "run", checkpoints="ticket")
+        module = Placed(dir=tmp_path / "run", checkpoints="reference")
         saves = ModelCheckpoint(tmp_path, "{epoch}", monitor="epoch", mode="max", save_top_k=2)
         given = {"callbacks": [saves], "enable_checkpointing": True, "max_epochs": 3}
         strategy = StowStrategy()
@@ -241,7 +241,7 @@ class Optimizers:
     def __init__(self, directory: Path) -> None:
         net = nn.Linear(4, 4)
         self.optimizer = AdamW(
-            net.parameters(), dir=directory, checkpoints="ticket", commit_every=None
+            net.parameters(), dir=directory, checkpoints="reference", commit_every=None
         )
         self.module = Module(net)
         self.step()
@@ -331,7 +331,7 @@ def test_a_snapshot_that_another_file_of_an_earlier_process_may_need_is_kept(
         ]
     made.strategy.remove_checkpoint(latest)
     assert made.names() == [name]
-    made.save(latest)  # of the same step: the ticket names what the earlier process made
+    made.save(latest)  # of the same step: the reference names what the earlier process made
     made.strategy.remove_checkpoint(latest)
     assert made.names() == [name]
     made.step()
@@ -403,7 +403,7 @@ def of_two_ranks(place: Path) -> list[list[bytes]]:
         for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
             patch.setenv(name, str(value))  # unused: the group is there
         for path in (None, place / "epoch=0.ckpt"):
-            module = Placed(net=WithoutTransformers(), dir=place / "run", checkpoints="ticket")
+            module = Placed(net=WithoutTransformers(), dir=place / "run", checkpoints="reference")
             saves = ModelCheckpoint(place, "{epoch}", save_top_k=-1)
             given = {**QUIET, "devices": 2, "max_epochs": 2, "callbacks": [saves]}
             trainer = lightning.Trainer(**given, strategy=StowStrategy(), limit_val_batches=0)
@@ -421,7 +421,7 @@ def of_rank(rank: int, step: int) -> list[dict[str, torch.Tensor]]:
     return trainers.examples(4)[first : first + trainers.BATCH]
 
 
-def test_two_ranks_name_the_snapshot_of_their_ticket(
+def test_two_ranks_name_the_snapshot_of_their_reference(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """Two ranks with a micro-batch each are one with two."""

@@ -43,9 +43,9 @@ def test_the_configuration_of_the_guide(factory: Any, tmp_path: Path) -> None:  
     assert (optimizer.placement_of_states, optimizer.param_groups[0]["lr"]) == ("disk", 1e-4)
     other = trainers.model()
     assert train(model, optimizer) == train(other, AdamW(other.parameters(), lr=1e-4))
-    ticket = optimizer.state_dict()
-    assert ticket["state"] == {}
-    assert ticket["tensorstow"]["step"] == 3
+    reference = optimizer.state_dict()
+    assert reference["state"] == {}
+    assert reference["tensorstow"]["step"] == 3
     optimizer.close()
 
 

@@ -111,7 +111,7 @@ def test_updates_run_beside_backward_and_the_norm_is_logged(tmp_path: Path) -> N
     assert finish(made) == by_hand(3, clip=None)
 
 
-@pytest.mark.parametrize("durable", [True, False], ids=["ticket", "files"])
+@pytest.mark.parametrize("durable", [True, False], ids=["reference", "files"])
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, durable: bool) -> None:  # noqa: FBT001
     """In new objects, whose weights are others; the files are those of ``from_pretrained``."""
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
@@ -225,7 +225,7 @@ def numbered(place: Path) -> list[list[bytes]]:
         return [*found, trainers.whole(second)]
 
 
-def test_ranks_name_the_snapshot_that_a_ticket_needs(ranks: Pool, tmp_path: Path) -> None:
+def test_ranks_name_the_snapshot_that_a_reference_needs(ranks: Pool, tmp_path: Path) -> None:
     """Two ranks with a micro-batch each are one with two; snapshots go with checkpoints."""
     plain = by_hand(8, 2, clip=None)
     assert ranks(2).run(numbered, tmp_path) == [[plain, plain]] * 2

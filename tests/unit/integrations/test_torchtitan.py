@@ -68,7 +68,7 @@ def test_weights_are_those_of_the_plain_loop(titan: Any, overlap: str, tmp_path:
     assert titan.train(made) == plain != titan.by_hand(tmp_path)
 
 
-def test_a_run_goes_on_from_a_ticket(titan: Any, tmp_path: Path) -> None:  # noqa: ANN401
+def test_a_run_goes_on_from_a_reference(titan: Any, tmp_path: Path) -> None:  # noqa: ANN401
     """A checkpoint has no states; the one that a kill left behind without metadata is not read."""
     override = given(states="disk", dir=tmp_path / "run")
     first = titan.train(titan.trainer(tmp_path, override, checkpoint=SAVES))
@@ -78,7 +78,7 @@ def test_a_run_goes_on_from_a_ticket(titan: Any, tmp_path: Path) -> None:  # noq
     (tmp_path / "checkpoint" / "step-4" / ".metadata").unlink()
     made = titan.trainer(tmp_path, override, checkpoint={"load_only": True})
     made.checkpointer.load(step=2)
-    with LargestTensor() as seen:  # no states are in memory while a ticket is made and loaded
+    with LargestTensor() as seen:  # no states are in memory while a reference is made and loaded
         made.optimizers.load_state_dict(made.optimizers.state_dict())
     assert seen.nbytes < 1000
     second = titan.train(made)

@@ -148,7 +148,7 @@ def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
     second.train(resume_from_checkpoint=True)
     named = {each.step: each.names for each in inner(second).snapshots()}
     assert named.keys() == {3, 4}
-    assert tuple(named[3]) == ("mine",)  # the ticket of the process before is gone
+    assert tuple(named[3]) == ("mine",)  # the reference of the process before is gone
     finish(second)
 
 
@@ -296,7 +296,7 @@ def test_a_damaged_copy_keeps_the_snapshots_of_an_earlier_process(tmp_path: Path
 @pytest.mark.parametrize(
     "saved", [torch.ones(3), 7, None, "a text", {"state": {}}, {"tensorstow": 1}]
 )
-def test_what_is_no_ticket_names_no_snapshot(
+def test_what_is_no_reference_names_no_snapshot(
     saved: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = tmp_path / "out" / "checkpoint-1"
@@ -390,7 +390,7 @@ def test_a_factory_is_no_class_of_torchs() -> None:
 
 
 def be_killed(place: Path) -> None:
-    """Train until the second checkpoint, and be killed when half of its ticket is written."""
+    """Train until the second checkpoint, and be killed when half of its reference is written."""
     torch.set_num_threads(1)  # as the tests: sums of several have other bits
     saved = torch.save
 
@@ -406,7 +406,7 @@ def be_killed(place: Path) -> None:
 
 
 def test_a_run_that_was_killed_while_it_saved_goes_on_in_a_new_process(tmp_path: Path) -> None:
-    """Its snapshot was made, and its ticket was not: the checkpoint before is whole."""
+    """Its snapshot was made, and its reference was not: the checkpoint before is whole."""
     code = f"""
 from pathlib import Path
 import test_transformers
@@ -428,7 +428,7 @@ def snapshots_before(made: transformers.Trainer) -> Any:  # noqa: ANN401
     return made.optimizer.snapshots()
 
 
-def test_no_states_are_in_memory_while_a_ticket_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_no_states_are_in_memory_while_a_reference_is_saved_and_loaded(tmp_path: Path) -> None:
     made = trainer(tmp_path, {"states": "disk", "dir": True}, batches=2)
     made.train()
     (tmp_path / "saved").mkdir()

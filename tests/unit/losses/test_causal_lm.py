@@ -63,7 +63,7 @@ def test_the_loss_is_the_models(make: Any, batch: dict[str, Any], items: Any) ->
     model = make()
     given = batch if items is None else {**batch, "num_items_in_batch": items}
     wanted = list(loss_and_gradients(model, given))
-    with chunk_loss(model, chunk_bytes=5 * 4 * CLASSES):
+    with chunk_loss(model, chunk_bytes=f"{5 * 4 * CLASSES}B"):
         found = list(loss_and_gradients(model, given))
         assert model(**given).logits is None
         (_, logits, *_) = model(**given, return_dict=False)

@@ -114,7 +114,7 @@ def test_gradcheck(options: dict[str, Any], cap: float | None) -> None:
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return chunked_cross_entropy(
-            hidden, weight, labels, bias=bias, chunk_bytes=120, logit_softcap=cap, **options
+            hidden, weight, labels, bias=bias, chunk_bytes="120B", logit_softcap=cap, **options
         )
 
     assert torch.autograd.gradcheck(loss, given)

@@ -11,6 +11,7 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.units import aliases_of
 from tensorstow.measure.models import build_model, is_causal
+from tensorstow.measure.user_code import UserCodeError
 
 pytest.importorskip("transformers")
 
@@ -91,9 +92,26 @@ def test_a_function_is_found_in_the_working_directory(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     assert isinstance(build_model("a_module_of_a_user:make").module, nn.Linear)
-    (tmp_path / "a_broken_one.py").write_text("1 / 0", encoding="utf-8")
-    with pytest.raises(OptionError, match=r"importing a_broken_one raised ZeroDivisionError"):
-        build_model("a_broken_one:make")
+
+
+def test_what_a_module_raises_is_shown_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    broken = {
+        "a_broken_one": ("x = 1\n1 / 0\n", "ZeroDivisionError", "line 2"),
+        "one_that_lacks": ("import no_such_thing_here\n", "ModuleNotFoundError", "line 1"),
+        "one_that_is_none": ("def make(:\n", "SyntaxError", "line 1"),
+    }
+    for name, (text, kind, line) in broken.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        with pytest.raises(UserCodeError) as caught:
+            build_model(f"{name}:make")
+        assert caught.value.kind == kind
+        assert f"MODEL='{name}:make' raised an error:" in str(caught.value)
+        assert f'{name}.py", {line}' in str(caught.value)
+        assert str(caught.value).splitlines()[-1].startswith(f"{kind}: ")
 
 
 def raises() -> nn.Module:
@@ -105,12 +123,12 @@ def reads_a_value() -> nn.Module:
     return nn.Linear(int(torch.ones(()).item()), 2)
 
 
-def test_what_a_function_raises_is_one_line_with_advice_if_a_value_was_read() -> None:
-    with pytest.raises(OptionError, match="raised KeyError") as caught:
+def test_what_a_function_raises_is_shown_with_advice_if_a_value_was_read() -> None:
+    with pytest.raises(UserCodeError, match=r"in raises\n    raise KeyError") as caught:
         build_model(f"{__name__}:raises")
-    assert "\n" not in str(caught.value)
+    assert caught.value.kind == "KeyError"
     assert "meta" not in str(caught.value)
-    with pytest.raises(OptionError, match=r"meta.*where tensors have no values.*\.item\(\)"):
+    with pytest.raises(UserCodeError, match=r"meta.*where tensors have no values.*\.item\(\)"):
         build_model(f"{__name__}:reads_a_value")
 
 
@@ -140,7 +158,9 @@ def test_a_configuration_without_a_causal_model_is_taken(kind: str, tmp_path: Pa
     [
         ("no-such-model", "none of gpt2"),
         ("no_such_module:build", "No module named"),
-        ("torch.nn:no_such_function", "no attribute"),
+        ("llama-3-8", r"Did you mean llama-3-8b\?"),
+        ("torch.nn:no_such_function", "torch.nn has no no_such_function"),
+        ("torch.nn:Linea", r"Did you mean Linear\?"),
         ("builtins:dict", "returned dict, no nn.Module"),
         ("torch.nn:Flatten", "no parameters"),
     ],

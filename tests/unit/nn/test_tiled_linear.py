@@ -257,7 +257,7 @@ def trained(
 def test_tiles_on_disk_come_one_at_a_time(tmp_path: Path) -> None:
     """The pool has room for three tiles and a norm; each of the wide layers has four."""
     size = 3 * (TILE + 4096) + 4096
-    plan = Plan(parameters="disk", states="disk", prefetch=1, buffer_pool_bytes=size)
+    plan = Plan(parameters="disk", states="disk", prefetch=1, weight_ram_budget=size)
     found, most = trained(plan, tmp_path / "disk")
     assert 0 < most <= size < TILES * TILE
     wanted, _ = trained(Plan(parameters="host", states="host"), tmp_path / "host")
@@ -285,13 +285,13 @@ def test_a_block_is_in_memory_round_its_tiles(tmp_path: Path) -> None:
     shares = [unit.share_bytes for unit in sizes.units]
     size = least_in_memory(shares, bytes_around(sizes.units))
     assert size > least_in_memory(shares)
-    plan = Plan(parameters="disk", states="disk", prefetch=1, buffer_pool_bytes=size)
+    plan = Plan(parameters="disk", states="disk", prefetch=1, weight_ram_budget=size)
     found, most = trained(plan, tmp_path / "disk", Blocks)
     assert least_in_memory(shares) < most <= size
     wanted, _ = trained(Plan(parameters="host", states="host"), tmp_path / "host", Blocks)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     with pytest.raises(BudgetError, match="give at least that"):
-        trained(plan.but(buffer_pool_bytes=size - 1), tmp_path / "less", Blocks)
+        trained(plan.but(weight_ram_budget=size - 1), tmp_path / "less", Blocks)
 
 
 def test_values_are_copied_to_tiles_that_are_placed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from models import ResidualStack
+from remote import make_remote
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
 from tensorstow.formats.state_format import StateFormat
@@ -104,7 +105,7 @@ def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
 
 
 def test_units_are_counted_where_each_is() -> None:
-    plan = Plan(Tier.HOST, units={"0": Tier.DISK, "1": Tier.DISK})
+    plan = Plan(Tier.HOST, parameter_units={"0": Tier.DISK, "1": Tier.DISK})
     held = {(item.tier, item.purpose): item.nbytes for item in items_of(plan, sizes(1), HERE)}
     assert held[Tier.HOST, "parameters"] == 8 * G
     assert held[Tier.DISK, "parameters"] == 2 * G
@@ -130,7 +131,7 @@ def test_units_on_disk_have_what_the_budget_leaves() -> None:
     ):
         plan = fit(Plan(Tier.DISK, Tier.DISK), sizes(1), Budget(host=host), HERE)
         assert isinstance(plan, Plan)
-        assert plan.buffer_pool_bytes == in_memory
+        assert plan.weight_ram_budget == in_memory
         assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
 
 
@@ -318,7 +319,7 @@ def test_a_run_has_the_gradients_that_are_counted(dtype: torch.dtype) -> None:
 def test_beside_backward_gradients_wait_where_their_unit_is(parameters: Tier) -> None:
     """Whatever tier the plan calls the default, nothing bounds them beside units on a device."""
     other = Tier.HOST if parameters == Tier.DEVICE else Tier.DEVICE
-    plan = Plan(parameters, units={"0": other}, overlap="backward")
+    plan = Plan(parameters, parameter_units={"0": other}, overlap="backward")
     held = {i.tier: i.nbytes for i in items_of(plan, sizes(1), AWAY) if i.purpose == "gradients"}
     assert held == {parameters: (COUNT - 1) * UNIT, other: UNIT}
 
@@ -361,6 +362,19 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
 def test_host_weights_count_where_parameters_are_on_the_device() -> None:
     held = bytes_of(auto_plan(sizes(4), Budget(), AWAY), sizes(4), AWAY)
     assert held == {Tier.DEVICE: DEVICE, Tier.HOST: 4 * COUNT * G + STAGED, Tier.DISK: 0}
+
+
+def test_frozen_parameters_have_no_host_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_remote(monkeypatch)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    for number in (0, 2):
+        model[number].weight.requires_grad = False
+    held = items_of(Plan("device"), Sizes.of(units_of(model), 1), AWAY)
+    (predicted,) = [i.nbytes for i in held if i.purpose == "weights that updates write"]
+    with AdamW(model.parameters(), lr=1e-3) as optimizer:
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        assert optimizer.memory().host_weight_bytes == predicted == 2 * 4 * 64**2
 
 
 @pytest.mark.parametrize("away", [False, True])

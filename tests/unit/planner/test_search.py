@@ -16,7 +16,14 @@ from tensorstow.base.profile import DirectoryRates, LinkRates
 from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit
-from tensorstow.planner.search import MicroBatching, PlanRequest, candidates, search, uses_disk
+from tensorstow.planner.search import (
+    MicroBatching,
+    PlanRequest,
+    candidates,
+    search,
+    search_by_rates,
+    uses_disk,
+)
 from tensorstow.planner.seconds import MachineRates, MicroBatch, time_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 
@@ -83,7 +90,7 @@ def test_plans_that_differ_in_numbers_alone_are_told_once() -> None:
 
 
 def _without_numbers(plan: Plan) -> Plan:
-    return plan.but(ram_budget=None, buffer_pool_bytes=None)
+    return plan.but(ram_budget=None, weight_ram_budget=None)
 
 
 def test_memory_that_is_left_holds_states() -> None:
@@ -148,8 +155,8 @@ def test_as_many_units_as_fit_are_above_the_disk() -> None:
         if 0 < count < UNITS - 1:
             more = plan.but(
                 parameters="disk",
-                units={str(n): Tier.HOST for n in range(count + 1)},
-                buffer_pool_bytes=least_in_memory([G] * (UNITS - count - 1)),
+                parameter_units={str(n): Tier.HOST for n in range(count + 1)},
+                weight_ram_budget=least_in_memory([G] * (UNITS - count - 1)),
             )
             assert bytes_of(more, SIZES, HERE)[Tier.HOST] > host
             assert plan.tier_of("0") == Tier.HOST  # whose gradients land last
@@ -166,7 +173,7 @@ def test_units_are_between_device_and_host() -> None:
     ]
     few, most = (sum(p.tier_of(str(n)) == Tier.DEVICE for n in range(UNITS)) for p in plans)
     assert 0 == few < most < UNITS
-    assert len(plans[1].units) == min(most, UNITS - most)  # what is said is the shorter
+    assert len(plans[1].parameter_units) == min(most, UNITS - most)  # what is said is the shorter
 
 
 def test_formats_that_round_are_taken_where_they_are_allowed_alone() -> None:
@@ -250,7 +257,9 @@ def every_placement(conditions: Conditions) -> Iterator[Plan]:
             units = {**dict(zip(blocks, placed, strict=True)), "root": root}
             for states, overlap in product((Tier.HOST, Tier.DISK), get_args(Overlap)):
                 if not (Tier.DISK in units.values() and overlap == "forward"):
-                    yield Plan(units=units, parameters=root, states=states, overlap=overlap)
+                    yield Plan(
+                        parameter_units=units, parameters=root, states=states, overlap=overlap
+                    )
 
 
 BUDGETS = [
@@ -298,7 +307,7 @@ def test_units_are_on_three_tiers_where_two_are_slower() -> None:
     there = [found.chosen.plan.tier_of(unit.name) for unit in SIZES.units]
     assert set(there) == set(Tier)
     assert isinstance(fit(found.chosen.plan, SIZES, budget, AWAY), Plan)
-    two = [e for e in found.tried if len({e.plan.parameters, *e.plan.units.values()}) == 2]
+    two = [e for e in found.tried if len(e.plan.parameter_tiers) == 2]
     seconds = [each.step.seconds for each in two if each.step is not None]
     assert found.chosen.step is not None
     assert seconds
@@ -328,6 +337,17 @@ def test_what_the_user_says_stays(overlap: Overlap) -> None:
     assert {each.plan.overlap for each in search(request).tried} == {overlap}
 
 
+def test_a_rate_that_is_lacking_leaves_the_search_to_bytes() -> None:
+    request = PlanRequest(SIZES, Budget(), HERE, batch=BATCH)
+    timed, lacking = search_by_rates(request, CPU)
+    assert timed.chosen.step is not None
+    assert lacking is None
+    unmeasured = replace(CPU, profile=PROFILE.but(update={}))
+    by_bytes, lacking = search_by_rates(request, unmeasured)
+    assert by_bytes == search(request) == search_by_rates(request, None)[0]
+    assert "no rate of updates of float32/fp32" in str(lacking)
+
+
 def test_a_disk_that_was_not_measured_leaves_seconds_out() -> None:
     request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH)
     found = search(replace(request, machine=replace(CPU, disk=None)))
@@ -351,7 +371,7 @@ def test_the_smallest_change_fits_and_nothing_less() -> None:
 def test_which_plans_use_the_disk() -> None:
     assert not uses_disk(Plan())
     assert uses_disk(Plan(states=Tier.DISK))
-    assert uses_disk(Plan(units={"a": Tier.DISK}))
+    assert uses_disk(Plan(parameter_units={"a": Tier.DISK}))
 
 
 def test_a_faster_disk_is_never_slower() -> None:

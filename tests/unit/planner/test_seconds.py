@@ -109,7 +109,7 @@ def test_the_root_s_first_parameter_is_updated_beside_nothing() -> None:
     sizes = Sizes((*SIZES.units, frozen, root))
     plan = Plan(overlap="backward")
     names = [phase.name for phase in time_of(plan, sizes, HERE, BATCH, CPU).phases]
-    assert names == ["forward", "backward and update", "update of the first parameter"]
+    assert names == ["forward", "backward and update", "update after backward"]
     last = time_of(plan, sizes, HERE, BATCH, CPU).phases[-1]
     assert last.seconds == pytest.approx(2)  # half a gibi elements, at a quarter per second
     nothing = Sizes((frozen,))

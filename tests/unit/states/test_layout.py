@@ -114,13 +114,13 @@ def test_the_formula_of_the_seed_model() -> None:
     """GPT-2: 8 bytes a parameter leave RAM, and the ring does not grow with the model."""
     sizes = [50257 * 768, 1024 * 768, *([768, 768, 768 * 2304, 2304, 768 * 3072, 3072] * 12)]
     halves = {
-        f: predict_memory(sizes, FP32, disk_fraction=f, chunk_elements=1 << 19)
+        f: predict_memory([(FP32, sizes)], disk_fraction=f, chunk_elements=1 << 19)
         for f in (0.0, 0.5, 1.0)
     }
     for fraction, memory in halves.items():
         assert memory.disk_bytes == 8 * round(fraction * sum(sizes))
         assert memory.ram_bytes + memory.disk_bytes == memory.logical_bytes == 8 * sum(sizes)
-    ten_times = predict_memory(sizes * 10, FP32, disk_fraction=1.0, chunk_elements=1 << 19)
+    ten_times = predict_memory([(FP32, sizes * 10)], chunk_elements=1 << 19)
     assert halves[1.0].ring_bytes == ten_times.ring_bytes <= 48 << 20
     assert halves[0.0].ring_bytes == 0
     assert halves[1.0].host_bytes == halves[1.0].ring_bytes

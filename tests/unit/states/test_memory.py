@@ -59,9 +59,7 @@ def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
     for elements in (20 * CHUNK, 200 * CHUNK):
         optimizer, _ = trained(tmp_path, elements, budget=slots * SLOT + SLOT // 2)
         predicted = predict_memory(
-            [elements],
-            FP32,
-            disk_fraction=1.0,
+            [(FP32, [elements])],
             chunk_elements=CHUNK,
             budget=slots * SLOT + SLOT // 2,
         )
@@ -75,7 +73,7 @@ def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
 @pytest.mark.parametrize("elements", [124_000_000, 1_240_000_000])
 def test_the_default_ring_does_not_grow_with_the_model(elements: int) -> None:
     chunk = PipelinePolicy().chunk_elements
-    memory = predict_memory([elements], FP32, disk_fraction=1.0, chunk_elements=chunk)
+    memory = predict_memory([(FP32, [elements])], chunk_elements=chunk)
     slot = slot_bytes(FP32, chunk, with_weights=False)
     assert memory.ring_bytes == DEFAULT_RING_BYTES // slot * slot <= 48 * MIB
     assert memory.host_bytes == memory.ring_bytes
@@ -107,9 +105,7 @@ def test_budget_buys_slots_then_states_that_stay_and_no_more_than_a_model_needs(
     assert memory.ram_bytes == resident * STATES
     assert memory.disk_bytes == memory.file_bytes == (20 - resident) * STATES
     assert memory.host_bytes <= budget
-    assert memory == predict_memory(
-        [20 * CHUNK], FP32, disk_fraction=1.0, chunk_elements=CHUNK, budget=budget
-    )
+    assert memory == predict_memory([(FP32, [20 * CHUNK])], chunk_elements=CHUNK, budget=budget)
     # What stays does not move: three steps, the first with nothing to read.
     assert traffic.bytes_written == 3 * memory.file_bytes
     assert traffic.bytes_read + traffic.bytes_spared == 2 * memory.file_bytes

@@ -66,7 +66,7 @@ def test_measured_memory_is_the_formula(tmp_path: Path, fraction: float) -> None
     store = store_at(tmp_path, fraction)
     store.extend(SIZES, [FP32] * len(SIZES))
     predicted = predict_memory(
-        SIZES, FP32, disk_fraction=fraction, chunk_elements=4096, budget=BUDGET
+        [(FP32, SIZES)], disk_fraction=fraction, chunk_elements=4096, budget=BUDGET
     )
     assert store.memory() == predicted
 

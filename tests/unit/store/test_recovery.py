@@ -39,7 +39,7 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def recovered(root: Path) -> tuple[list[int], list[str]]:
     """Recover, and return the steps and names that are there then; the run goes on."""
-    with pytest.raises(DamageError, match="tensorstow recover"):
+    with pytest.raises(DamageError, match="tensorstow run recover"):
         Store.open(directories(root), ENGINE)
     with hold_recovery(directories(root)) as found:
         assert found.damage is not None

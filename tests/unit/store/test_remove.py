@@ -93,7 +93,7 @@ def test_directories_that_are_not_named_stay_as_they_are(tmp_path: Path) -> None
     make_store(one, two).close()
     shutil.copytree(one, tmp_path / "copy")
     (two / "lock").unlink()
-    with pytest.raises(OptionError, match=f"tensorstow clean {one} {two}"):
+    with pytest.raises(OptionError, match=f"tensorstow run clean {one} {two}"):
         clean(one)
     clean(tmp_path / "copy")  # the files in the other directory are the original's
     assert left(tmp_path / "copy") == []

@@ -37,7 +37,7 @@ def test_the_format_is_frozen() -> None:
         (sqlite3.SQLITE_ERROR, CommitError, "committed before is whole"),
         (sqlite3.SQLITE_IOERR_WRITE, SyncError, "no more are begun"),
         (sqlite3.SQLITE_IOERR_FSYNC, SyncError, "dmesg"),
-        (sqlite3.SQLITE_CORRUPT, DamageError, "tensorstow recover /nvme/run"),
+        (sqlite3.SQLITE_CORRUPT, DamageError, "tensorstow run recover /nvme/run"),
         (sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY, OptionError, "own number"),
     ],
 )

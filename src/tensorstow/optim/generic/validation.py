@@ -8,12 +8,11 @@ import torch
 
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.fields import read_value
-from tensorstow.base.keywords import keywords_of, refuse_unknown_keywords
+from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.pieces import PartitionedParam
 from tensorstow.states.policy import PipelinePolicy
 
-_ONLY = inspect.Parameter.KEYWORD_ONLY
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _REFUSED = {
     "foreach": "parameters are stepped one after the other, as their states arrive",
@@ -48,9 +47,8 @@ def refuse_misspelt(stowed: type, optimizer_class: type, keywords: Mapping[str, 
     """Raise KeywordError for keywords that neither the stowing class nor the stowed one has."""
     own_keywords = keywords_of(optimizer_class)
     if own_keywords is not None:
-        arguments = inspect.signature(stowed).parameters.values()
-        placement = [p.name for p in arguments if p.kind == _ONLY]
-        refuse_unknown_keywords(optimizer_class.__name__, keywords, [*own_keywords, *placement])
+        accepted = [*own_keywords, *keyword_only(stowed)]
+        refuse_unknown_keywords(optimizer_class.__name__, keywords, accepted)
 
 
 def refuse_adams_keywords(optimizer_class: type, keywords: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ def test_a_function_is_taken_as_it_is(function: str) -> None:
         ("verified_models:half", "whose parameters are torch.float16"),
         ("verified_models:unknown", "return the module and the arguments"),
         ("verified_models:nothing", "returned int, no nn.Module"),
-        ("verified_models:lacking", "has no attribute 'lacking'"),
+        ("verified_models:lacking", "verified_models has no lacking"),
         ("no_such_module_here:make", "No module named"),
         ("gpt9", "it is none of"),
     ],

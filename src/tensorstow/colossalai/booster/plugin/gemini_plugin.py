@@ -234,7 +234,7 @@ class GeminiPlugin(PlacingPlugin):
             states_on_disk=asked.states_on_disk,
             replicas=self._replicas,
             prefetch=self._prefetch,
-            device_limit=0 if asked.device_is_host else _device_bytes(self._limit_part),
+            device_budget=0 if asked.device_is_host else _device_bytes(self._limit_part),
         )
         return plan, states_off_device(self._policy, asked.units, plan)
 

@@ -81,14 +81,14 @@ def plan_of(
     states_on_disk: bool,
     replicas: int,
     prefetch: int,
-    device_limit: int = 0,
+    device_budget: int = 0,
 ) -> Plan:
     """Return the plan of a policy for a model, given as one rank's share.
 
     The bytes of units in host memory, and of unsharded units, are nearest to the policy's
     fractions. Where the CPU computes (``device_is_host``) the device's memory is the host's.
     ``prefetch`` 0 is none, and under "const" as many units as ``CONST_BYTES`` hold.
-    ``device_limit`` is the bytes of the device that copies of parameters may fill under "auto".
+    ``device_budget`` is the bytes of the device that copies of parameters may fill under "auto".
     """
     shard, _, offload = policy.fractions
     whole = {unit.name: unit.whole_bytes for unit in sizes.units}
@@ -100,12 +100,12 @@ def plan_of(
     return Plan(
         parameters=most,
         states=Tier.DISK if states_on_disk else Tier.HOST,
-        units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
+        parameter_units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
         stage=3 if shard else 2,
         unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),
         replicas=replicas,
         prefetch=prefetch or (_const_prefetch(sizes.units) if policy.name == "const" else 0),
-        device_limit=device_limit if policy.name == "auto" and not device_is_host else None,
+        device_budget=device_budget if policy.name == "auto" and not device_is_host else None,
     )
 
 

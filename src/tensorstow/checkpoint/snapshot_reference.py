@@ -1,17 +1,18 @@
-"""Tickets: state dicts that name a snapshot of the run's directory instead of copying states.
+"""Snapshot references: state dicts that name a snapshot of the run instead of copying states.
 
-[Note: Tickets] Trainers save ``optimizer.state_dict()`` at each checkpoint and load it whole:
-twelve bytes per parameter in host memory, under DDP on every device. With ``checkpoints="ticket"``
-a state dict has the parameter groups, no states, and the name of a snapshot, which is made before
-the state dict is returned: a ticket that was saved names what is durable. It consists of numbers,
-strings and lists, so ``torch.load(weights_only=True)`` takes it. The name is unique, so that a
-directory that has it is the ticket's. Before the first step there is nothing to name. Loading a
-ticket of what the optimizer has reads nothing: wrappers load at once what they have just asked for.
+[Note: Snapshot references] Trainers save ``optimizer.state_dict()`` at each checkpoint and load it
+whole: twelve bytes per parameter in host memory, under DDP on every device. With
+``checkpoints="reference"`` a state dict has the parameter groups, no states, and the name of a
+snapshot. The snapshot is made before the state dict is returned, so a reference that was saved
+names what is durable. It consists of numbers, strings and lists, which
+``torch.load(weights_only=True)`` takes. The name is unique: a directory that has it is the
+reference's. Before the first step there is nothing to name. Loading a reference to the current
+state reads nothing: wrappers load at once what they have just asked for.
 
-``torch.load`` checks no sum of its file, so a ticket has a digest of its own fields and of the
-groups, with the numbers of their parameters. Tickets of earlier versions have none, and no field
-but those that are listed here: a damaged name of the digest does not make a ticket an earlier one.
-A list and a tuple have the same digest.
+``torch.load`` checks no sum of its file, so a reference has a digest of its own fields and of the
+groups, with the numbers of their parameters. References of earlier versions have none, and no field
+but those that are listed here: a damaged name of the digest does not make a reference an earlier
+one. A list and a tuple have the same digest.
 """
 
 import hashlib
@@ -32,11 +33,13 @@ logger = logging.getLogger("tensorstow")
 
 KEY = "tensorstow"
 FORMAT = 1
-PREFIX = "ticket-"
-"""The prefix of snapshots that were made for a ticket."""
+PREFIX = "reference-"
+"""The prefix of snapshots that were made for a reference."""
+_PREFIXES = (PREFIX, "ticket-")
+"""That of earlier versions too."""
 _DIGEST = "digest"
 _FIELDS = frozenset({"format", "step", "snapshot", "note"})
-"""The fields that every ticket has; the digest is the only other one."""
+"""The fields that every reference has; the digest is the only other one."""
 _NOTE = (
     "The optimizer states are in the run's directory (dir=), in the snapshot of this name: they are"
     " not lost, and not in this file."
@@ -45,8 +48,8 @@ _warned_without_digest = set[str]()
 
 
 @dataclass(frozen=True, slots=True)
-class TicketFields:
-    """The fields of a ticket, checked as far as possible without its directory."""
+class SnapshotReference:
+    """The fields of a snapshot reference, checked as far as possible without its directory."""
 
     snapshot: str | None
     """None: its run had taken no step."""
@@ -55,8 +58,8 @@ class TicketFields:
     has_digest: bool
 
 
-def ticket_of(step: int, snapshot: str | None, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a ticket next to ``groups``; ``snapshot`` None: of a run that has taken no step."""
+def reference_of(step: int, snapshot: str | None, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a reference next to ``groups``; ``snapshot`` None: of a run that has taken no step."""
     fields = {"format": FORMAT, "step": step, "snapshot": snapshot, "note": _NOTE}
     return {**fields, _DIGEST: _digest(fields, groups)}
 
@@ -66,10 +69,10 @@ def new_name(step: int) -> str:
     return f"{PREFIX}{step}-{uuid4().hex[:12]}"
 
 
-def is_ticket(state_dict: object) -> bool:
+def is_reference(state_dict: object) -> bool:
     """Return whether a state dict names a snapshot instead of holding states.
 
-    Another key counts too: a damaged ticket must not be loaded as a state dict without states.
+    Another key counts too: a damaged reference must not be loaded as a state dict without states.
     """
     return isinstance(state_dict, Mapping) and any(
         key == KEY or (isinstance(value, Mapping) and {"snapshot", "note"} & value.keys())
@@ -77,8 +80,8 @@ def is_ticket(state_dict: object) -> bool:
     )
 
 
-def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
-    """Return the fields of a ticket; raise DamageError if it is not what was saved.
+def read_reference(state_dict: Mapping[str, Any]) -> SnapshotReference:
+    """Return the fields of a snapshot reference; raise DamageError if it is not what was saved.
 
     Raises OptionError if it is none, or one of a newer version.
     """
@@ -86,8 +89,8 @@ def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
     version = fields.get("format") if isinstance(fields, Mapping) else None
     if not isinstance(fields, Mapping) or type(version) is not int or version != FORMAT:
         message = (
-            f"A state dict with {KEY}={abbreviated(fields)} was given: a ticket of format {FORMAT}"
-            " was expected. Load it with the version that saved it."
+            f"A state dict with {KEY}={abbreviated(fields)} was given: a snapshot reference of"
+            f" format {FORMAT} was expected. Load it with the version that saved it."
         )
         raise OptionError(message)
     name, step = fields.get("snapshot"), fields.get("step")
@@ -100,9 +103,9 @@ def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
     is_whole = has_fields and has_texts and is_named and type(step) is int
     if not is_whole or has_states:
         message = (
-            f"A ticket with snapshot={abbreviated(name)}, step={abbreviated(step)} and the keys"
-            f" {sorted(map(str, (*state_dict, *fields)))} was given: a ticket has param_groups, no"
-            " states, the number of a step, the name of a snapshot, and no other fields than"
+            f"A snapshot reference with snapshot={abbreviated(name)}, step={abbreviated(step)} and"
+            f" the keys {sorted(map(str, (*state_dict, *fields)))} was given: it has param_groups,"
+            " no states, the number of a step, the name of a snapshot, and no other fields than"
             f" {sorted({*_FIELDS, _DIGEST})}. The file is damaged: take another checkpoint, or"
             " resume() for the newest commit."
         )
@@ -110,40 +113,40 @@ def read_ticket(state_dict: Mapping[str, Any]) -> TicketFields:
     try:
         _text_of([fields, groups])  # values that cannot be compared are no options
         _check_digest(fields, groups or [])
-        return TicketFields(name, options_of(groups or []), _DIGEST in fields)
+        return SnapshotReference(name, options_of(groups or []), _DIGEST in fields)
     except (RuntimeError, TypeError) as error:  # nesting without end, a sparse tensor, none at all
         message = (
-            f"A ticket of step {step} was given, and a value in it is no option of an optimizer"
-            f" ({type(error).__name__}). The file is damaged: take another checkpoint, or resume()"
-            " for the newest commit."
+            f"A snapshot reference of step {step} was given, and a value in it is no option of an"
+            f" optimizer ({type(error).__name__}). The file is damaged: take another checkpoint, or"
+            " resume() for the newest commit."
         )
         raise DamageError(message) from error
 
 
 def _check_digest(fields: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise DamageError unless the digest of a ticket is right; log once that one has none."""
+    """Raise DamageError unless the digest of a reference is right; log once that one has none."""
     if _DIGEST not in fields:
         if not _warned_without_digest:
             _warned_without_digest.add(str(fields["snapshot"]))
             logger.warning(
-                "The ticket of snapshot %s has no checksum: its parameter groups are taken as they"
-                " are. Those that this version saves have one",
+                "The reference to snapshot %s has no checksum: its parameter groups are taken as"
+                " they are. Those that this version saves have one",
                 fields["snapshot"],
             )
         return
     rest = {key: value for key, value in fields.items() if key != _DIGEST}
     if _digest(rest, groups) != fields[_DIGEST]:
         message = (
-            f"A ticket of step {fields['step']} was given, and its checksum is of other contents:"
-            " its file is damaged, or its parameter groups were edited. Take another checkpoint, or"
-            " resume() for the newest commit. For other options, load the ticket as it was saved,"
-            " and set them in optimizer.param_groups afterwards."
+            f"A snapshot reference of step {fields['step']} was given, and its checksum is of other"
+            " contents: its file is damaged, or its parameter groups were edited. Take another"
+            " checkpoint, or resume() for the newest commit. For other options, load the reference"
+            " as it was saved, and set them in optimizer.param_groups afterwards."
         )
         raise DamageError(message)
 
 
 def _digest(fields: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return a digest of a ticket's fields and of its groups."""
+    """Return a digest of a snapshot reference's fields and of its groups."""
     return hashlib.sha256(_text_of([fields, groups]).encode()).hexdigest()
 
 
@@ -184,8 +187,8 @@ def names_of_now(store: Store, commits: Commits) -> tuple[str, ...]:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a snapshot was made for a ticket, so that it may go with the ticket."""
-    return name.startswith(PREFIX)
+    """Return whether a snapshot was made for a reference, so that it may go with the reference."""
+    return name.startswith(_PREFIXES)
 
 
 def refuse_unknown(store: Store, name: str) -> None:
@@ -193,9 +196,9 @@ def refuse_unknown(store: Store, name: str) -> None:
     snapshots = [name for summary in store.generations() for name in summary.names]
     if name not in snapshots:
         message = (
-            f"A ticket of snapshot {name!r} was given, and {store.directories[0]} does not have it:"
-            f" it has {', '.join(snapshots) or 'no snapshot at all'}. The checkpoint is of another"
-            " dir=, or its snapshot was dropped: take another checkpoint, or resume() for the"
-            " newest commit."
+            f"A reference to snapshot {name!r} was given, and {store.directories[0]} does not have"
+            f" it: it has {', '.join(snapshots) or 'no snapshot at all'}. The checkpoint is of"
+            " another dir=, or its snapshot was dropped: take another checkpoint, or resume() for"
+            " the newest commit."
         )
         raise OptionError(message)

@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import nn
 
-from ranks.durable import with_tickets
+from ranks.durable import with_references
 from ranks.pool import Ranks
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError
-from tensorstow.checkpoint.ticket import KEY, read_ticket
+from tensorstow.checkpoint.snapshot_reference import KEY, is_own, read_reference
 
 SMALL = PipelinePolicy(chunk_elements=4096)
 
 
 class Run:
-    """A model with a buffer, an optimizer with tickets, and a schedule of its learning rate."""
+    """A model with a buffer, an optimizer with references, and a schedule of its learning rate."""
 
     def __init__(self, directory: Path | None, **given: Any) -> None:  # noqa: ANN401
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 2))
         if directory is not None:
-            given = {"dir": directory, "states": "disk", "checkpoints": "ticket", **given}
+            given = {"dir": directory, "states": "disk", "checkpoints": "reference", **given}
         self.optimizer = AdamW(
             self.model.parameters(), lr=1e-2, module=self.model, policy=SMALL, **given
         )
@@ -47,8 +47,8 @@ class Run:
         torch.save(self.optimizer.state_dict(), file)
         return file.getvalue()
 
-    def load(self, ticket: bytes) -> None:
-        self.optimizer.load_state_dict(torch.load(io.BytesIO(ticket), weights_only=True))
+    def load(self, reference: bytes) -> None:
+        self.optimizer.load_state_dict(torch.load(io.BytesIO(reference), weights_only=True))
 
     def bits(self) -> list[bytes]:
         return [t.numpy().tobytes() for t in self.model.state_dict().values()]
@@ -61,32 +61,32 @@ def undisturbed(steps: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("given", [{}, {"commit_every": 1}, {"states": "host"}], ids=str)
-def test_a_run_goes_on_from_a_ticket(given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_reference(given: dict[str, Any], tmp_path: Path) -> None:
     first = Run(tmp_path, **given)
     first.train(range(3))
-    ticket, schedule = first.save(), first.scheduler.state_dict()
-    assert len(ticket) < 10_000
+    reference, schedule = first.save(), first.scheduler.state_dict()
+    assert len(reference) < 10_000
     first.train(range(3, 5))  # newer than the checkpoint, and given up
     first.optimizer.close()
 
     second = Run(tmp_path, **given)
-    second.load(ticket)
+    second.load(reference)
     second.scheduler.load_state_dict(schedule)
     second.train(range(3, 6))
     assert second.bits() == undisturbed(6)
     second.optimizer.close()
 
 
-def without_digest(ticket: dict[str, Any]) -> dict[str, Any]:
-    """Return a ticket as earlier versions wrote it."""
-    fields = {key: value for key, value in ticket[KEY].items() if key != "digest"}
-    groups = [dict(group) for group in ticket["param_groups"]]
-    return {**ticket, "param_groups": groups, KEY: fields}
+def without_digest(reference: dict[str, Any]) -> dict[str, Any]:
+    """Return a reference as earlier versions wrote it."""
+    fields = {key: value for key, value in reference[KEY].items() if key != "digest"}
+    groups = [dict(group) for group in reference["param_groups"]]
+    return {**reference, "param_groups": groups, KEY: fields}
 
 
 @pytest.fixture(name="saved")
 def make_saved(tmp_path: Path) -> Iterator[tuple[Run, bytes]]:
-    """Return a run that is a step behind a ticket, and the ticket's file."""
+    """Return a run that is a step behind a reference, and the reference's file."""
     run = Run(tmp_path / "run", commit_every=None)
     run.train(range(1))
     file = run.save()
@@ -99,7 +99,7 @@ def options(run: Run) -> str:
     return repr([{**group, "params": None} for group in run.optimizer.param_groups])
 
 
-def test_no_flipped_bit_changes_what_a_ticket_loads(saved: tuple[Run, bytes]) -> None:
+def test_no_flipped_bit_changes_what_a_reference_loads(saved: tuple[Run, bytes]) -> None:
     """Torch checks no sum of a file, and of these flips most are loaded by it."""
     run, file = saved
     run.load(file)
@@ -120,28 +120,32 @@ def test_no_flipped_bit_changes_what_a_ticket_loads(saved: tuple[Run, bytes]) ->
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
-    "lr": lambda ticket: ticket["param_groups"][0].update(lr=0.5),
-    "tuple": lambda ticket: ticket["param_groups"][0].update(betas=(0.9, 0.9)),
-    "key": lambda ticket: ticket["param_groups"][0].pop("weight_decay"),
-    "step": lambda ticket: ticket[KEY].update(step=7),
-    "snapshot": lambda ticket: ticket[KEY].update(snapshot=None),
-    "note": lambda ticket: ticket[KEY].update(note="mine"),
-    "name of the digest": lambda ticket: ticket[KEY].update(dhgest=ticket[KEY].pop("digest")),
-    "another field": lambda ticket: ticket[KEY].update(mine=1),
-    "no note": lambda ticket: (ticket[KEY].pop("note"), ticket[KEY].pop("digest")),
-    "params": lambda ticket: ticket["param_groups"][0]["params"].reverse(),
-    "its key": lambda ticket: ticket.update(tensorstov=ticket.pop(KEY)),
-    "groups": lambda ticket: ticket.pop("param_groups"),
-    "states": lambda ticket: ticket.update(state={0: {"step": 1.0}}),
-    "text": lambda ticket: ticket.update({KEY: "a text"}),
-    "a tensor for the format": lambda ticket: ticket[KEY].update(format=torch.ones(2)),
-    "a tensor for the states": lambda ticket: ticket.update(state=torch.ones(2)),
-    "nesting without end": lambda ticket: ticket["param_groups"][0].update(lr=nested()),
-    "a sparse tensor": lambda ticket: ticket["param_groups"][0].update(lr=torch.eye(2).to_sparse()),
-    "a tensor without values": lambda ticket: ticket["param_groups"][0].update(
+    "lr": lambda reference: reference["param_groups"][0].update(lr=0.5),
+    "tuple": lambda reference: reference["param_groups"][0].update(betas=(0.9, 0.9)),
+    "key": lambda reference: reference["param_groups"][0].pop("weight_decay"),
+    "step": lambda reference: reference[KEY].update(step=7),
+    "snapshot": lambda reference: reference[KEY].update(snapshot=None),
+    "note": lambda reference: reference[KEY].update(note="mine"),
+    "name of the digest": lambda reference: reference[KEY].update(
+        dhgest=reference[KEY].pop("digest")
+    ),
+    "another field": lambda reference: reference[KEY].update(mine=1),
+    "no note": lambda reference: (reference[KEY].pop("note"), reference[KEY].pop("digest")),
+    "params": lambda reference: reference["param_groups"][0]["params"].reverse(),
+    "its key": lambda reference: reference.update(tensorstov=reference.pop(KEY)),
+    "groups": lambda reference: reference.pop("param_groups"),
+    "states": lambda reference: reference.update(state={0: {"step": 1.0}}),
+    "text": lambda reference: reference.update({KEY: "a text"}),
+    "a tensor for the format": lambda reference: reference[KEY].update(format=torch.ones(2)),
+    "a tensor for the states": lambda reference: reference.update(state=torch.ones(2)),
+    "nesting without end": lambda reference: reference["param_groups"][0].update(lr=nested()),
+    "a sparse tensor": lambda reference: reference["param_groups"][0].update(
+        lr=torch.eye(2).to_sparse()
+    ),
+    "a tensor without values": lambda reference: reference["param_groups"][0].update(
         lr=torch.empty(2, device="meta")
     ),
-    "a key that is no text": lambda ticket: ticket["param_groups"][0].update({5: 1}),
+    "a key that is no text": lambda reference: reference["param_groups"][0].update({5: 1}),
 }
 
 
@@ -153,15 +157,15 @@ def nested() -> list[Any]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_ticket_that_is_not_what_was_saved_changes_nothing(
+def test_a_reference_that_is_not_what_was_saved_changes_nothing(
     change: str, saved: tuple[Run, bytes]
 ) -> None:
     run, file = saved
-    ticket = torch.load(io.BytesIO(file), weights_only=True)
-    CHANGES[change](ticket)
+    reference = torch.load(io.BytesIO(file), weights_only=True)
+    CHANGES[change](reference)
     before = run.bits(), options(run)
     with pytest.raises((DamageError, OptionError)) as found:
-        run.optimizer.load_state_dict(ticket)
+        run.optimizer.load_state_dict(reference)
     if change in {"lr", "tuple", "key"}:
         assert "set them in optimizer.param_groups afterwards" in str(found.value)
     assert (run.bits(), options(run)) == before
@@ -169,28 +173,43 @@ def test_a_ticket_that_is_not_what_was_saved_changes_nothing(
     assert run.bits() == undisturbed(3)
 
 
-def test_lists_in_the_place_of_tuples_are_the_same_ticket(saved: tuple[Run, bytes]) -> None:
+def test_a_reference_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    """Its snapshot was called "ticket-", which is a part of what the digest is of."""
+    run = Run(tmp_path, commit_every=None)
+    run.train(range(1))
+    run.optimizer.snapshot("ticket-1-0123456789ab")
+    assert is_own("ticket-1-0123456789ab")
+    saved = run.optimizer.state_dict()
+    assert saved[KEY]["snapshot"] == "ticket-1-0123456789ab"
+    assert set(saved[KEY]) == {"format", "step", "snapshot", "note", "digest"}
+    run.train(range(1, 2))
+    run.optimizer.load_state_dict(saved)
+    assert run.bits() == undisturbed(1)
+    run.optimizer.close()
+
+
+def test_lists_in_the_place_of_tuples_are_the_same_reference(saved: tuple[Run, bytes]) -> None:
     """As what passes through JSON has them, and other devices for tensors."""
     run, file = saved
-    ticket = torch.load(io.BytesIO(file), weights_only=True)
-    ticket["param_groups"][0]["betas"] = list(ticket["param_groups"][0]["betas"])
-    run.optimizer.load_state_dict(ticket)
+    reference = torch.load(io.BytesIO(file), weights_only=True)
+    reference["param_groups"][0]["betas"] = list(reference["param_groups"][0]["betas"])
+    run.optimizer.load_state_dict(reference)
     assert run.bits() == undisturbed(1)
 
 
-def test_a_ticket_without_a_checksum_is_loaded_and_that_is_logged_once(
+def test_a_reference_without_a_checksum_is_loaded_and_that_is_logged_once(
     saved: tuple[Run, bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tensorstow.checkpoint.ticket._warned_without_digest", set())
+    monkeypatch.setattr("tensorstow.checkpoint.snapshot_reference._warned_without_digest", set())
     run, file = saved
-    ticket = without_digest(torch.load(io.BytesIO(file), weights_only=True))
-    run.optimizer.load_state_dict(ticket)
-    run.optimizer.load_state_dict(ticket)
+    reference = without_digest(torch.load(io.BytesIO(file), weights_only=True))
+    run.optimizer.load_state_dict(reference)
+    run.optimizer.load_state_dict(reference)
     assert caplog.text.count("has no checksum") == 1
     assert "other options" not in caplog.text
-    ticket["param_groups"][0]["lr"] = 0.25
+    reference["param_groups"][0]["lr"] = 0.25
     run.train(range(1, 2))
-    run.optimizer.load_state_dict(ticket)
+    run.optimizer.load_state_dict(reference)
     assert "has other options than the optimizer at that step (lr)" in caplog.text
     assert run.optimizer.param_groups[0]["lr"] == 0.25
 
@@ -201,15 +220,15 @@ def test_other_options_are_logged_too_if_the_snapshot_is_the_current_one(
     run, file = saved
     run.load(file)
     whole = torch.load(io.BytesIO(file), weights_only=True)
-    ticket = without_digest(whole)
+    reference = without_digest(whole)
     for rate in (0.77, 0.78):
         caplog.clear()
-        ticket["param_groups"][0]["lr"] = rate
-        run.optimizer.load_state_dict(ticket)
+        reference["param_groups"][0]["lr"] = rate
+        run.optimizer.load_state_dict(reference)
         assert "has other options than the optimizer at that step (lr)" in caplog.text
         assert run.optimizer.param_groups[0]["lr"] == rate
     caplog.clear()
-    run.optimizer.load_state_dict(ticket)
+    run.optimizer.load_state_dict(reference)
     assert "other options" not in caplog.text
     with caplog.at_level(logging.INFO, "tensorstow"):
         run.optimizer.load_state_dict(whole)
@@ -226,24 +245,24 @@ def test_other_options_are_logged_too_if_the_snapshot_is_the_current_one(
         ("weight_decya", 0.1),
     ],
 )
-def test_impossible_options_of_an_old_ticket_change_nothing(
+def test_impossible_options_of_an_old_reference_change_nothing(
     key: str, value: object, saved: tuple[Run, bytes]
 ) -> None:
     run, file = saved
-    ticket = without_digest(torch.load(io.BytesIO(file), weights_only=True))
-    ticket["param_groups"][0][key] = value
+    reference = without_digest(torch.load(io.BytesIO(file), weights_only=True))
+    reference["param_groups"][0][key] = value
     before = run.bits(), options(run)
     with pytest.raises(OptionError, match=key):
-        run.optimizer.load_state_dict(ticket)
+        run.optimizer.load_state_dict(reference)
     assert (run.bits(), options(run)) == before
 
 
-def test_a_schedule_that_stepped_after_the_commit_is_in_the_ticket(tmp_path: Path) -> None:
+def test_a_schedule_that_stepped_after_the_commit_is_in_the_reference(tmp_path: Path) -> None:
     run = Run(tmp_path, commit_every=1)
     run.train(range(2))
-    ticket, wanted = run.save(), options(run)
+    reference, wanted = run.save(), options(run)
     run.train(range(2, 4))
-    run.load(ticket)
+    run.load(reference)
     assert options(run) == wanted
     run.optimizer.close()
 
@@ -254,29 +273,29 @@ def test_what_wrappers_load_at_once_changes_and_reads_nothing(tmp_path: Path) ->
     run.load(run.save())
     assert not run.optimizer.snapshots()
     run.train(range(2))
-    ticket = run.save()
+    reference = run.save()
     before = run.bits(), run.optimizer.traffic()
-    run.load(ticket)
+    run.load(reference)
     assert (run.bits(), run.optimizer.traffic()) == before
-    assert run.save() == ticket  # no second snapshot of one step
+    assert run.save() == reference  # no second snapshot of one step
     assert len(run.optimizer.snapshots()) == 1
     run.optimizer.close()
 
 
-def test_a_snapshot_of_the_users_is_no_tickets(tmp_path: Path) -> None:
+def test_a_snapshot_of_the_users_is_no_reference_of_ours(tmp_path: Path) -> None:
     """Each is dropped by who made it."""
     run = Run(tmp_path)
     run.train(range(1))
     run.optimizer.snapshot("best")
-    ticket = run.optimizer.state_dict()
+    reference = run.optimizer.state_dict()
     run.optimizer.drop("best")
     run.train(range(1, 2))
-    run.optimizer.load_state_dict(ticket)
+    run.optimizer.load_state_dict(reference)
     assert run.bits() == undisturbed(1)
     run.optimizer.close()
 
 
-def test_an_older_ticket_goes_back_in_the_same_process(tmp_path: Path) -> None:
+def test_an_older_reference_goes_back_in_the_same_process(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(range(2))
     older, schedule = run.optimizer.state_dict(), copy.deepcopy(run.scheduler.state_dict())
@@ -299,55 +318,55 @@ def test_states_that_were_loaded_and_not_stepped_are_kept(tmp_path: Path) -> Non
     run.model.load_state_dict(whole.model.state_dict())
     run.optimizer.load_state_dict(whole.optimizer.state_dict())
     run.scheduler.load_state_dict(whole.scheduler.state_dict())
-    ticket, schedule = run.save(), run.scheduler.state_dict()
+    reference, schedule = run.save(), run.scheduler.state_dict()
     run.optimizer.close()
     second = Run(tmp_path / "run")
-    second.load(ticket)
+    second.load(reference)
     second.scheduler.load_state_dict(schedule)
     second.train(range(2, 4))
     assert second.bits() == undisturbed(4)
     second.optimizer.close()
 
 
-def test_a_ticket_of_another_directory_names_what_is_there(tmp_path: Path) -> None:
+def test_a_reference_of_another_directory_names_what_is_there(tmp_path: Path) -> None:
     runs = [Run(tmp_path / name) for name in "ab"]
     for run in runs:
         run.train(range(1))
-    tickets = [run.optimizer.state_dict() for run in runs]
-    there = read_ticket(tickets[1]).snapshot
+    references = [run.optimizer.state_dict() for run in runs]
+    there = read_reference(references[1]).snapshot
     before = runs[1].bits()
     with pytest.raises(OptionError, match=f"does not have it: it has {there}"):
-        runs[1].optimizer.load_state_dict(tickets[0])
+        runs[1].optimizer.load_state_dict(references[0])
     assert runs[1].bits() == before
     runs[1].train(range(1, 2))  # it is as good as before
     assert runs[1].bits() == undisturbed(2)
     scratch = AdamW(nn.Linear(2, 2).parameters())
     with pytest.raises(OptionError, match="the states are scratch"):
-        scratch.load_state_dict(tickets[0])
+        scratch.load_state_dict(references[0])
     for run in runs:
         run.optimizer.close()
 
 
-def test_what_cannot_be_a_ticket_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match='"full" or "ticket"'):
-        Run(tmp_path / "a", checkpoints="tickets")
+def test_what_cannot_be_a_reference_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match='"full" or "reference"'):
+        Run(tmp_path / "a", checkpoints="refrence")
     with pytest.raises(OptionError, match="Pass the run's directory"):
-        Run(None, checkpoints="ticket")
+        Run(None, checkpoints="reference")
     run = Run(tmp_path / "b")
     fresh = run.optimizer.state_dict()
     run.train(range(1))
     with pytest.raises(OptionError, match="had taken no step"):
         run.optimizer.load_state_dict(fresh)
-    ticket = run.optimizer.state_dict()
+    reference = run.optimizer.state_dict()
     with pytest.raises(OptionError, match="format 1 was expected"):
-        run.optimizer.load_state_dict({**ticket, KEY: {**ticket[KEY], "format": 2}})
-    old = without_digest(ticket)
+        run.optimizer.load_state_dict({**reference, KEY: {**reference[KEY], "format": 2}})
+    old = without_digest(reference)
     with pytest.raises(OptionError, match="2 parameter groups"):
         run.optimizer.load_state_dict({**old, "param_groups": old["param_groups"] * 2})
     run.optimizer.close()
 
 
-def test_a_ticket_within_extra_is_refused(tmp_path: Path) -> None:
+def test_a_reference_within_extra_is_refused(tmp_path: Path) -> None:
     made: list[Run] = []
     asks = False
 
@@ -365,6 +384,8 @@ def test_a_ticket_within_extra_is_refused(tmp_path: Path) -> None:
 
 def test_one_rank_saves_what_all_go_on_from(tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     """Trainers ask rank 0 alone: the snapshot is made by all before."""
-    for said, equal, step in ranks(2).run(with_tickets, tmp_path):
-        assert said.startswith("A ticket of step 2 was requested, and no snapshot holds that step.")
+    for said, equal, step in ranks(2).run(with_references, tmp_path):
+        assert said.startswith(
+            "A snapshot reference of step 2 was requested, and no snapshot holds that step."
+        )
         assert (equal, step) == (True, 2)

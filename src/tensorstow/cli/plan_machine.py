@@ -1,0 +1,114 @@
+"""The machine that `tensorstow plan` plans for: its memory, its headroom and its rates."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorstow.base.budget import Budget
+from tensorstow.base.errors import OptionError
+from tensorstow.base.profile import read_profile
+from tensorstow.base.sizes import parse_size
+from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.automatic import total_host_bytes
+from tensorstow.measure.cards import CARDS, DISK, Card, card_of, rates_with
+from tensorstow.planner.headroom import Headroom, usual_headroom
+from tensorstow.planner.seconds import MachineRates
+
+NO_PROFILE = "no profile of this machine: `tensorstow calibrate` makes one"
+_NO_LIMIT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What each rank may use of a machine."""
+
+    budget: Budget
+    headroom: Mapping[Tier, Headroom]
+    card: Card | None
+    host_is_own: bool
+    """Whether the limit of host memory is that of this machine."""
+    tbw: int | None
+    """Bytes that the drive may be written; None: not given."""
+
+    @property
+    def device_is_host(self) -> bool:
+        """Return whether the CPU computes."""
+        return self.budget.device is None
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """Return what the options say of the machine; host memory is this machine's if they do not.
+
+    Raises:
+        OptionError: A value is no size, or a card has no rates.
+    """
+    card = None if options.card is None else card_of(options.card)
+    device = 0 if card is None else card.memory_bytes
+    if options.device is not None:
+        device, named_card = _device(options.device)
+        card = named_card or card
+    if card is not None and not device:
+        message = f"--card {options.card} was given with --device 0, where the CPU computes."
+        raise OptionError(message)
+    host, host_is_own = total_host_bytes() // options.world_size, options.host is None
+    if options.host is not None:
+        host = None if options.host == _NO_LIMIT else parse_size(options.host, "--host")
+    disk = None if options.disk is None else parse_size(options.disk, "--disk")
+    headroom = usual_headroom(device_is_host=not device)
+    if options.headroom is not None:
+        left_free = parse_size(options.headroom, "--headroom")
+        headroom = dict.fromkeys(headroom, Headroom(left_free)) if left_free else {}
+    tbw = None if options.tbw is None else parse_size(options.tbw, "--tbw")
+    if tbw == 0:
+        message = (
+            f"--tbw {options.tbw} was given: it is the bytes that a drive may be written, such as"
+            " 600TB."
+        )
+        raise OptionError(message)
+    return Limits(Budget(device or None, host, disk), headroom, card, host_is_own, tbw)
+
+
+def _device(text: str) -> tuple[int, Card | None]:
+    """Return the memory that --device stands for, and the card if it names one."""
+    try:
+        return parse_size(text, "--device"), None
+    except OptionError as no_size:
+        try:
+            card = card_of(text)
+        except OptionError:
+            message = f"{no_size} Or name a card: {', '.join(CARDS)}."
+            raise OptionError(message) from no_size
+    return card.memory_bytes, card
+
+
+def machine_of(
+    options: argparse.Namespace, limits: Limits
+) -> tuple[MachineRates | None, list[str]]:
+    """Return the rates to plan with, and which parts of the machine have nominal ones.
+
+    Raises:
+        OptionError: The profile cannot be read, or the directory was not measured.
+    """
+    directory: Path | None = options.directory
+    measured = read_profile(options.profile)
+    rates, nominal = rates_with(limits.card, measured)
+    has_disk = measured is not None and DISK not in nominal
+    disk = None if measured is None or not has_disk else measured.rates_of(directory)
+    if directory is not None and disk is None:
+        if not directory.is_dir():
+            message = f"--directory {directory} was given, which is no directory here."
+            raise OptionError(message)
+        if has_disk:
+            message = (
+                f"--directory {directory} was given, which was not measured: run `tensorstow"
+                f" calibrate {directory}`."
+            )
+            raise OptionError(message)
+    if rates is None:
+        return None, nominal
+    if disk is None and DISK in nominal:
+        disk = rates.rates_of(None)
+    kinds = [kind for kind in rates.compute if kind != "cpu"]
+    accelerator = next(iter(kinds), "an accelerator")
+    return MachineRates(rates, "cpu" if limits.device_is_host else accelerator, disk), nominal
