@@ -1,0 +1,8 @@
+// Names each cell by its column: on narrow screens site.css draws a row as a list of such cells.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const table of document.querySelectorAll("article table")) {
+    const names = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
+    for (const row of table.querySelectorAll("tbody tr"))
+      [...row.cells].forEach((cell, i) => { cell.dataset.column = names[i] ?? ""; });
+  }
+});
