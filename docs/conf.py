@@ -30,6 +30,7 @@ myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 
 html_theme = "furo"
+pygments_dark_style = "a11y-dark"  # furo's own underlines what is imported
 html_title = f"tensorstow {release}"
 html_show_sphinx = False
 html_copy_source = False
