@@ -13,9 +13,17 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
 
+
+def _sources() -> list[str]:
+    """Return the repository's URL, once a person has filled in whose it is (pyproject.toml)."""
+    lines = importlib.metadata.metadata("tensorstow").get_all("Project-URL") or []
+    urls = dict(line.split(", ", 1) for line in lines)
+    return [url for name, url in urls.items() if name == "Source" and "/OWNER/" not in url]
+
+
 project = "tensorstow"
 release = os.environ.get("TENSORSTOW_DOCS_VERSION") or importlib.metadata.version("tensorstow")
-author = "the tensorstow authors"
+author = copyright = "the tensorstow authors"  # noqa: A001  # Sphinx names it so
 
 extensions = [
     "myst_parser",
@@ -39,6 +47,12 @@ html_css_files = ["site.css"]
 html_js_files = ["tables.js"]
 templates_path = ["templates"]
 html_context = {"versions_url": os.environ.get("TENSORSTOW_VERSIONS_URL", "")}
+html_theme_options = {
+    "footer_icons": [
+        {"name": "Source code", "url": url, "html": "Source code", "class": ""}
+        for url in _sources()
+    ]
+}
 html_sidebars = {
     "**": [
         "sidebar/brand.html",
