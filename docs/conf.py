@@ -110,7 +110,20 @@ def _check(_app: Sphinx, env: object) -> None:
         raise ValueError(message)
 
 
+READ_BY = re.compile(r"~?(?:\w+\.)?Annotated\[([^<]*), <function .*? at 0x\w+>\]")
+"""A type, and the function that checks its values."""
+
+
+def _signature(*arguments: object) -> tuple[str | None, object]:
+    """Return a signature with types alone: the functions that check values have no short name."""
+    signature, returned = arguments[-2:]
+    if not isinstance(signature, str):
+        return None, returned
+    return READ_BY.sub(r"\1", signature).replace("<factory>", "{}"), returned
+
+
 def setup(app: Sphinx) -> None:
     """Connect the functions above."""
     app.connect("doctree-read", _index)
+    app.connect("autodoc-process-signature", _signature)
     app.connect("env-updated", _check)

@@ -132,6 +132,7 @@ def test_the_reference_shows_each_name_with_its_source(site: Path) -> None:
     ):
         assert len(re.findall(f'<dt[^>]* id="{re.escape(name)}"', text)) == 1, name
     assert text.count('class="viewcode-link"') > 40
+    assert re.findall(r"&lt;f\w+|0x\w{8,}|Annotated", text) == []
     assert re.findall(r"Returns<span.{0,80}?<dd[^>]*><p><em>[^<]+", text, re.DOTALL) == []
 
 
