@@ -1,79 +1,74 @@
 """Gather the pages and pictures of the site in one folder, for Sphinx: `make docs`.
 
-Beside docs/ these are files of the root, and pages of what code has: commands, keys of DeepSpeed's
-configuration, keywords of ColossalAI's classes, modules, decisions. Links between files are written
-as they are in the repository, where people read them too; here they are moved to where the site has
-the pages.
+The pages of docs/ and of the root are written for a code host, where people read them too. Here
+their links lead to where the site has a page, and two conventions become what the site can draw:
+
+* ``> **Note:** text`` (or Tip, Important, Warning) is an admonition.
+* Between ``<!-- tabs -->`` and ``<!-- end of tabs -->`` a line ``**Trainer**`` begins a tab.
+
+flowchart.py draws flowcharts, and site_pages.py writes the pages that have no file: commands, keys,
+figures, examples.
 """
 
-import argparse
-import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from inspect import Parameter
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from architecture import modules
-
-from tensorstow.cli.main import make_parser
-from tensorstow.colossalai.booster import plugin
-from tensorstow.colossalai.zero import GeminiDDP, GeminiOptimizer
-from tensorstow.deepspeed.config.settings import KEYS
-from tensorstow.doorkit.keyword_table import defaults_of, table_of
+import flowchart
+import site_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 MOVED = {
     "README.md": "index.md",
-    "ARCHITECTURE.md": "architecture.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/results/table.md": "figures.md",
+    "benchmarks/compatibility.md": "compatibility.md",
+    "benchmarks/results/table.md": "figures/index.md",
+    "docs/adr": "adr/index.md",
+    "docs/adr/README.md": "adr/index.md",
+    "docs/reference": "reference/python.md",
+    "examples": "examples/index.md",
+    **{
+        file.name: f"{file.stem.lower()}.md"
+        for file in ROOT.glob("[A-Z]*.md")
+        if file.stem != "README"
+    },
+    **{f"examples/{file.name}": f"examples/{file.stem}.md" for file in ROOT.glob("examples/*.py")},
 }
-"""Files of the repository outside of docs/, and where the site has them."""
-FOLDERS = {"docs/adr": "adr/index.md"}
-"""Folders that pages link to, and the pages that list them."""
-PEERS = {
-    "torch fused": "torch's fused AdamW",
-    "torch composition": "torch's operations",
-    "composition in tiles": "torch's operations",
-    "DeepSpeed": "DeepSpeed",
-    "TensorNVMe": "TensorNVMe",
-    "cpu_offload": "accelerate",
-    "disk_offload": "accelerate",
-    "FSDP2": "torch's FSDP2",
-    "fio": "fio",
+"""Files and folders of the repository, and the pages that the site has of them."""
+CHILDREN = {
+    "architecture.md": "serial-reference\nmodules",
+    "comparison.md": "figures/index\ncompatibility",
 }
-"""What a figure is named by, and whose code that is."""
-PLACERS = (GeminiDDP, GeminiOptimizer)
-"""The classes of ColossalAI that place a model without a booster."""
+"""What the side bar has below pages that are files of the root."""
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(#[^)\s]*)?(?=\))")
 """The target of a link to another file."""
+QUOTE = re.compile(r"^> \*\*(Note|Tip|Important|Warning):\*\* ?(.*(?:\n>.*)*)", re.MULTILINE)
+"""A quotation that is an admonition."""
+TABS = re.compile(r"^<!-- tabs -->\n(.*?)^<!-- end of tabs -->$", re.MULTILINE | re.DOTALL)
+"""Alternatives, one after the other."""
+TAB = re.compile(r"^\*\*([^*\n]+)\*\*$", re.MULTILINE)
+"""The line that begins an alternative."""
 
 
 def gather(folder: Path) -> None:
     """Write all pages to ``folder``, which is emptied first."""
     shutil.rmtree(folder, ignore_errors=True)
-    docs = {
-        str(file.relative_to(ROOT)): str(file.relative_to(ROOT / "docs"))
-        for file in sorted((ROOT / "docs").rglob("*.md"))
-    }
-    for source, target in {**docs, **MOVED}.items():
-        _write(folder / target, moved((ROOT / source).read_text("utf-8"), source, target))
     shutil.copytree(ROOT / "docs/images", folder / "images")
-    home = folder / "index.md"
-    _write(home, home.read_text("utf-8") + (ROOT / "docs/contents.txt").read_text("utf-8"))
-    for target, lines in (
-        ("adr/index.md", decisions()),
-        ("comparison.md", comparison()),
-        ("reference/commands.md", commands()),
-        ("reference/deepspeed-keys.md", keys()),
-        ("reference/colossalai-keywords.md", keywords()),
-        ("modules.md", modules()),
-    ):
+    files = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in MOVED)]
+    for file in dict.fromkeys(files):
+        source = str(file.relative_to(ROOT))
+        target = MOVED.get(source) or source.removeprefix("docs/")
+        if file.suffix == ".md" and target not in site_pages.PAGES:
+            _write(folder / target, page(file.read_text("utf-8"), source, target, folder))
+    for target, lines in site_pages.pages():
         _write(folder / target, "\n".join(lines) + "\n")
+    for target, text in CHILDREN.items():
+        _append(folder / target, f"\n```{{toctree}}\n:hidden:\n\n{text}\n```\n")
+    _append(folder / "index.md", (ROOT / "docs/contents.txt").read_text("utf-8"))
+
+
+def _append(file: Path, text: str) -> None:
+    file.write_text(file.read_text("utf-8") + text, "utf-8")
 
 
 def _write(file: Path, text: str) -> None:
@@ -81,18 +76,28 @@ def _write(file: Path, text: str) -> None:
     file.write_text(text, "utf-8")
 
 
-def moved(text: str, source: str, target: str) -> str:
-    """Return a page with its links to other files as the site has them.
+def page(text: str, source: str, target: str, folder: Path) -> str:
+    """Return a page of the repository as the site has it.
 
     Args:
         text: The page, in Markdown.
         source: Its path in the repository.
         target: Its path in the site.
+        folder: Where the site's pages are written; files that the page links to are copied there.
     """
+    return flowchart.drawn(tabs(admonitions(moved(text, source, target, folder))))
+
+
+def moved(text: str, source: str, target: str, folder: Path) -> str:
+    """Return a page with its links to other files as the site has them; see :func:`page`."""
 
     def of(match: re.Match[str]) -> str:
         path = _normal(PurePosixPath(source).parent / match[1])
-        there = {**MOVED, **FOLDERS}.get(path) or path.removeprefix("docs/")
+        there = MOVED.get(path) or path.removeprefix("docs/")
+        if path not in MOVED and not path.startswith("docs/") and (ROOT / path).is_file():
+            there = f"files/{path}"
+            (folder / there).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / there)
         up = [".."] * (len(PurePosixPath(target).parts) - 1)
         return "/".join([*up, there]) + (match[2] or "")
 
@@ -109,78 +114,28 @@ def _normal(path: PurePosixPath) -> str:
     return "/".join(parts)
 
 
-def decisions() -> Iterator[str]:
-    """Yield the page that lists the decisions."""
-    yield from ("# Decisions", "", "What would surprise a newcomer, and why it is so.", "")
-    yield from ("```{toctree}", ":maxdepth: 1", "")
-    yield from (file.stem for file in sorted((ROOT / "docs/adr").glob("0*.md")))
-    yield "```"
+def admonitions(text: str) -> str:
+    """Return a page with its notes and warnings as admonitions."""
+
+    def of(match: re.Match[str]) -> str:
+        inside = re.sub(r"^> ?", "", match[2], flags=re.MULTILINE)
+        return f":::{{{match[1].lower()}}}\n{inside}\n:::"
+
+    return QUOTE.sub(of, text)
 
 
-def commands() -> Iterator[str]:
-    """Yield a page of what `tensorstow --help` and `tensorstow COMMAND --help` print."""
-    parser = make_parser()
-    yield from ("# Commands", "", "```text", parser.format_help().rstrip(), "```")
-    actions = parser._actions  # noqa: SLF001  # argparse offers no other way
-    (found,) = (a for a in actions if isinstance(a, argparse._SubParsersAction))  # noqa: SLF001
-    for name, command in found.choices.items():
-        yield from ("", f"## {name}", "", "```text", command.format_help().rstrip(), "```")
+def tabs(text: str) -> str:
+    """Return a page with its alternatives as tabs; those of one name are switched together."""
 
+    def of(match: re.Match[str]) -> str:
+        before, *rest = TAB.split(match[1])
+        items = (
+            f":::::{{tab-item}} {title}\n:sync: {title.lower()}\n\n{body.strip()}\n:::::\n"
+            for title, body in zip(rest[::2], rest[1::2], strict=True)
+        )
+        return f"{before}::::::{{tab-set}}\n\n" + "\n".join(items) + "\n::::::"
 
-def keys() -> Iterator[str]:
-    """Yield a page of all keys of a DeepSpeed configuration."""
-    yield from ("# Keys of a DeepSpeed configuration", "")
-    yield "What each does here. A refused key is an error with any value but the one that is off."
-    yield from ("", "| key | values | | |", "|---|---|---|---|")
-    for key in KEYS.values():
-        cells = (f"`{key.path}`", key.kind.allowed, key.support.value, key.note)
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def keywords() -> Iterator[str]:
-    """Yield a page of all keywords of ColossalAI's classes that place models."""
-    yield from ("# Keywords of ColossalAI's classes", "")
-    yield "What each does here. A keyword with no meaning changes nothing, and a log line says why."
-    yield "A refused one is an error with any value but its default."
-    for cls in (*(vars(plugin)[name] for name in plugin.__all__ if name != "Plugin"), *PLACERS):
-        yield from ("", f"## {cls.__name__}", "", "| keyword | default | | |", "|---|---|---|---|")
-        table = table_of(cls)
-        for name, default in defaults_of(cls).items():
-            note = table[name].note.replace("``", "`")
-            cells = (f"`{name}`", _cell(default), table[name].support.value, note)
-            yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _cell(default: object) -> str:
-    return "" if default is Parameter.empty else f"`{default!r}`"
-
-
-def comparison() -> Iterator[str]:
-    """Yield the page of what was measured beside other projects' code, and of nothing else."""
-    yield from ("# Comparison", "")
-    yield "What was measured beside other projects' code. Each figure is a ratio of medians of one"
-    yield "run, in which both took turns; what is not listed was not measured. In"
-    yield "[figures](figures.md) are all others."
-    for path in sorted((ROOT / "benchmarks/results").glob("*.json")):
-        document = json.loads(path.read_text("utf-8"))
-        rows = [row for row in document["figures"] if row["measured"] is not None and _peer_in(row)]
-        if rows:
-            machine = ", ".join(f"{key} {value}" for key, value in document["machine"].items())
-            command = f"python benchmarks/run.py {document['subject']}"
-            yield from (
-                "",
-                f"## {document['subject']}",
-                "",
-                f"`{command}`: {document['pairs']} pairs;",
-            )
-            yield from (f"{machine}.", "", "| figure | beside | measured |", "|---|---|---|")
-            for row in rows:
-                yield f"| {row['name']} | {_peer_in(row)} | {row['measured']:.3g} {row['unit']} |"
-
-
-def _peer_in(row: Mapping[str, Any]) -> str | None:
-    """Return whose code a figure is of beside ours."""
-    return next((peer for word, peer in PEERS.items() if word in row["name"]), None)
+    return TABS.sub(of, text)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Budget:
             tier: "device", "host" or "disk".
 
         Returns:
-            The limit in bytes; None: no limit.
+            The limit in bytes; None is no limit.
         """
         size = getattr(self, tier)
         return None if size is None else int(size)

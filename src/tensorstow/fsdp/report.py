@@ -64,7 +64,7 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
         model: A model, placed by ``stow`` or not. Parameters on the meta device have no bytes.
 
     Returns:
-        The counts: bytes held now and at most, and bytes moved since the model was placed.
+        The counts of bytes held now and at most, and bytes moved since the model was placed.
     """
     if is_read_only(model):
         return _bytes_of_read_only(model)

@@ -26,7 +26,7 @@ class LateAdamW:
         """Return the optimizer of a model that is already on its device.
 
         Returns:
-            The optimizer: ``weight_decay`` is for matrices alone, as in the Trainer.
+            The optimizer. ``weight_decay`` is for matrices alone, as in the Trainer.
         """
         # The method uses nothing of the Trainer.
         names = transformers.Trainer.get_decay_parameter_names(cast("Any", None), model)

@@ -74,7 +74,7 @@ def chunked_cross_entropy(  # noqa: PLR0913  # torch's keywords, and the layer's
             buffer, and chunks are half as long. Default: None, no cap.
 
     Returns:
-        The loss: float64 for float64, fp32 for all other dtypes.
+        The loss, in float64 for float64 and in fp32 for all other dtypes.
 
     Raises:
         OptionError: Shapes or options are invalid, a label is no class, ``weight`` is a DTensor or

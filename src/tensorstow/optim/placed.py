@@ -135,7 +135,7 @@ class PlacedOptimizer(Optimizer):
                 the gradients divided by it.
 
         Returns:
-            The norm before clipping: a scalar fp64 tensor.
+            The norm before clipping, as a scalar fp64 tensor.
 
         Raises:
             OptionError: A negative ``max_norm``, or ``overlap="backward"``.
@@ -240,7 +240,7 @@ class PlacedOptimizer(Optimizer):
             parameter: A parameter.
 
         Returns:
-            States by name; none before its first step. None: no group has it, or it is frozen.
+            States by name; none before its first step. None if no group has it, or it is frozen.
         """
         return self._states_of(parameter)
 
@@ -341,7 +341,7 @@ class PlacedOptimizer(Optimizer):
             directory: It is made if it does not exist; files of an earlier report are replaced.
 
         Returns:
-            The paths of the files: "page", "trace" and "figures".
+            The paths of the files, by "page", "trace" and "figures".
 
         Raises:
             OptionError: The recording has not ended yet.
