@@ -25,6 +25,7 @@ from pages import PAGES, SCRIPTS
 pytestmark = [
     # torch's, of a process alone that saves what torch.distributed.checkpoint is also for
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),  # of the run before
     pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true"),  # transformers'
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # Lightning's
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),  # of the run before
