@@ -183,7 +183,7 @@ def test_each_stream_that_reads_new_weights_is_behind_them(device: torch.device)
 def test_a_stream_that_asks_is_behind_new_weights_whoever_read_them_before(
     first: str, overlap: Overlap | DelayedUpdate, device: torch.device
 ) -> None:
-    """Outside of a module's forward: the recipe in docs/guides/durable-runs.md."""
+    """Outside of a module's forward: the recipe of ``updated()``."""
     model = nn.Linear(64, 64).to(device)
     optimizer = make(model, states="ram", overlap=overlap)
     x = torch.ones(4, 64, device=device)

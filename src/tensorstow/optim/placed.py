@@ -220,8 +220,10 @@ class PlacedOptimizer(Optimizer):
     def updated(self) -> AbstractContextManager[None]:
         """Wait for all updates, and return a context inside of which all weights are current.
 
-        For readers that are no torch operation: NumPy arrays, extensions, captured graphs. The
-        weights stay current until the next ``step()``.
+        For readers that are no torch operation: NumPy arrays, extensions, captured graphs. Also for
+        a stream of an accelerator that reads weights outside of a module's forward, which must call
+        it inside: ``with stream, optimizer.updated():``. The weights stay current until the next
+        ``step()``, and the stream that calls that must wait for such readers.
 
         Returns:
             The context manager.

@@ -154,8 +154,8 @@ class StowedAdam(PlacedOptimizer):
 
         Returns:
             A dict with "state" and "param_groups". States on disk are tensors in a memory-mapped
-                file; see docs/guides/checkpoints.md. With ``checkpoints="reference"`` it has no
-                states, and names a snapshot that holds them.
+                file. With ``checkpoints="reference"`` it has no states, and names a snapshot that
+                holds them.
 
         Raises:
             OptionError: A reference is asked for by one of several ranks before ``snapshot()``.

@@ -3,8 +3,8 @@
 [Note: Legal calls] With overlap="backward" a step begins with its first final gradient and ends
 with ``step()``; in between, some weights are new and some are old. The other schedules have no such
 phases: everything that they start can be waited for, so they are always between steps. In every
-phase an optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError). The
-guide docs/guides/durable-runs.md has the table for users.
+phase an optimizer that has failed refuses all but ``resume()`` and ``close()`` (PoisonedError).
+``LEGAL`` is the table.
 """
 
 from enum import Enum

@@ -697,13 +697,8 @@ def test_the_plan_of_gpt_3_is_what_the_guide_shows(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile of this machine
     guide = (ROOT / "docs/guides/planning.md").read_text()
     section = guide[guide.index("## GPT-3 on one node") : guide.index("## In the process")]
-    command, *shown = re.findall(r"^ {4}(.*)$", section, re.MULTILINE)
+    (command,) = re.findall(r"^ {4}(.*)$", section, re.MULTILINE)
     asked = command.removeprefix("tensorstow ").split()
-    assert main(asked) == 0
-    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert len(shown) > 10
-    assert [line for line in printed if line in shown] == shown
-
     assert main([*asked, "--json"]) == 0
     tiers = json.loads(capsys.readouterr().out)["tiers"]
     ranks = int(asked[asked.index("--world-size") + 1])

@@ -51,7 +51,7 @@ def given(**where: Any) -> str:  # noqa: ANN401
 def test_lines_of_the_guide_name_the_override(titan: Any) -> None:  # noqa: ANN401, ARG001
     page = (ROOT / "docs/guides/trainers.md").read_text("utf-8")
     found = re.findall(r"--override\.imports '(\S+?)=(\{.*?\})'", page)
-    assert len(found) == 2
+    assert found
     for name, options in found:
         module, _, function = name.rpartition(".")
         assert callable(getattr(import_module(module), function))
