@@ -5,16 +5,17 @@
 #   tools/setup.sh native         build the native core and install tensorstow (editable)
 #   tools/setup.sh extra NAME     install what tensorstow[NAME] needs: demo, bench, test, dev, peers
 #
-# `make` calls these in order and remembers what is done. Two variables change what happens:
+# `make` calls these in order and remembers what is done. Three variables change what happens:
 #
 #   TENSORSTOW_PYTHON=/path/to/python   make .venv with this Python, and see the packages it
 #                                       already has (an image with its own torch, or no index)
 #   TENSORSTOW_TORCH="torch --index-url URL"   give pip this for torch (ROCm, XPU, nightly)
+#   TENSORSTOW_TORCH_VERSION=2.11.0     install this release of torch, whatever .venv has
 #
 # An existing .venv that works is kept: remove it for a change of these to count.
 set -eu
 
-TORCH_VERSION=2.13.0 # what continuous integration runs; torch has wheels for NEWEST_PYTHON
+TORCH_VERSION=${TENSORSTOW_TORCH_VERSION:-2.13.0} # the newest that is tested; it has wheels for NEWEST_PYTHON
 NEWEST_PYTHON=3.14
 # Trainers that ask for more than the tests use, or for other versions: without what they ask for,
 # and with what they import.
@@ -105,11 +106,14 @@ make_venv() {
 
 has_torch() {
   "$VENV/bin/python" - 2>/dev/null <<'PYTHON'
+import os
 import sys
 from importlib.metadata import version
 
-major, minor = map(int, version("torch").split(".")[:2])
-sys.exit((major, minor) < (2, 11))
+found = version("torch")
+asked = os.environ.get("TENSORSTOW_TORCH_VERSION")
+major, minor = map(int, found.split(".")[:2])
+sys.exit((major, minor) < (2, 11) or (asked or found).split("+")[0] != found.split("+")[0])
 PYTHON
 }
 
@@ -123,7 +127,8 @@ install_torch() {
     say "torch is already there"
   elif has_nvidia; then
     say "NVIDIA accelerator found: installing torch with CUDA"
-    pip install "torch>=2.11"
+    release=${TENSORSTOW_TORCH_VERSION:+==$TENSORSTOW_TORCH_VERSION}
+    pip install "torch${release:->=2.11}"
   else
     [ ! -e /dev/kfd ] ||
       say "AMD accelerator found: for ROCm set TENSORSTOW_TORCH" \
