@@ -21,7 +21,7 @@ esac
 
 
 def asked(place: Path, **variables: str) -> list[str]:
-    """Return what the first step of the set-up asks pip to install, in a fresh folder."""
+    """Return what the step that builds the core asks pip for besides, in a fresh folder."""
     (place / "tools").mkdir()
     (place / ".venv/bin").mkdir(parents=True)
     shutil.copy(ROOT / "tools/setup.sh", place / "tools")
@@ -31,7 +31,7 @@ def asked(place: Path, **variables: str) -> list[str]:
     python.chmod(0o755)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("TENSORSTOW_")}
     subprocess.run(
-        ["/bin/sh", "tools/setup.sh", "python"],
+        ["/bin/sh", "tools/setup.sh", "native"],
         cwd=place,
         check=True,
         env={**environ, **variables},
