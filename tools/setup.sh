@@ -1,20 +1,21 @@
 #!/bin/sh
-# Makes .venv ready for tensorstow: a fitting torch, the build tools, the native core, extras.
+# Makes .venv ready for tensorstow: the build tools, a fitting torch, the native core, extras.
 #
-#   tools/setup.sh python         check the machine, make .venv, install torch and build tools
-#   tools/setup.sh native         build the native core and install tensorstow (editable)
+#   tools/setup.sh python         check the machine, make .venv, install build tools
+#   tools/setup.sh native         build the native core, install torch meanwhile, and tensorstow (editable)
 #   tools/setup.sh extra NAME     install what tensorstow[NAME] needs: demo, bench, test, dev, peers
 #
-# `make` calls these in order and remembers what is done. Two variables change what happens:
+# `make` calls these in order and remembers what is done. Three variables change what happens:
 #
 #   TENSORSTOW_PYTHON=/path/to/python   make .venv with this Python, and see the packages it
 #                                       already has (an image with its own torch, or no index)
 #   TENSORSTOW_TORCH="torch --index-url URL"   give pip this for torch (ROCm, XPU, nightly)
+#   TENSORSTOW_TORCH_VERSION=2.11.0     install this release of torch, whatever .venv has
 #
 # An existing .venv that works is kept: remove it for a change of these to count.
 set -eu
 
-TORCH_VERSION=2.13.0 # what continuous integration runs; torch has wheels for NEWEST_PYTHON
+TORCH_VERSION=${TENSORSTOW_TORCH_VERSION:-2.13.0} # the newest that is tested; it has wheels for NEWEST_PYTHON
 NEWEST_PYTHON=3.14
 # Trainers that ask for more than the tests use, or for other versions: without what they ask for,
 # and with what they import.
@@ -105,11 +106,14 @@ make_venv() {
 
 has_torch() {
   "$VENV/bin/python" - 2>/dev/null <<'PYTHON'
+import os
 import sys
 from importlib.metadata import version
 
-major, minor = map(int, version("torch").split(".")[:2])
-sys.exit((major, minor) < (2, 11))
+found = version("torch")
+asked = os.environ.get("TENSORSTOW_TORCH_VERSION")
+major, minor = map(int, found.split(".")[:2])
+sys.exit((major, minor) < (2, 11) or (asked or found).split("+")[0] != found.split("+")[0])
 PYTHON
 }
 
@@ -123,7 +127,8 @@ install_torch() {
     say "torch is already there"
   elif has_nvidia; then
     say "NVIDIA accelerator found: installing torch with CUDA"
-    pip install "torch>=2.11"
+    release=${TENSORSTOW_TORCH_VERSION:+==$TENSORSTOW_TORCH_VERSION}
+    pip install --no-compile "torch${release:->=2.11}"
   else
     [ ! -e /dev/kfd ] ||
       say "AMD accelerator found: for ROCm set TENSORSTOW_TORCH" \
@@ -136,10 +141,11 @@ install_torch() {
 # name: PyPI cannot have it, so pip finds it in the machine's own mirrors, then in torch's index.
 install_cpu_torch() {
   say "no NVIDIA accelerator found: installing torch $TORCH_VERSION for the CPU"
-  pip install "torch==$TORCH_VERSION+cpu" 2>/dev/null && return
-  pip install --extra-index-url "$CPU_INDEX" "torch==$TORCH_VERSION+cpu" && return
+  # Most of its modules are never imported: those that are get compiled then.
+  pip install --no-compile "torch==$TORCH_VERSION+cpu" 2>/dev/null && return
+  pip install --no-compile --extra-index-url "$CPU_INDEX" "torch==$TORCH_VERSION+cpu" && return
   say "no CPU build of torch $TORCH_VERSION can be reached: taking the one the index has"
-  pip install "torch==$TORCH_VERSION"
+  pip install --no-compile "torch==$TORCH_VERSION"
 }
 
 install_build_tools() {
@@ -166,18 +172,21 @@ case "${1:-}" in
     [ "$(uname -s)" = Linux ] || die "this is $(uname -s); only Linux works so far"
     make_venv
     check_compiler
-    install_torch
     install_build_tools
     ;;
   native)
     check_compiler
+    # The core needs no torch: one is downloaded and unpacked while the other is compiled.
+    install_torch &
+    torch=$!
     say "building the native core"
-    pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/native --editable .
+    pip install --quiet --no-build-isolation --no-deps --config-settings build-dir=build/native --editable . ||
+      { kill $torch 2>/dev/null || true; die "the native core cannot be built: see the lines above"; }
+    wait $torch || die "torch cannot be installed: see the lines above"
     ;;
   extra)
     # tensorstow itself is installed: pip only adds what the extra names.
     say "installing what tensorstow[$2] needs"
-    # Most of their modules are never imported: those that are get compiled then.
     tested --no-compile "tensorstow[$2]"
     [ "$2" != test ] || tested "tensorstow[kernel]" ||
       say "no Triton can be installed here: tests of the fused kernel will be skipped"

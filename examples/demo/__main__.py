@@ -47,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"training steps per configuration, in turns of {TURN_STEPS} (default: %(default)s)",
     )
     parser.add_argument(
-        "--small", action="store_true", help="a toy model: seconds instead of minutes"
+        "--small",
+        action="store_true",
+        help="a toy model: about a minute on two idle cores, most of it to start ten processes",
     )
     parser.add_argument(
         "--gemini",

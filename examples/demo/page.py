@@ -51,7 +51,8 @@ def _both(picture: Plot) -> str:
 def _parity_sentence(parity: ParityReport) -> str:
     first, *rest = parity.sentences()
     outcome = "equal" if parity.is_equal else "different"
-    if parity.is_equal and parity.circumstances.is_busy:
+    facts = parity.circumstances
+    if parity.is_equal and (facts.is_busy or facts.is_noisy):
         outcome = "doubtful"
     said = "".join(f"<p>{escape(sentence)}</p>" for sentence in rest)
     return f'<div class="parity {outcome}"><p class="cost">{escape(first)}</p>{said}</div>'

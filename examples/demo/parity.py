@@ -26,23 +26,30 @@ class Cost:
     seconds: float | None
     torch_seconds: float | None
     """The median steady step; None if there were too few."""
+    noise: float | None
+    """How far equal steps differ, as (longest - shortest) / median; None if there were too few."""
 
     def __str__(self) -> str:
         """Return the cost as one sentence."""
-        more = "less" if self.less_bytes >= 0 else "more"
-        said = (
-            f"With its states on disk the process holds {abs(self.less_bytes) / _MIB:,.0f} MiB"
-            f" {more} RAM than with torch's AdamW"
-        )
-        if self.less_bytes >= 0:
+        said = f"With its states on disk the process holds {self._memory()} torch's AdamW"
+        if self.less_bytes >= _MIB:
             said += f", {self.less_bytes / self.state_bytes:.0%} of what the states take"
         if self.seconds is None or self.torch_seconds is None:
             return f"{said}."
         longer = self.seconds / self.torch_seconds - 1
-        return (
-            f"{said}, for a step that is {abs(longer):.0%} {'longer' if longer >= 0 else 'shorter'}"
-            f" ({self.seconds:.3g} s instead of {self.torch_seconds:.3g} s)."
-        )
+        if self.noise is not None and abs(longer) <= self.noise:
+            compared = f"takes about as long ({self.seconds:.3g} s and {self.torch_seconds:.3g} s)"
+        else:
+            word = "longer" if longer >= 0 else "shorter"
+            seconds = f"({self.seconds:.3g} s instead of {self.torch_seconds:.3g} s)"
+            compared = f"is {abs(longer):.0%} {word} {seconds}"
+        return f"{said}, for a step that {compared}."
+
+    def _memory(self) -> str:
+        if abs(self.less_bytes) < _MIB:
+            return "about as much RAM as with"
+        more = "less" if self.less_bytes > 0 else "more"
+        return f"{abs(self.less_bytes) / _MIB:,.0f} MiB {more} RAM than with"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +65,13 @@ class Circumstances:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a limit is exceeded."""
-        return max(self.spread or 0.0, self.others or 0.0) > LIMIT
+        """Return whether other programs used more of the cores than the limit."""
+        return (self.others or 0.0) > LIMIT
+
+    @property
+    def is_noisy(self) -> bool:
+        """Return whether equal steps differ by more than the limit."""
+        return (self.spread or 0.0) > LIMIT
 
     def __str__(self) -> str:
         """Return the circumstances in a sentence or two."""
@@ -74,6 +86,8 @@ class Circumstances:
                 f"THE MACHINE WAS BUSY: {said} (limit {LIMIT:.0%}). Smaller differences"
                 " of times mean nothing: run the demo again when the machine is idle."
             )
+        elif self.is_noisy:
+            said = f"Times: {said}. Smaller differences of times mean nothing."
         else:
             said = f"Times: {said}."
         turns = "" if self.at_once else (
@@ -170,6 +184,7 @@ def judge(
     ]
     pairs = zip(anchor.losses, torch.losses, strict=True)
     spreads = [s for r in results if (s := spread(r.steady_seconds)) is not None]
+    noise = max(spreads, default=None)
     shown = runs[SHOWN]
     return ParityReport(
         differing=tuple(differing),
@@ -180,8 +195,9 @@ def judge(
             shown.measured.logical_bytes,
             steady(shown),
             steady(torch),
+            noise,
         ),
-        circumstances=Circumstances(max(spreads, default=None), others, at_once),
+        circumstances=Circumstances(noise, others, at_once),
         crash=crash,
         unkilled=anchor.checksums[0],
     )

@@ -25,6 +25,12 @@ class Runner:
         self._messages = process.messages()
         self._announce = announce
 
+    def until_it_builds(self) -> None:
+        """Read its first message: it has loaded its modules."""
+        for said in self._messages:
+            self._announce(self._row, said["step"], said["part"])
+            return
+
     def until_it_waits(self) -> None:
         """Read its messages until its turn is over."""
         for said in self._messages:
@@ -68,6 +74,8 @@ def run_rows(
                 options = ["--row", row.key, *arguments]
                 process = stack.enter_context(started(row.name, _WORKER, options, FOLDER))
                 runners.append(Runner(row, process, announce))
+                if len(runners) == 1:  # modules are compiled once, not by each process
+                    runners[0].until_it_builds()
             for runner in runners:
                 runner.until_it_waits()  # all build at the same time
             for number, count in enumerate(turns):

@@ -32,8 +32,10 @@ any order, and finalizers run in either. So:
   with them.
 """
 
+import ctypes
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -140,10 +142,30 @@ def _calls_of_thread() -> tuple[int, ...]:
 def _tell_backward(numbers: tuple[int, ...]) -> None:
     """Pass the numbers of this thread's calls on to the threads of a backward that it starts."""
     if numbers or not hasattr(_torch, "_remove_obj_from_tls"):  # which torch 2.13 has
+        if _STEALS:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
         _torch._stash_obj_in_tls(_KEY, numbers)  # noqa: SLF001
     elif _torch._is_key_in_tls(_KEY):  # noqa: SLF001
         # A thread that ends while it holds a Python object could wait for the GIL for ever.
         _torch._remove_obj_from_tls(_KEY)  # noqa: SLF001
+
+
+def _steals() -> bool:
+    """Return whether torch keeps a thread's object without a reference, as 2.11 does.
+
+    When another object takes its place, torch drops a reference all the same.
+    """
+    probe: list[None] = []
+    before = sys.getrefcount(probe)
+    _torch._stash_obj_in_tls(_KEY, probe)  # noqa: SLF001
+    steals = sys.getrefcount(probe) == before
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STEALS = _steals()
+_tell_backward(())
 
 
 class _HasCallLock(Protocol):

@@ -54,7 +54,7 @@ def test_why_the_hash_of_torch_is_another_is_said() -> None:
 
 
 def test_the_cost_is_one_sentence_with_measured_numbers() -> None:
-    cost = Cost(903 * MIB, 949 * MIB, 4.43, 4.10)
+    cost = Cost(903 * MIB, 949 * MIB, 4.43, 4.10, noise=0.05)
     assert str(cost) == (
         "With its states on disk the process holds 903 MiB less RAM than with torch's AdamW, 95% of"
         " what the states take, for a step that is 8% longer (4.43 s instead of 4.1 s)."
@@ -65,6 +65,15 @@ def test_the_cost_is_one_sentence_with_measured_numbers() -> None:
     )
 
 
+def test_a_difference_within_the_noise_is_none() -> None:
+    cost = Cost(903 * MIB, 949 * MIB, 4.43, 4.10, noise=0.49)
+    assert str(cost).endswith("for a step that takes about as long (4.43 s and 4.1 s).")
+    assert "52% longer" in str(replace(cost, seconds=1.52, torch_seconds=1.0))
+    assert "8% longer" in str(replace(cost, noise=None))
+    assert "about as much RAM as with torch's AdamW, for a" in str(replace(cost, less_bytes=400))
+    assert "about as much RAM as with" in str(replace(cost, less_bytes=-400))
+
+
 def test_the_cost_is_that_of_states_on_disk_against_torch() -> None:
     cost = judged(make_results()).cost
     assert (cost.less_bytes, cost.state_bytes) == (30 * MIB, MIB)
@@ -73,12 +82,13 @@ def test_the_cost_is_that_of_states_on_disk_against_torch() -> None:
 
 @pytest.mark.parametrize(
     ("spread", "others", "is_busy"),
-    [(0.05, 0.05, False), (0.11, 0.05, True), (0.05, 0.11, True), (None, None, False)],
+    [(0.05, 0.05, False), (0.49, 0.01, False), (0.05, 0.11, True), (None, None, False)],
 )
 def test_a_busy_machine_is_said(spread: float, others: float, *, is_busy: bool) -> None:
     found = Circumstances(spread, others, at_once=True)
     assert found.is_busy == is_busy
     assert ("THE MACHINE WAS BUSY" in str(found)) == is_busy
+    assert ("differences of times mean nothing" in str(found)) == (is_busy or spread == 0.49)
     assert "one behind the other" not in str(found)
     assert "one after another" in str(replace(found, at_once=False))
 

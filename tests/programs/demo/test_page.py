@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 
 from demo_results import judged, make_results, spoil
 
@@ -51,6 +52,17 @@ def test_a_busy_machine_is_shown_as_one() -> None:
     page = page_of(make_results(), others=0.5)
     assert 'class="parity doubtful"' in page
     assert "THE MACHINE WAS BUSY" in page
+
+
+def test_noise_is_shown_and_is_not_said_to_be_others() -> None:
+    results = make_results(4)
+    spans = tuple(
+        replace(s, stop=s.stop + 3.5) if (s.name, s.step) == ("opt.step", 3) else s
+        for s in results[2].spans
+    )
+    page = page_of(spoil(results, "naive", spans=spans), others=0.01)
+    assert 'class="parity doubtful"' in page
+    assert "THE MACHINE WAS BUSY" not in page
 
 
 def test_it_follows_the_system_into_the_dark_and_fits_a_phone() -> None:

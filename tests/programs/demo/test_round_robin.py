@@ -26,6 +26,8 @@ class Stand:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         while self.said:
+            if "build" in self.said[0].values():
+                self.log.append(f"{self.key} is loaded")
             yield self.said.pop(0)
 
     def tell(self, line: str) -> None:
@@ -68,7 +70,8 @@ def run(*, at_once: bool) -> list[str]:
 def test_rows_take_turns_there_and_back(log: list[str]) -> None:
     announced = run(at_once=True)
     assert log == [
-        "torch begins", "ram begins", "naive begins",
+        "torch begins", "torch is loaded", "ram begins", "naive begins",
+        "ram is loaded", "naive is loaded",
         "torch 2", "ram 2", "naive 2",
         "naive 2", "ram 2", "torch 2",
         "torch 1", "ram 1", "naive 1",
@@ -79,7 +82,8 @@ def test_rows_take_turns_there_and_back(log: list[str]) -> None:
 
 def test_one_behind_the_other_where_there_is_no_room(log: list[str]) -> None:
     run(at_once=False)
-    assert log[:6] == ["torch begins", "torch 2", "torch 2", "torch 1", "torch ends", "ram begins"]
+    took = ["torch 2", "torch 2", "torch 1"]
+    assert log[:7] == ["torch begins", "torch is loaded", *took, "torch ends", "ram begins"]
 
 
 def test_steps_are_cut_into_turns() -> None:

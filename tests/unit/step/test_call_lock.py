@@ -1,5 +1,6 @@
 """Calls from signal handlers and from other threads: they wait, or are refused by name."""
 
+import ctypes
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.optim.loading import StateLoad
+from tensorstow.step import call_lock
 from tensorstow.step.call_lock import CallLock
 
 POLICY = PipelinePolicy(chunk_elements=64, backend="threads", depth=2)
@@ -292,3 +294,41 @@ def test_signals_are_deferred_in_few_calls() -> None:
         finally:
             sys.setprofile(None)
     assert len(calls) < 10
+
+
+class Stealing:
+    """torch 2.11: it takes no reference to a thread's object, and drops one when it goes."""
+
+    def __init__(self) -> None:
+        self.address: int | None = None
+
+    def _stash_obj_in_tls(self, _: str, numbers: object) -> None:
+        if self.address is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(self.address))
+        self.address = id(numbers)
+
+    def _is_key_in_tls(self, _: str) -> bool:
+        return False
+
+
+def test_a_torch_that_takes_no_reference_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_lock, "_torch", Stealing())
+    assert call_lock._steals()
+    monkeypatch.setattr(call_lock, "_STEALS", True)
+    numbers = [tuple(range(start, start + 3)) for start in (1000, 2000)]
+    before = [sys.getrefcount(each) for each in numbers]
+    for number in range(20):
+        call_lock._tell_backward(numbers[number % 2])
+    after = [sys.getrefcount(each) for each in numbers]
+    assert after == [before[0], before[1] + 1]  # the last one is held
+
+
+def test_calls_leave_the_objects_of_torch_alone() -> None:
+    """By the references that this torch takes: one too few frees the tuple in use."""
+    inside = (10**6, 10**6 + 1)
+    before = sys.getrefcount(inside)
+    for _ in range(10):
+        call_lock._tell_backward(inside)
+        assert sys.getrefcount(inside) == before + 1
+        call_lock._tell_backward(())
+    assert sys.getrefcount(inside) == before
