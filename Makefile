@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Most packages are compiled when they are first imported (tools/setup.sh): once, and not in each process.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-programs docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
+.PHONY: help demo test test-all test-programs docs aarch64 wheels gpu-test mutations soak accelerator check bench stub format lint native-tests sanitize clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,14 +23,20 @@ demo: $(DONE)/demo ## Set everything up and run the demonstration (three to four
 
 # Whole files, in the order of their names: what a file's tests share is made once. Both runs go at
 # once, as copies of the simulated accelerator sleep, and each ends though the other fails.
+# One process more than cores: a quarter of the time tests wait for the disk, or sleep.
 CORES := $(shell nproc 2>/dev/null || echo 2)
-TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
+TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) + 1 : 5 )))
 
 PYTEST = $(BIN)/python -m pytest --durations 30 -n $(TEST_PROCESSES)
 
-test: $(DONE)/test native-tests ## Set everything up and run the tests, in TEST_PROCESSES (cores, up to 4)
+test: APART = --ignore tests/programs
+test: $(DONE)/test ## Set everything up and run the tests, in TEST_PROCESSES (cores + 1, up to 5)
+
+test-all: $(DONE)/test ## The same, and test-programs in the same processes
+
+test test-all: native-tests
 	@mkdir -p build
-	$(PYTEST) --dist loadfile --no-loadscope-reorder --ignore tests/gpu --ignore tests/programs \
+	$(PYTEST) --dist loadfile --no-loadscope-reorder --ignore tests/gpu $(APART) \
 	  > build/tests.log 2>&1 & rest=$$!; \
 	PYTHONPATH=tests $(PYTEST) -p simulated.plugin -p unskipped tests/gpu; gpu=$$?; \
 	tail -n +1 -f --pid=$$rest build/tests.log; wait $$rest && exit $$gpu
@@ -56,7 +62,10 @@ gpu-test: $(DONE)/test ## Run what needs an accelerator (skipped without one)
 accelerator: ## Run all that a real accelerator is for, from source, and keep what is measured
 	tools/accelerator.sh
 
-check: lint docs sanitize ## Run formatters, linters, types, layers, the site and the native tests' sanitizers
+# Linters and the site take one core each: they run while sanitizers build. What two of them would
+# install at once is installed before.
+check: $(DONE)/dev $(DONE)/docs ## Run formatters, linters, types, layers, the site and sanitizers
+	$(MAKE) --no-print-directory --output-sync=target -j3 lint docs sanitize
 
 bench: $(DONE)/bench ## Measure, print and save the figures
 	$(BIN)/python benchmarks/run.py

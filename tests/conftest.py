@@ -33,7 +33,17 @@ def pytest_unconfigure() -> None:
 def _share_of_the_cores() -> None:
     """Let torch's threads, which spin while they wait, leave other processes of tests theirs."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, torch.get_num_threads() // processes))
+    threads = max(1, torch.get_num_threads() // processes)
+    torch.set_num_threads(threads)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # of interpreters that tests start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads_put_back() -> Iterator[None]:
+    """Leave the next file as many of torch's threads: commands and trainers set the number."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

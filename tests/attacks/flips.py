@@ -8,10 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 from powerloss.contents import commit, damages_in, make_content, release_all
+from powerloss.recorder import nothing_synced
 from tensorstow.base.errors import StowError
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import File
-from tensorstow.store.durability import SystemDisk
 from tensorstow.store.store import Store
 
 NAMES = ("a", "b")
@@ -22,13 +21,6 @@ DATA = ("a/states-0.bin", "b/states-1.bin")
 HEADER_BYTES = 3 * 4096
 ENGINE = open_engine("threads")
 VALUES = (None, -1, 0, 1, 1 << 62, 1.5, "", "x", "1", b"", b"\0" * 40, "[" * 200_000, '{"a":NaN}')
-
-
-class UnsyncedDisk(SystemDisk):
-    """For speed: nobody loses power here."""
-
-    def sync_file(self, file: File) -> None:
-        pass
 
 
 def directories(root: Path) -> list[Path]:
@@ -77,7 +69,7 @@ def damage_heads(root: Path) -> None:
 
 def facts(root: Path) -> str:
     """Return all that a store says; raise what it says is wrong. The run goes on behind it."""
-    with Store.open(directories(root), ENGINE, disk=UnsyncedDisk()) as store:
+    with nothing_synced(), Store.open(directories(root), ENGINE) as store:
         kept = [store.load(summary) for summary in store.generations()]
         newest = store.generation()
         damages = damages_in(store)

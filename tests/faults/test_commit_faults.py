@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from crash.world import Case, World, differing, undisturbed
+from parity.cover import crossed
 from tensorstow import AdamW, _native
 from tensorstow.base.errors import (
     CommitError,
@@ -69,9 +70,7 @@ def assert_poisoned(world: World) -> None:
             use()
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize("after", [0, 9, 20])
+@crossed(overlap=("none", "forward", "backward"), code=(errno.ENOSPC, errno.EIO), after=(0, 9, 20))
 def test_a_write_of_states_fails(overlap: Overlap, code: int, after: int, tmp_path: Path) -> None:
     case = replace(CASE, overlap=overlap)
     world = World(case, tmp_path)

@@ -2,8 +2,6 @@
 
 import gc
 import logging
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import children
 from tensorstow import AdamW
 from tensorstow.base.errors import TransferError
-from tree import TESTS
 
 OVERLAPS = ["none", "forward", "backward"]
 
@@ -271,7 +269,7 @@ def test_an_optimizer_that_failed_says_what_is_lost(
 
 SCRIPT = """
 import sys
-sys.path[:0] = sys.argv[2].split(":")
+sys.path[:0] = [sys.argv[2]]
 from pathlib import Path
 from test_ending import make, model, train
 net = model()
@@ -284,13 +282,8 @@ if sys.argv[4] == "raises":
 
 @pytest.mark.parametrize(("overlap", "end"), [("none", "raises"), ("forward", "ends")])
 def test_the_interpreter_s_end_commits(overlap: str, end: str, tmp_path: Path) -> None:
-    here = f"{TESTS}:{Path(__file__).parent}"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), here, overlap, end],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = (tmp_path, Path(__file__).parent, overlap, end)
+    done = children.run("-c", SCRIPT, *words, teardown=True, check=False)
     assert (done.returncode, done.stderr) == (3 if end == "raises" else 0, "")
     net = model()
     optimizer = make(net, tmp_path)

@@ -9,7 +9,14 @@ import pytest
 
 from powerloss.contents import damages_in, make_content, release_all
 from powerloss.events import Created, Event, ManifestCommitted, Promised
-from powerloss.recorder import ForgetfulDisk, HastyDisk, NamelessDisk, RecordingDisk, UnmadeDisk
+from powerloss.recorder import (
+    ForgetfulDisk,
+    HastyDisk,
+    NamelessDisk,
+    RecordingDisk,
+    UnmadeDisk,
+    nothing_synced,
+)
 from powerloss.replay import lose_power, put_back
 from tensorstow.base.errors import StowError
 from tensorstow.io.engine import open_engine
@@ -17,6 +24,7 @@ from tensorstow.store.space import Extents
 from tensorstow.store.store import Store
 
 DIRECTORIES = ("a", "b")
+ENGINE = open_engine("threads")
 
 
 def record_run(root: Path, disk: RecordingDisk, steps: int) -> list[Event]:
@@ -48,7 +56,8 @@ def judge(left: dict[Path, bytes], root: Path, promised: int) -> list[str]:
         (target / name).mkdir(parents=True)
     put_back(left, root, target)
     try:
-        with Store.open([target / n for n in DIRECTORIES], open_engine("threads")) as store:
+        places = [target / name for name in DIRECTORIES]
+        with nothing_synced(), Store.open(places, ENGINE) as store:
             wrong = [str(damage) for damage in damages_in(store)]
             steps = [summary.step for summary in store.generations()]
             if max(steps, default=0) < promised:
@@ -74,7 +83,8 @@ def crash_everywhere(
     return wrong
 
 
-def test_every_generation_survives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tries", [1, pytest.param(4, marks=pytest.mark.soak)])
+def test_every_generation_survives(tries: int, tmp_path: Path) -> None:
     root = tmp_path / "run"
     events = record_run(root, RecordingDisk(), steps=7)
     assert sum(isinstance(e, Promised) for e in events) == 7
@@ -82,7 +92,7 @@ def test_every_generation_survives(tmp_path: Path) -> None:
     assert transactions.count("manifest.sqlite") == 1 + 7 + 3 + 1
     assert transactions.count("manifest-copy.sqlite") == 1 + 7 + 3 + 1
     assert sum(isinstance(e, Created) for e in events) == 4
-    assert crash_everywhere(events, root, tries=2) == []
+    assert crash_everywhere(events, root, tries=tries) == []
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def test_killed_at_random(seed: int, tmp_path: Path, wanted: Wanted) -> None:
         KillPoint(
             dice.randrange(WORLD), delay=dice.uniform(0.0, 0.15), grace=dice.uniform(0.0, 0.1)
         )
-        for _ in range(4)
+        for _ in range(3)
     ]
-    case = Case(1 + seed, "backward", pin_every=2 * seed, steps=60)
+    case = Case(1 + seed, "backward", pin_every=2 * seed, steps=30)
     assert kill(case, kill_points, tmp_path) > 0
     assert facts_in(tmp_path) == wanted(case.steps)

@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_a_flipped_bit_is_found_or_harmless(
     run: dict[str, Path], state: str, name: str, tmp_path: Path
 ) -> None:
-    outcomes = list(flips(run[state], tmp_path, name, some_bits(run[state] / name, 24, seed=7)))
+    outcomes = list(flips(run[state], tmp_path, name, some_bits(run[state] / name, 16, seed=7)))
     assert [o for o in outcomes if o.startswith("WRONG")] == []
     assert [o for o in outcomes if not o.startswith("the same")] != []
 
@@ -59,7 +59,7 @@ def test_no_flipped_bit_of_a_manifest_or_its_copy_loses_anything(
 ) -> None:
     """`make soak` flips far more."""
     if (run[state] / name).exists():  # at rest there are no logs
-        bits = spread_bits(run[state] / name, 40)
+        bits = spread_bits(run[state] / name, 14)
         outcomes = list(flips(run[state], tmp_path, name, bits))
         assert [o for o in outcomes if not o.startswith("the same")] == []
 

@@ -4,6 +4,8 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import pytest
+
 Value = str | int | float | bool
 Row = dict[str, Value]
 Axes = Mapping[str, Sequence[Value]]
@@ -44,6 +46,21 @@ def feasible_triples(
 def all_pairs(axes: Axes, allowed: Allowed) -> list[Row]:
     """Return rows that cover every feasible pair."""
     return covering(axes, allowed, feasible_pairs(axes, allowed))
+
+
+def crossed(allowed: Allowed = lambda _: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
+    """Parametrize by the product of ``axes``: rows that cover all pairs, and others for the soak.
+
+    ``allowed`` judges a row by the numbers of its values.
+    """
+    numbers = {name: range(len(values)) for name, values in axes.items()}
+    chosen = {tuple(row.values()) for row in all_pairs(numbers, allowed)}
+    rows = []
+    for row in feasible(numbers, allowed, tuple(axes)):
+        values = (axes[name][number] for name, number in row)
+        marks = () if tuple(number for _, number in row) in chosen else pytest.mark.soak
+        rows.append(pytest.param(*values, marks=marks))
+    return pytest.mark.parametrize(tuple(axes), rows)
 
 
 def covering(axes: Axes, allowed: Allowed, combinations: Iterable[Combination]) -> list[Row]:

@@ -1,8 +1,11 @@
 """A disk that writes down what it is asked for."""
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from powerloss.events import (
@@ -15,7 +18,24 @@ from powerloss.events import (
 )
 from tensorstow import _native
 from tensorstow.io.files import File, IoFuture
+from tensorstow.store import manifest, manifest_copy
 from tensorstow.store.durability import SystemDisk
+from tensorstow.store.schema import set_journal
+
+
+@contextmanager
+def nothing_synced() -> Iterator[None]:
+    """Let stores that are opened inside sync nothing, for speed: nobody loses power here."""
+
+    def set_unsynced(connection: sqlite3.Connection, journal: tuple[str, str]) -> None:
+        set_journal(connection, (journal[0], "OFF"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (manifest, manifest_copy):
+            patch.setattr(module, "set_journal", set_unsynced)
+        patch.setattr(SystemDisk, "sync_file", lambda *_: None)
+        patch.setattr(SystemDisk, "sync_directory", lambda *_: None)
+        yield
 
 
 class RecordingFile(File):

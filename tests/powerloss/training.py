@@ -12,7 +12,7 @@ import pytest
 from crash.world import Case, World, differing, undisturbed
 from powerloss.contents import damages_in
 from powerloss.events import Event, Promised, Written
-from powerloss.recorder import ForgetfulDisk, HastyDisk, RecordingDisk
+from powerloss.recorder import ForgetfulDisk, HastyDisk, RecordingDisk, nothing_synced
 from powerloss.replay import lose_power, put_back
 from tensorstow import _native
 from tensorstow.base.errors import StowError
@@ -141,6 +141,13 @@ def crash_training(
     case: Case, events: Sequence[Event], root: Path, points: Sequence[int], seed: int
 ) -> list[str]:
     """Lose the power at each of ``points``; return what is wrong at the first that shows it."""
+    with nothing_synced():
+        return _first_damage(case, events, root, points, seed)
+
+
+def _first_damage(
+    case: Case, events: Sequence[Event], root: Path, points: Sequence[int], seed: int
+) -> list[str]:
     for point in points:
         past = events[:point]
         promised = max((e.step for e in past if isinstance(e, Promised)), default=0)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compare import all_equal
+from parity.cover import crossed
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError
@@ -57,9 +58,11 @@ def trained(
     return model, saved
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("states", ["host", "disk", 0.5])
+@crossed(
+    states=("host", "disk", 0.5),
+    overlap=("none", "forward", "backward"),
+    dtype=(torch.float32, torch.bfloat16),
+)
 def test_channels_last_has_the_bits_of_contiguous(
     states: str, overlap: str, dtype: torch.dtype
 ) -> None:

@@ -33,8 +33,15 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "world"),
+    [
+        pytest.param(config, world, marks=[pytest.mark.soak] * ((number + world) % 2))
+        for number, config in enumerate(CONFIGS)
+        for world in (1, 2)
+    ],
+    ids=str,
+)
 def test_stowed_training_has_the_bits_of_training_alone(
     ranks: "Ranks", config: RunConfig, world: int
 ) -> None:

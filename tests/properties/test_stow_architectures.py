@@ -11,6 +11,7 @@ from torch import nn
 import tensorstow
 from compare import all_equal
 from parity.architectures import ARCHITECTURES, OF_TRANSFORMERS
+from parity.cover import crossed
 from ranks.pool import Ranks
 from ranks.twin import FETCHED, Twins, whole
 from tensorstow import Plan
@@ -82,16 +83,12 @@ def placed(name: str, plan: str) -> tuple[nn.Module, tensorstow.AdamW]:
     return tensorstow.stow(model_of(name), ADAMW, plan=PLANS[plan], compute_dtype=dtype)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@crossed(name=tuple(ARCHITECTURES), plan=tuple(PLANS), threads=(1, 2))
 def test_every_placement_has_the_bits_of_plain_autograd(name: str, plan: str, threads: int) -> None:
     assert all_equal(stowed(name, plan, threads), alone(name, threads))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("plan", ["disk", "disk-backward"])
-@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+@crossed(name=tuple(OF_TRANSFORMERS), plan=("disk", "disk-backward"), threads=(1, 2))
 def test_models_of_transformers_have_the_bits_too(name: str, plan: str, threads: int) -> None:
     assert all_equal(stowed(name, plan, threads), alone(name, threads))
 

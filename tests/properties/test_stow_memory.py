@@ -17,7 +17,7 @@ SLACK = 40 * MIB
 """Threads, code that is loaded late, activations."""
 
 
-STEPS = 3
+STEPS = 2
 
 
 def _trained(*arguments: object) -> dict[str, Any]:

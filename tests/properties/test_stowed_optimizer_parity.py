@@ -8,6 +8,7 @@ import torch
 from torch import optim
 
 from compare import all_equal
+from parity.cover import crossed
 from parity.piecewise import CHUNK, MATRICES, SHAPES, pair
 from tensorstow import PipelinePolicy
 from tensorstow.io.engine import BACKENDS, probe_backend
@@ -82,9 +83,11 @@ def test_any_number_of_threads(
         torch.set_num_threads(before)
 
 
-@every_dtype
-@pytest.mark.parametrize("elements", [1024, 4096, 10_016, 1 << 20])
-@pytest.mark.parametrize("optimizer_class", [optim.SGD, optim.AdamW])
+@crossed(
+    optimizer_class=(optim.SGD, optim.AdamW),
+    elements=(1024, 4096, 10_016, 1 << 20),
+    dtype=(torch.float32, torch.bfloat16),
+)
 def test_any_size_of_chunks(
     tmp_path: Path, optimizer_class: type[optim.Optimizer], elements: int, dtype: torch.dtype
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from parity.cover import crossed
 from ranks.pool import Ranks
 from ranks.twin import Twins
 from tensorstow.base.plan import Plan
@@ -59,9 +60,7 @@ def train(model: nn.Module, optimizer: AdamW, act: Act) -> list[torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.parameters)
-@pytest.mark.parametrize("write", WRITES)
+@crossed(write=tuple(WRITES), plan=PLANS, dtype=(torch.float32, torch.bfloat16))
 def test_what_is_written_to_a_part_is_in_the_parameter(
     tmp_path: Path, plan: Plan, write: str, dtype: torch.dtype
 ) -> None:

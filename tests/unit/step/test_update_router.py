@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models import Vectors
+from parity.cover import crossed
 from remote import make_remote
 from stepped import CHUNK, DTYPES, SIZES, TIGHT, make, same, same_states, train
 from stopped import stop
@@ -26,9 +27,7 @@ from tensorstow.step.share_tuner import ShareTuner, SideTiming
 BY_DEVICE: tuple[UpdateOn, ...] = ("device", 0.25, 0.7, "hybrid", "auto")
 
 
-@pytest.mark.parametrize("states", ["ram", "disk"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("where", BY_DEVICE)
+@crossed(where=BY_DEVICE, dtype=tuple(DTYPES), states=("ram", "disk"))
 def test_the_bits_are_the_host_s(
     where: UpdateOn, dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,14 +43,15 @@ def test_the_bits_are_the_host_s(
     optimizer.close()
 
 
-@pytest.mark.parametrize(("where", "states"), [("device", 0.5), (0.5, "disk"), (0.5, "ram")])
-@pytest.mark.parametrize("schedule", ["pipelined", "naive"])
-@pytest.mark.parametrize("state_format", ["fp32", "split", "bf16", "int8"])
+@crossed(
+    place=(("device", 0.5), (0.5, "disk"), (0.5, "ram")),
+    schedule=("pipelined", "naive"),
+    state_format=("fp32", "split", "bf16", "int8"),
+)
 def test_every_format(
     state_format: str,
     schedule: Any,  # noqa: ANN401
-    where: UpdateOn,
-    states: str | float,
+    place: tuple[UpdateOn, str | float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Inexact ones too: what they draw hangs on the step and the element alone."""
@@ -60,6 +60,7 @@ def test_every_format(
     reference = make(want, state_format=state_format)
     train(want, reference, 4)
     make_remote(monkeypatch)
+    where, states = place
     given = {"state_format": state_format, "policy": policy, "states": states}
     optimizer = make(net, update_on=where, **given)
     train(net, optimizer, 4)
@@ -324,9 +325,7 @@ def test_beside_the_next_forward_is_refused_by_name(
         make(Vectors(SIZES), update_on=where, overlap="forward")
 
 
-@pytest.mark.parametrize("where", ["device", 0.5])
-@pytest.mark.parametrize("way", ["h2d", "d2h"])
-@pytest.mark.parametrize("copies", [0, 1, 5])
+@crossed(copies=(0, 1, 5), way=("h2d", "d2h"), where=("device", 0.5))
 def test_what_fails_on_the_link_ends_the_run(
     copies: int, way: str, where: UpdateOn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,9 +357,7 @@ def test_what_fails_on_the_link_ends_the_run(
     optimizer.close()
 
 
-@pytest.mark.parametrize("operation", ["read", "write"])
-@pytest.mark.parametrize("spared", range(4))
-@pytest.mark.parametrize("where", ["device", 0.5])
+@crossed(where=("device", 0.5), spared=range(4), operation=("read", "write"))
 def test_a_disk_that_fails_is_told_as_ever(
     where: UpdateOn, spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
