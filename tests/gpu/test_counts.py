@@ -20,8 +20,8 @@ from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.io.device_link import Pairs
 from tensorstow.states.layout import Family
 from tensorstow.step import device_updater
-from tensorstow.step.segment_update import SegmentUpdate
-from tensorstow.step.update_rule import Choice, TorchRule, Update, rule_on
+from tensorstow.step.segment_update import SegmentUpdate, Update
+from tensorstow.step.update_rule import Choice, TorchRule, rule_on
 
 OVERLAPS = ("none", "forward", "backward")
 LATE = 1.0

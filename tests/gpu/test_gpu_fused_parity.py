@@ -24,7 +24,8 @@ from fused_cases import (
 )
 from tensorstow.states.layout import Family
 from tensorstow.step import fused_kernel
-from tensorstow.step.update_rule import FusedRule, rule_on, why_not_fused
+from tensorstow.step.fused_kernel import FusedRule
+from tensorstow.step.update_rule import rule_on, why_not_fused
 
 families = pytest.mark.parametrize("family", FAMILIES, ids=str)
 

@@ -30,8 +30,9 @@ from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.step.gradient_feed import StepFeeds
 from tensorstow.step.host_weight import HostWeight, make_host_weights, refresh, upload
+from tensorstow.step.segment_update import Update
 from tensorstow.step.share_tuner import ShareTuner, SideTiming
-from tensorstow.step.update_rule import Update, UpdateRule
+from tensorstow.step.update_rule import UpdateRule
 
 COUNT = 1 << 16
 LATE = 0.1

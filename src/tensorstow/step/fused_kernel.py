@@ -25,8 +25,9 @@ from torch import Tensor
 
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.stochastic_rounding import key_words
+from tensorstow.io.device_link import Pairs
 from tensorstow.states.layout import STREAMS, Family
-from tensorstow.step.segment_update import SegmentUpdate
+from tensorstow.step.segment_update import SegmentUpdate, Update
 
 BLOCK = 1024
 """Elements that a program updates; a multiple of GROUP."""
@@ -49,6 +50,28 @@ _SCALARS = 9
 _ROW_BYTES = 8 * len(COLUMNS) + 4 * _SCALARS
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of gradients, which may differ within a chunk."""
+
+
+class FusedRule:
+    """The kernel as an update rule: one launch for all segments of a chunk."""
+
+    name = "one fused kernel"
+
+    def table_bytes(self, segments: int) -> int:
+        """Return the bytes of the kernel's table."""
+        return table_bytes(segments)
+
+    def prepare(
+        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
+    ) -> tuple[Pairs, Update]:
+        """Write the table; return its copy and the launch."""
+        blocks = fill_table(segments, on_host)
+
+        def launch(streams: Sequence[Tensor]) -> None:
+            if blocks:
+                update(on_device, len(segments), blocks, streams, family)
+
+        return [(on_device, on_host)], launch
 
 
 def table_bytes(segments: int) -> int:

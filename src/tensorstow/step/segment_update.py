@@ -1,10 +1,14 @@
 """The part of a chunk that belongs to one parameter, as update rules take it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from tensorstow.formats.reference import AdamScalars
+
+Update = Callable[[Sequence[Tensor]], None]
+"""Updates by the streams of a chunk, on the device."""
 
 
 @dataclass(frozen=True, slots=True)

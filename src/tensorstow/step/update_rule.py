@@ -11,10 +11,10 @@ why.
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,11 +24,12 @@ from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.reference import FormattedStates, adam_reference_in_format, adam_scalars
 from tensorstow.io.device_link import Pairs
 from tensorstow.states.layout import Family
-from tensorstow.step.segment_update import SegmentUpdate
+from tensorstow.step.segment_update import SegmentUpdate, Update
+
+if TYPE_CHECKING:
+    from tensorstow.step.fused_kernel import FusedRule
 
 logger = logging.getLogger("tensorstow")
-Update = Callable[[Sequence[Tensor]], None]
-"""Updates by the streams of a chunk, on the device."""
 _OLDEST_TRITON = (3, 6)
 """The version that torch 2.11 comes with; older ones were not tested."""
 
@@ -76,36 +77,7 @@ class TorchRule:
         return (), lambda streams: update_by_reference(segments, streams, family)
 
 
-class FusedRule:
-    """The kernel of ``step.fused_kernel``: one launch for all segments."""
-
-    name = "one fused kernel"
-
-    def __init__(self) -> None:
-        """Import Triton; raises ImportError if it is not installed."""
-        # Triton is optional, and slow to import.
-        from tensorstow.step import fused_kernel  # noqa: PLC0415
-
-        self._kernel = fused_kernel
-
-    def table_bytes(self, segments: int) -> int:
-        """Return the bytes of the kernel's table."""
-        return self._kernel.table_bytes(segments)
-
-    def prepare(
-        self, segments: Sequence[SegmentUpdate], family: Family, on_host: Tensor, on_device: Tensor
-    ) -> tuple[Pairs, Update]:
-        """Write the table; return its copy and the launch."""
-        blocks = self._kernel.fill_table(segments, on_host)
-
-        def launch(streams: Sequence[Tensor]) -> None:
-            if blocks:
-                self._kernel.update(on_device, len(segments), blocks, streams, family)
-
-        return [(on_device, on_host)], launch
-
-
-UpdateRule = TorchRule | FusedRule
+UpdateRule: TypeAlias = "TorchRule | FusedRule"
 """Two ways to update the segments of a chunk, all of which are on one device."""
 
 
@@ -149,6 +121,9 @@ def _choose(device: torch.device, family: Family) -> Choice:
     why = why_not_fused(device)
     if why:
         return Choice(TorchRule(), why)
+    # Triton is optional, and slow to import.
+    from tensorstow.step.fused_kernel import FusedRule  # noqa: PLC0415
+
     fused = FusedRule()
     why = _fails(fused, device, family)
     return Choice(TorchRule(), why) if why else Choice(fused)

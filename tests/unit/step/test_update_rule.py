@@ -20,7 +20,6 @@ from tensorstow.step import device_updater, update_rule
 from tensorstow.step.segment_update import SegmentUpdate
 from tensorstow.step.update_rule import (
     Choice,
-    FusedRule,
     TorchRule,
     rule_on,
     why_not_fused,
@@ -104,6 +103,8 @@ def test_nobody_needs_triton_who_does_not_update_on_cuda() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_a_trial_of_the_kernel_agrees(family: Family, triton: ModuleType) -> None:
     assert triton.knobs.runtime.interpret
+    from tensorstow.step.fused_kernel import FusedRule  # noqa: PLC0415  # needs Triton
+
     assert update_rule._agrees(FusedRule(), CPU, family)
 
 
@@ -147,7 +148,8 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(update_rule, "why_not_fused", lambda _: "")
-    monkeypatch.setattr(update_rule, "FusedRule", rule)
+    kernel = SimpleNamespace(FusedRule=rule)
+    monkeypatch.setitem(sys.modules, "tensorstow.step.fused_kernel", kernel)
     with caplog.at_level("INFO", logger="tensorstow"):
         choice = rule_on(CPU, FAMILY)
     assert choice.why_not_fused == want
@@ -189,7 +191,7 @@ def launches(triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         update(table, segments, *given)
 
     monkeypatch.setattr(kernel, "update", counted)
-    monkeypatch.setattr(device_updater, "rule_on", lambda *_: Choice(FusedRule()))
+    monkeypatch.setattr(device_updater, "rule_on", lambda *_: Choice(kernel.FusedRule()))
     return taken
 
 
@@ -255,7 +257,8 @@ def test_parameters_without_elements_take_no_launch(launches: list[int]) -> None
     scalars = update_rule._Trial(FAMILY, CPU).segments[0].scalars
     empty = torch.empty(0)
     segment = SegmentUpdate(empty, empty, 0, 0, scalars, key=0, seed_master=False)
-    table = torch.empty(FusedRule().table_bytes(1), dtype=torch.uint8)
-    _, update = FusedRule().prepare([segment], FAMILY, table, table.clone())
+    rule = device_updater.rule_on(CPU, FAMILY).rule
+    table = torch.empty(rule.table_bytes(1), dtype=torch.uint8)
+    _, update = rule.prepare([segment], FAMILY, table, table.clone())
     update([torch.empty(0), torch.empty(0)])
     assert launches == []
