@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from crash.world import Case, World, differing, digest, undisturbed
+from parity.cover import crossed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import ForkError, LockedError, OptionError, PoisonedError
 from tensorstow.checkpoint.commits import storage_of
@@ -152,10 +153,12 @@ def transplant(optimizer: AdamW, weights: list[nn.Parameter]) -> None:
 CHANGES = [nothing, some_step, write_a_weight, load_a_state, change_the_rate, transplant]
 
 
-@pytest.mark.parametrize("budget", [None, "1MiB"], ids=["moving", "resident"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("begun", [(), (0,), (0, 1, 2, 3)], ids=["blank", "partly", "begun"])
-@pytest.mark.parametrize("change", CHANGES)
+@crossed(
+    change=CHANGES,
+    begun=((), (0,), (0, 1, 2, 3)),
+    dtype=(torch.float32, torch.bfloat16),
+    budget=(None, "1MiB"),
+)
 def test_a_commit_holds_what_is(
     change: Change, begun: tuple[int, ...], dtype: torch.dtype, budget: str | None, tmp_path: Path
 ) -> None:

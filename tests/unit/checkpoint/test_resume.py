@@ -16,7 +16,7 @@ from crash.world import Case, World, differing, digest, undisturbed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
 
-STOP, END = 7, 13
+STOP, END = 5, 8
 
 
 @pytest.fixture(scope="module", autouse=True)

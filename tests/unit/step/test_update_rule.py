@@ -100,7 +100,11 @@ def test_nobody_needs_triton_who_does_not_update_on_cuda() -> None:
 # --- the trial ---
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.soak] * (f.dtype != torch.bfloat16)) for f in FAMILIES],
+    ids=str,
+)
 def test_a_trial_of_the_kernel_agrees(family: Family, triton: ModuleType) -> None:
     assert triton.knobs.runtime.interpret
     from tensorstow.step.fused_kernel import FusedRule  # noqa: PLC0415  # needs Triton
