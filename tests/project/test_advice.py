@@ -66,7 +66,9 @@ def adam(clip: float | None = None, **given: Any) -> None:  # noqa: ANN401
 
 def generic(kind: type[Optimizer] = torch.optim.SGD, size: int = 8, **given: Any) -> None:  # noqa: ANN401
     weight = nn.Parameter(torch.ones(size, 8))
-    with closing(StowedOptimizer(kind, [weight], lr=0.1, **given)) as optimizer:
+    with closing(
+        StowedOptimizer(kind, [weight], lr=0.1, **{"states": "disk", **given})
+    ) as optimizer:
         weight.square().sum().backward()
         optimizer.step()
 

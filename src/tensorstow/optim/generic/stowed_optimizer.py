@@ -63,9 +63,9 @@ class StowedOptimizer(PlacedOptimizer):
     Args:
         optimizer_class: The class.
         params: Parameters, named parameters, or parameter groups, as for the class.
-        states: "disk", "host" (or "ram"), or the fraction of the elements whose states are on disk,
-            0 to 1, by whole parameters: the first ones stay in RAM. Tensors below 16 KiB and
-            numbers stay in RAM. Default: "disk".
+        states: "host" (or "cpu", "ram"), "disk" (or "nvme"), or the fraction of the elements whose
+            states are on disk, 0 to 1, by whole parameters: the first ones stay in RAM. Tensors
+            below 16 KiB and numbers stay in RAM. Default: "host".
         dir: A directory for scratch files, or several. Default: None, a real disk that is chosen
             and logged.
         ram_budget: Bytes, or text such as "512MiB", of the ring buffer for states on disk; the
@@ -87,7 +87,7 @@ class StowedOptimizer(PlacedOptimizer):
         optimizer_class: type[Optimizer],
         params: ParamsT,
         *,
-        states: StatePlacement = "disk",
+        states: StatePlacement = "host",
         dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
         elementwise: bool = False,

@@ -1,6 +1,7 @@
 """What a class steps in place of a sharded parameter."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def of_chunks() -> None:
     theirs = torch.optim.RMSprop([plain], lr=0.1, momentum=0.5, foreach=False)
     policy = PipelinePolicy(chunk_elements=1 << 12)
     parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    make = partial(StowedOptimizer, torch.optim.RMSprop, lr=0.1, momentum=0.5, policy=policy)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "states": "disk", "policy": policy}
+    make = partial(StowedOptimizer, torch.optim.RMSprop, **options)
     ours = make([parameter])
     assert ours.plan()[0].how == "chunks"
     for step in range(3):

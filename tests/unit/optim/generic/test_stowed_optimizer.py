@@ -83,7 +83,7 @@ def test_a_class_s_own_option_of_such_a_name_is_its(tmp_path: Path) -> None:
             super().__init__(params, lr=lr + extra)
 
     p = weight(10)
-    opt = StowedOptimizer(Mine, [p], dir=tmp_path, extra=1.0, per_parameter=True)
+    opt = StowedOptimizer(Mine, [p], states="disk", dir=tmp_path, extra=1.0, per_parameter=True)
     give([p])
     opt.step()
     assert p.detach().eq(-2).all()
@@ -416,9 +416,10 @@ def test_what_the_class_finds_wrong_is_said_by_name() -> None:
     ("options", "error"),
     [
         ({"states": 1.5}, OptionError),
-        ({"dir": "/proc/nonexistent"}, DirectoryError),
-        ({"dir": "/dev/shm"}, DirectoryError),
-        ({"ram_budget": "1KiB"}, BudgetError),
+        ({"dir": "/var/tmp"}, OptionError),  # the states are in memory
+        ({"states": "disk", "dir": "/proc/nonexistent"}, DirectoryError),
+        ({"states": "disk", "dir": "/dev/shm"}, DirectoryError),
+        ({"states": "disk", "ram_budget": "1KiB"}, BudgetError),
         ({"policy": PipelinePolicy(isa="scalar")}, OptionError),
         ({"policy": PipelinePolicy(threads=2)}, OptionError),
     ],
