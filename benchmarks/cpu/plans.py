@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks.cpu.models import OTHERS, Loss
 from benchmarks.measure import Figure, Settings, at_least, at_most, not_available
+from tensorstow import usage
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
@@ -329,7 +330,7 @@ def _train(
         if turn >= 2:
             seconds.append(time.perf_counter() - start)
     optimizer.synchronize()
-    held, weights = optimizer.memory(), parameter_bytes(model)
+    held, weights = usage(optimizer=optimizer).states, parameter_bytes(model)
     saved = _saved_bytes(optimizer)
     optimizer.close()
     if plan.overlap == "backward":

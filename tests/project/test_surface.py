@@ -29,6 +29,7 @@ def test_exported_names() -> None:
         "save_safetensors",
         "state_dict_of",
         "stow",
+        "usage",
     ]
     assert sorted(tensorstow.colossalai.__all__) == [
         "CPUAdam",

@@ -162,9 +162,9 @@ def test_training_and_evaluating(tmp_path: Path) -> None:
     for optimizer in optimizers:
         optimizer.train()
     both.step(2)
-    traffic = both.ours.traffic()
+    traffic = both.ours._traffic()
     both.ours.train()
-    assert both.ours.traffic() == traffic  # nothing to do, and nothing is moved
+    assert both.ours._traffic() == traffic  # nothing to do, and nothing is moved
     for mode in ("eval", "train"):
         for optimizer in optimizers:
             getattr(optimizer, mode)()

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, abbreviated
+from tensorstow.base.keywords import warn_renamed
 from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -297,19 +298,13 @@ class PlacedOptimizer(Optimizer):
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
     def memory(self) -> StateMemory:
-        """Return the bytes of states and buffers, by place.
-
-        Returns:
-            Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
-        """
+        """Return ``tensorstow.usage(optimizer=optimizer).states``, which it is the old name of."""
+        warn_renamed("optimizer.memory()", "tensorstow.usage(optimizer=optimizer).states")
         return self._memory()
 
     def traffic(self) -> Traffic:
-        """Return the bytes of states moved since the optimizer was created.
-
-        Returns:
-            Bytes read, written and not read again, and the device's share of the updates.
-        """
+        """Return ``tensorstow.usage(optimizer=optimizer).traffic``, which it is the old name of."""
+        warn_renamed("optimizer.traffic()", "tensorstow.usage(optimizer=optimizer).traffic")
         return self._traffic()
 
     def recording(self, module: torch.nn.Module | None = None) -> Recording:
@@ -444,9 +439,11 @@ class PlacedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place."""
         raise NotImplementedError
 
     def _traffic(self) -> Traffic:
+        """Return the bytes of states moved since the optimizer was created."""
         raise NotImplementedError
 
     def _synchronize(self) -> None:

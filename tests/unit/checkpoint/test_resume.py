@@ -102,11 +102,11 @@ def test_resuming_reads_weights_and_no_states(tmp_path: Path) -> None:
     manifest = (tmp_path / "manifest.sqlite").stat().st_size
     trained = sum(p.numel() * p.element_size() for p in world.model.parameters())
     rounding = 4096 * (len(world.optimizer._states().chunks) + 40)
-    assert world.optimizer.traffic().bytes_read == 0
+    assert world.optimizer._traffic().bytes_read == 0
     assert _bytes_read() - before <= 2 * trained + 4 * manifest + rounding
-    assert _bytes_read() - before < world.optimizer.memory().logical_bytes
+    assert _bytes_read() - before < world.optimizer._memory().logical_bytes
     world.train(7)
-    assert world.optimizer.traffic().bytes_read > 0
+    assert world.optimizer._traffic().bytes_read > 0
     world.close()
 
 

@@ -61,7 +61,7 @@ def test_one_interface_steps_clips_and_reports(make: Make, states: str) -> None:
         assert optimizer.clip_grad_norm_(0.5) == norm
     optimizer.synchronize()
     assert losses[-1] < losses[0]
-    assert optimizer.memory().logical_bytes >= 2 * sum(p.nbytes for p in model.parameters())
+    assert optimizer._memory().logical_bytes >= 2 * sum(p.nbytes for p in model.parameters())
     optimizer.close()
     optimizer.close()
     assert order == ["updated"] * 3 + ["closed"] * 2

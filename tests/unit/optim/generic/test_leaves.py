@@ -99,7 +99,7 @@ def of_chunks() -> None:
             ours.load_state_dict(saved)
     assert torch.equal(parameter.to_local(), plain)
     assert torch.equal(ours.states_of(parameter)["square_avg"], theirs.state[plain]["square_avg"])
-    assert ours.memory().disk_bytes
+    assert ours._memory().disk_bytes
     ours.close()
 
 

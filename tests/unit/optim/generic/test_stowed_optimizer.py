@@ -293,14 +293,14 @@ def test_frozen_unused_and_empty_parameters(tmp_path: Path) -> None:
     opt = stowed([frozen, unused, empty, used], tmp_path)
     give([empty, used])
     opt.step()
-    assert opt.memory().disk_bytes == 4 * LARGE
+    assert opt._memory().disk_bytes == 4 * LARGE
     assert (frozen == 0).all()
     frozen.requires_grad_(requires_grad=True)
     give([frozen, unused])
     opt.step()
     opt.step()
     assert (frozen == -2.5).all()
-    assert opt.memory().disk_bytes == 3 * 4 * LARGE
+    assert opt._memory().disk_bytes == 3 * 4 * LARGE
 
 
 def test_groups_are_added(tmp_path: Path) -> None:
@@ -522,7 +522,7 @@ def test_a_class_of_ones_own(tmp_path: Path, *, elementwise: bool) -> None:
     both = pair(tmp_path, InDouble, {"lr": 0.1}, per_parameter=True)
     both.step(3)
     both.assert_same()
-    assert both.ours.memory() == both.ours.predict()
+    assert both.ours._memory() == both.ours.predict()
 
 
 def test_a_subclass_of_a_known_class_may_be_called_elementwise(tmp_path: Path) -> None:
