@@ -347,7 +347,7 @@ def _train(
 
 def _saved_bytes(optimizer: StowedAdam) -> tuple[int, int]:
     """Return the most that saved activations had of host memory, and what they wrote to disk."""
-    parts = (make() for make in optimizer.recorded_parts)
+    parts = (make() for make in optimizer._recorded_parts)  # noqa: SLF001  # a hook of the engine
     counts = [each for p in parts if isinstance(p, PlacedActivations) for each in p.nbytes()]
     return sum(c.most_host_bytes for c in counts), sum(c.bytes_written for c in counts)
 

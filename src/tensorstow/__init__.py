@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tensorstow.checkpoint.quantized_weights import quantize_to_int8
     from tensorstow.fsdp.export import save_safetensors
     from tensorstow.fsdp.stow import plan_of, stow
-    from tensorstow.fsdp.usage import parameter_bytes, usage
+    from tensorstow.fsdp.usage import usage
     from tensorstow.optim.adam import Adam, AdamW
     from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
     from tensorstow.states.policy import PipelinePolicy
@@ -39,7 +39,6 @@ __all__ = [
     "__version__",
     "errors",
     "offload_activations",
-    "parameter_bytes",
     "plan_of",
     "quantize_to_int8",
     "save_safetensors",
@@ -61,7 +60,7 @@ _MODULES = {
     "StowedOptimizer": "tensorstow.optim.generic.stowed_optimizer",
     "Tier": "tensorstow.base.tiers",
     "offload_activations": "tensorstow.activations.offload",
-    "parameter_bytes": "tensorstow.fsdp.usage",
+    "parameter_bytes": "tensorstow.fsdp.usage",  # until the next minor release
     "plan_of": "tensorstow.fsdp.stow",
     "quantize_to_int8": "tensorstow.checkpoint.quantized_weights",
     "save_safetensors": "tensorstow.fsdp.export",

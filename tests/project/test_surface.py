@@ -23,7 +23,6 @@ def test_exported_names() -> None:
         "__version__",
         "errors",
         "offload_activations",
-        "parameter_bytes",
         "plan_of",
         "quantize_to_int8",
         "save_safetensors",

@@ -201,7 +201,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     sizes = Sizes.of(chosen, ranks)  # placing takes the parameters out of their units
     placed = place()
     part = _report_of(placed, request, sizes, step)
-    placed.recorded_parts.append(part)
+    placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
     _place_activations(request, placed)
     if is_auto:  # a budget of the user's stays as it is
         room = HostRoom(buffers_of(chosen)) if budget is None else None
@@ -251,5 +251,5 @@ def _place_activations(request: StowRequest, optimizer: PlacedOptimizer) -> None
     except BaseException:
         optimizer.close()
         raise
-    optimizer.register_close_hook(placed.close)
-    optimizer.recorded_parts.append(lambda: placed)
+    optimizer._register_close_hook(placed.close)  # noqa: SLF001  # a hook of the engine
+    optimizer._recorded_parts.append(lambda: placed)  # noqa: SLF001  # a hook of the engine

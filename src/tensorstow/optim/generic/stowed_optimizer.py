@@ -192,7 +192,7 @@ class StowedOptimizer(PlacedOptimizer):
         total = sum(sum_over_shards(parameters, squares))
         return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
 
-    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         if not overflowed:
             self._multiply_gradients(1.0 / loss_scale)
             self.step()
@@ -203,7 +203,7 @@ class StowedOptimizer(PlacedOptimizer):
         return self._offload_policy
 
     @property
-    def stowed_class(self) -> str:
+    def _stowed_class(self) -> str:
         """The name of the class."""
         return self._stepper.optimizer_class.__name__
 

@@ -57,14 +57,14 @@ def of_dtensors() -> None:
     with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     before = parameter.full_tensor()
-    optimizer.step_scaled(2.0, overflowed=True)
+    optimizer._step_scaled(2.0, overflowed=True)
     assert torch.equal(parameter.full_tensor(), before)
     parameter.grad_dtype = None
     parameter.grad = torch.ones_like(parameter, dtype=torch.float64)
     with pytest.raises(DTypeError, match="steps by gradients of the parameter's dtype"):
         optimizer.step()
     called: list[int] = []
-    optimizer.register_close_hook(lambda: called.append(1))
+    optimizer._register_close_hook(lambda: called.append(1))
     optimizer.close()
     assert called
 
