@@ -72,7 +72,7 @@ def train(args: argparse.Namespace) -> list[float]:
         optimizer,
         tensorstow.offload_activations(
             model, to="disk", ram_budget=args.ram_budget, dir=args.dir + "/activations"
-        ) as offload,
+        ),
     ):
         for step in range(1, args.steps + 1):
             start = time.perf_counter()
@@ -81,7 +81,7 @@ def train(args: argparse.Namespace) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            moved = offload.nbytes()
+            moved = tensorstow.usage(model).activations
             print(
                 f"step {step}: loss {losses[-1]:.3f}, {time.perf_counter() - start:.1f} s;"
                 f" activations: at most {format_bytes(moved.most_host_bytes)} of host memory,"

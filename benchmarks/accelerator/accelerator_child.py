@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.accelerator.ways import Moved
-from tensorstow import _native
+from tensorstow import _native, usage
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.report import parameter_bytes
@@ -147,7 +147,7 @@ def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa:
     after, counts = _on_disk(model, optimizer), simulated.take_counts()
     moved = Moved(counts["bytes_down"], counts["bytes_up"], *(after[i] - before[i] for i in (0, 1)))
     found.moved = moved.each(config.steps)
-    found.device_share = optimizer.traffic().device_share
+    found.device_share = usage(optimizer=optimizer).traffic.device_share
     optimizer.wait()
     torch.accelerator.synchronize()
     for _, name, start, stop, nbytes in simulated.take_trace():
@@ -208,7 +208,7 @@ def _placed(
 
 
 def _on_disk(model: nn.Module, optimizer: StowedAdam) -> tuple[int, int]:
-    states, weights = optimizer.traffic(), parameter_bytes(model)
+    states, weights = usage(optimizer=optimizer).traffic, parameter_bytes(model)
     return states.bytes_read + weights.bytes_read, states.bytes_written + weights.bytes_written
 
 

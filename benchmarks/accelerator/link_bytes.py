@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.accelerator.place import Place, cpu_as_device
 from benchmarks.accelerator.transformer import TINY, Decoder, elements_of
 from benchmarks.measure import Figure, exactly
+from tensorstow import usage
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap
@@ -120,7 +121,7 @@ def _step(config: RunConfig, model: nn.Module, optimizer: StowedAdam, ids: torch
 
 def moved(model: nn.Module, optimizer: StowedAdam) -> tuple[int, int]:
     """Return the bytes that came down so far, and went up: by the optimizer and by gathers."""
-    states, weights = optimizer.traffic(), parameter_bytes(model)
+    states, weights = usage(optimizer=optimizer).traffic, parameter_bytes(model)
     return (
         states.bytes_down + weights.link_bytes_down,
         states.bytes_up + weights.link_bytes_up,

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.accelerator.place import Place
+from tensorstow import usage
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, UpdateOn
@@ -181,7 +182,7 @@ def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
         site.place.wait()
 
     def moved() -> Moved:
-        states, weights = optimizer.traffic(), parameter_bytes(model)
+        states, weights = usage(optimizer=optimizer).traffic, parameter_bytes(model)
         return Moved(
             states.bytes_down + weights.link_bytes_down,
             states.bytes_up + weights.link_bytes_up,

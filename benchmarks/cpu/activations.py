@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+import tensorstow
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -113,14 +114,14 @@ def _measure(way: str, directory: Path, *, quick: bool) -> dict[str, float]:
     step()
     gc.collect()
     return_freed_memory()
-    moved = offload.nbytes().bytes_written if offload else 0
+    moved = tensorstow.usage(model).activations.bytes_written if offload else 0
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
     start = time.perf_counter()
     loss = step()
     seconds = time.perf_counter() - start
     found = {"seconds": seconds, "bytes": (peak_bytes() or 0) - before, "loss": loss}
-    found["moved"] = offload.nbytes().bytes_written - moved if offload else 0
+    found["moved"] = tensorstow.usage(model).activations.bytes_written - moved if offload else 0
     if offload:
         offload.close()
     optimizer.close()

@@ -19,6 +19,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from tensorstow import usage
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
@@ -67,11 +68,11 @@ def _bytes(directory: Path, settings: Settings) -> Iterator[Figure]:
         optimizer = AdamW(parameters, states="disk", dir=where, state_format=name)
         optimizer.step()
         optimizer.synchronize()
-        before, system = optimizer.traffic(), _process_io()
+        before, system = usage(optimizer=optimizer).traffic, _process_io()
         for _ in range(3):
             optimizer.step()
             optimizer.synchronize()
-        after, later = optimizer.traffic(), _process_io()
+        after, later = usage(optimizer=optimizer).traffic, _process_io()
         elements = 3 * sum(p.numel() for p in parameters)
         read = (after.bytes_read - before.bytes_read) / elements
         written = (after.bytes_written - before.bytes_written) / elements
@@ -103,14 +104,14 @@ def _commit_every_step(directory: Path, settings: Settings) -> Iterator[Figure]:
     for _ in range(3):  # both extents of every chunk exist after two commits
         optimizer.step()
     optimizer.synchronize()
-    before = optimizer.traffic()
+    before = usage(optimizer=optimizer).traffic
 
     def step() -> None:
         optimizer.step()
         optimizer.synchronize()
 
     step()
-    after = optimizer.traffic()
+    after = usage(optimizer=optimizer).traffic
     read = after.bytes_read - before.bytes_read
     written = after.bytes_written - before.bytes_written
     policy = PipelinePolicy()
@@ -118,7 +119,7 @@ def _commit_every_step(directory: Path, settings: Settings) -> Iterator[Figure]:
     piece = 2 << 20
     total = (read + written) // piece * piece
     with scratch_file(engine, directory, total) as file:
-        raw = RawFile(engine, file.fd, optimizer.memory().ring_bytes)
+        raw = RawFile(engine, file.fd, usage(optimizer=optimizer).states.ring_bytes)
         writes = cut("write", 0, written // piece * piece, piece)
         reads = cut("read", 0, read // piece * piece, piece)
         raw.run(cut("write", 0, total, piece))

@@ -31,6 +31,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from tensorstow import usage
 from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
@@ -159,7 +160,7 @@ def _held(model: nn.Module) -> int:
 
 def _moved(contender: Contender) -> tuple[float, float]:
     """Return the bytes read and written so far, of parameters and states."""
-    states = contender.optimizer.traffic()
+    states = usage(optimizer=contender.optimizer).traffic
     weights: ParameterBytes = parameter_bytes(contender.model)
     return (
         states.bytes_read + weights.bytes_read,
@@ -242,7 +243,7 @@ def _host_bytes(make: Any, directory: Path, *, quick: bool) -> Figure:  # noqa: 
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    memory = optimizer.memory()
+    memory = usage(optimizer=optimizer).states
     weights = parameter_bytes(model).host_bytes
     optimizer.close()
     return Figure(

@@ -15,6 +15,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from tensorstow import usage
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim.adam import AdamW
@@ -48,18 +49,18 @@ def figures(settings: Settings) -> Iterator[Figure]:
     # The same bytes on a scratch file of the same kind, with the pipeline's own transfers.
     engine = open_engine(policy.backend, depth=policy.depth)
     with scratch_file(engine, directory, state_bytes) as file:
-        raw = RawFile(engine, file.fd, optimizer.memory().ring_bytes)
+        raw = RawFile(engine, file.fd, usage(optimizer=optimizer).states.ring_bytes)
         piece = family.state_bytes(policy.chunk_elements) // len(family.specs)  # of one stream
         writes = cut("write", 0, state_bytes, piece)
         both = alternate(cut("read", 0, state_bytes, piece), writes)
         raw.run(writes)
         kernel = _kernel_alone(parameters)
-        before = optimizer.traffic()
+        before = usage(optimizer=optimizer).traffic
         samples = interleave(
             {"offloaded": step, "raw read and write": lambda: raw.run(both), "kernel": kernel},
             settings.pairs,
         )
-    after = optimizer.traffic()
+    after = usage(optimizer=optimizer).traffic
     optimizer.close()
 
     bound = max(("raw read and write", "kernel"), key=lambda name: samples[name].median)

@@ -27,6 +27,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from tensorstow import usage
 from tensorstow.optim.adam import AdamW
 from tensorstow.states.traffic import TraceEvent
 
@@ -173,7 +174,7 @@ def _tails(contenders: Sequence[Contender]) -> Iterator[Figure]:
         if contender.way.overlap is None:
             continue
         tail = Sample(tuple(contender.tails))
-        moving = contender.optimizer.memory().disk_bytes
+        moving = usage(optimizer=contender.optimizer).states.disk_bytes
         yield Figure(
             f"seed example, {contender.way.name}: from the end of backward until step() returns",
             None,

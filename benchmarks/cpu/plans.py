@@ -23,6 +23,7 @@ from torch import nn
 
 from benchmarks.cpu.models import OTHERS, Loss
 from benchmarks.measure import Figure, Settings, at_least, at_most, not_available
+from tensorstow import usage
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.plan import Plan
@@ -329,7 +330,7 @@ def _train(
         if turn >= 2:
             seconds.append(time.perf_counter() - start)
     optimizer.synchronize()
-    held, weights = optimizer.memory(), parameter_bytes(model)
+    held, weights = usage(optimizer=optimizer).states, parameter_bytes(model)
     saved = _saved_bytes(optimizer)
     optimizer.close()
     if plan.overlap == "backward":
@@ -346,7 +347,7 @@ def _train(
 
 def _saved_bytes(optimizer: StowedAdam) -> tuple[int, int]:
     """Return the most that saved activations had of host memory, and what they wrote to disk."""
-    parts = (make() for make in optimizer.recorded_parts)
+    parts = (make() for make in optimizer._recorded_parts)  # noqa: SLF001  # a hook of the engine
     counts = [each for p in parts if isinstance(p, PlacedActivations) for each in p.nbytes()]
     return sum(c.most_host_bytes for c in counts), sum(c.bytes_written for c in counts)
 

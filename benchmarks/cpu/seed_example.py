@@ -37,6 +37,7 @@ from benchmarks.measure import (
     ratio,
     use_all_cores,
 )
+from tensorstow import usage
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.layout import Family
@@ -244,10 +245,10 @@ def main() -> None:
             if e.lane == "read" and result["last_backward"] < e.start < result["last_step"]
         ]
         optimizer.synchronize()
-        memory = optimizer.memory()
+        memory = usage(optimizer=optimizer).states
         result |= {
             "memory": {**asdict(memory), "host_bytes": memory.host_bytes},
-            "traffic": asdict(optimizer.traffic()),
+            "traffic": asdict(usage(optimizer=optimizer).traffic),
             "read_ahead_bytes": sum(read_ahead),
         }
     optimizer.zero_grad()

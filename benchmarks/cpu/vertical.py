@@ -130,7 +130,9 @@ def figures(settings: Settings) -> Iterator[Figure]:
 
 def _part_of(optimizer: StowedAdam) -> ParameterPart:
     return next(
-        part for made in optimizer.recorded_parts if isinstance(part := made(), ParameterPart)
+        part
+        for made in optimizer._recorded_parts  # noqa: SLF001  # a hook of the engine
+        if isinstance(part := made(), ParameterPart)  # a hook of the engine
     )
 
 

@@ -32,6 +32,7 @@ from demo.training import Clock, Progress, Training, make_model, make_optimizer
 from demo.ulp_difference import compare_one_step
 from tensorstow.cli.digests import checksum
 from tensorstow.cli.process import say, teller
+from tensorstow.fsdp.usage import Usage, usage
 from tensorstow.io.local_share import usable_cores
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
@@ -132,7 +133,8 @@ def run_row(
     resident = sorted(sampler.held["process"].kept, key=lambda sample: sample.time)
     peak = peak_bytes() or max(sample.nbytes for sample in resident)
     events = stowed.trace() if stowed is not None else []
-    traffic = stowed.traffic() if stowed is not None else Traffic(0, 0, 0, 0, 0.0)
+    used = Usage() if stowed is None else usage(optimizer=stowed)
+    traffic = used.traffic or Traffic(0, 0, 0, 0, 0.0)
     moments = [(mine.moment(sample.time), sample.nbytes) for sample in resident]
     return RunResult(
         key=row.key,
@@ -144,7 +146,7 @@ def run_row(
         peak_rss_bytes=peak,
         end_rss_bytes=end,
         predicted=predict(row, scale, model),
-        measured=stowed.memory() if stowed is not None else held_by_torch(optimizer),
+        measured=used.states or held_by_torch(optimizer),
         allocated_file_bytes=unlinked_file_bytes(directory) if row.is_offloaded else 0,
         bytes_read=traffic.bytes_read,
         bytes_written=traffic.bytes_written,

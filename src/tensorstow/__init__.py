@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tensorstow.checkpoint.optimizer_export import state_dict_of
     from tensorstow.checkpoint.quantized_weights import quantize_to_int8
     from tensorstow.fsdp.export import save_safetensors
-    from tensorstow.fsdp.report import parameter_bytes
     from tensorstow.fsdp.stow import plan_of, stow
+    from tensorstow.fsdp.usage import usage
     from tensorstow.optim.adam import Adam, AdamW
     from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
     from tensorstow.states.policy import PipelinePolicy
@@ -39,12 +39,12 @@ __all__ = [
     "__version__",
     "errors",
     "offload_activations",
-    "parameter_bytes",
     "plan_of",
     "quantize_to_int8",
     "save_safetensors",
     "state_dict_of",
     "stow",
+    "usage",
 ]
 
 __version__ = version("tensorstow")
@@ -60,12 +60,13 @@ _MODULES = {
     "StowedOptimizer": "tensorstow.optim.generic.stowed_optimizer",
     "Tier": "tensorstow.base.tiers",
     "offload_activations": "tensorstow.activations.offload",
-    "parameter_bytes": "tensorstow.fsdp.report",
+    "parameter_bytes": "tensorstow.fsdp.usage",  # until the next minor release
     "plan_of": "tensorstow.fsdp.stow",
     "quantize_to_int8": "tensorstow.checkpoint.quantized_weights",
     "save_safetensors": "tensorstow.fsdp.export",
     "state_dict_of": "tensorstow.checkpoint.optimizer_export",
     "stow": "tensorstow.fsdp.stow",
+    "usage": "tensorstow.fsdp.usage",
 }
 """Where each public name is."""
 

@@ -140,9 +140,9 @@ def test_backward_in_a_child_reads_nothing_ahead_and_does_not_raise(tmp_path: Pa
         torch.autograd.backward(training.weight.sum())
         return str(training.weight.grad is not None)
 
-    before = training.optimizer.traffic().bytes_read
+    before = training.optimizer._traffic().bytes_read
     assert in_child(act) == "True"
-    assert training.optimizer.traffic().bytes_read == before
+    assert training.optimizer._traffic().bytes_read == before
     training.steps(2)
     assert torch.equal(training.weight, in_ram(4))
 

@@ -74,7 +74,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def part_of(optimizer: StowedAdam, kind: type) -> Any:  # noqa: ANN401
-    (part,) = [p for each in optimizer.recorded_parts if isinstance(p := each(), kind)]
+    (part,) = [p for each in optimizer._recorded_parts if isinstance(p := each(), kind)]
     return part
 
 

@@ -40,7 +40,7 @@ def stepped(where: torch.device, dtype: torch.dtype, **given: Any) -> list[torch
         optimizer.clip_grad_norm_(1e9)
         optimizer.step()
     optimizer.wait()
-    traffic = optimizer.traffic()
+    traffic = optimizer._traffic()
     if where.type != "cpu":
         nbytes = sum(w.nbytes for w in weights)
         assert traffic.bytes_down >= STEPS * nbytes  # gradients, in their own dtype

@@ -77,14 +77,14 @@ def test_forward_and_backward_do_not_wait_for_the_device(
     for step in range(2, 5):
         optimizer.zero_grad()
         net.bring(range(step, step + 1))
-        before = optimizer.traffic()
+        before = optimizer._traffic()
         simulated.take_counts()
         torch.autograd.backward(net(step))
         counts = simulated.take_counts()
         assert counts["host_waits"] == 0
         optimizer.step()
         optimizer.wait()
-        moved, after = simulated.take_counts(), optimizer.traffic()
+        moved, after = simulated.take_counts(), optimizer._traffic()
         for way in ("bytes_down", "bytes_up"):
             told = getattr(after, way) - getattr(before, way)
             assert counts[way] + moved[way] == told
@@ -179,7 +179,7 @@ def stowed(plan: Plan) -> tuple[nn.Module, AdamW]:
 
 def link_bytes(model: nn.Module, optimizer: AdamW) -> tuple[int, int]:
     """Return what optimizer and model say went down and up."""
-    states, weights = optimizer.traffic(), parameter_bytes(model)
+    states, weights = optimizer._traffic(), parameter_bytes(model)
     return states.bytes_down + weights.link_bytes_down, states.bytes_up + weights.link_bytes_up
 
 
@@ -324,7 +324,7 @@ def most_held(plan: Plan, device: torch.device) -> tuple[int, int]:
         optimizer.zero_grad()
     prefetcher = h2d_prefetcher_of(model)
     buffers = 0 if prefetcher is None else prefetcher.buffers.device_bytes
-    slots = optimizer.memory().device_bytes + buffers
+    slots = optimizer._memory().device_bytes + buffers
     if plan.update_on == "device" and plan.overlap == "backward":
         chunks = optimizer._states().chunks
         if rule_on(device, chunks[0].family).why_not_fused:

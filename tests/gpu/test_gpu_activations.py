@@ -52,7 +52,7 @@ def test_gradients_are_those_without_it(
     with to(where, model, tmp_path) as offload:
         for _ in range(3):
             assert all(map(torch.equal, gradients(model, x), want))
-        moved = offload.nbytes()
+        moved = offload._pool.nbytes()
         assert moved.bytes_down > 0
         assert moved.disk_bytes == 0
         assert (moved.bytes_written > 0) is (where == "disk")
@@ -71,7 +71,7 @@ def test_the_device_s_memory_is_free_behind_the_copy(device: torch.device, tmp_p
         loss = model(x).square().sum()
         torch.accelerator.synchronize(device)
         if offload is not None:
-            moved = offload.nbytes()
+            moved = offload._pool.nbytes()
             assert moved.bytes_up == 0
         held[where] = torch.accelerator.memory_allocated(device) - before
         loss.backward()
@@ -182,7 +182,7 @@ def test_idle_host_memory_of_changing_shapes_is_bounded(device: torch.device) ->
         for turn in range(6):
             gradients(model, torch.randn(ROWS + 32 * turn, WIDTH, device=device))
             torch.accelerator.synchronize(device)
-            found = offload.nbytes()
+            found = offload._pool.nbytes()
             most = max(most, found.bytes_down - moved)
             moved = found.bytes_down
             assert found.host_bytes <= 2 * most
@@ -204,8 +204,8 @@ def test_a_backward_whose_copies_are_late(
             spin(device, LATE)
             loss.backward()
             assert all(map(torch.equal, (p.grad for p in model.parameters()), want))
-        assert offload.nbytes().bytes_read > 0
-        assert offload.nbytes().most_host_bytes <= (budget + 2 * 4) * BLOCK
+        assert offload._pool.nbytes().bytes_read > 0
+        assert offload._pool.nbytes().most_host_bytes <= (budget + 2 * 4) * BLOCK
 
 
 def test_a_block_that_is_still_copied_up_is_given_to_no_read(device: torch.device) -> None:
@@ -236,5 +236,5 @@ def test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room(
         simulated.take_counts()
         loss = model(x).square().sum()
         assert simulated.take_counts()["host_waits"] == 0
-        assert offload.nbytes().bytes_written == 0
+        assert offload._pool.nbytes().bytes_written == 0
         loss.backward()

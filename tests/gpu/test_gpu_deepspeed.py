@@ -64,7 +64,7 @@ def test_a_share_of_updates_runs_on_the_device(
     assert whole.offload_policy.overlap == "forward"
     got, shared = train(device, clip=clip, ratio=ratio)
     assert shared.offload_policy.overlap == overlap
-    assert (whole.memory().device_bytes > 0, shared.memory().device_bytes > 0) == (False, True)
+    assert (whole._memory().device_bytes > 0, shared._memory().device_bytes > 0) == (False, True)
     assert all_equal(got, want)
     whole.close()
     shared.close()

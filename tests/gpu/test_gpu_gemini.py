@@ -112,7 +112,7 @@ def test_fractions_of_bytes_are_where_they_were_asked(
     optim, param = (policy.get(f"offload_{n}_frac", 0.0) for n in ("optim", "param"))
     unit = WIDTH * WIDTH + WIDTH
     assert abs(parameter_bytes(model).host_bytes / 4 - param * total) <= unit
-    assert abs(optimizer.memory().logical_bytes / 8 - optim * total) <= WIDTH
+    assert abs(optimizer._memory().logical_bytes / 8 - optim * total) <= WIDTH
     for p in model.parameters():
         states = optimizer.optim.state[p]["exp_avg"]
         assert storage_of(p) is None or shard_of(states).is_cpu

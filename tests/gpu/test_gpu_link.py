@@ -43,7 +43,7 @@ def test_memory_is_pinned(device: torch.device) -> None:
     assert device_feed.staging.pinned
     assert device_feed.staging.tensor(0, 16, torch.uint8).is_pinned()
     assert all(m.weight.is_pinned() for m in optimizer._params().all())
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert held.pinned_bytes == held.host_weight_bytes + held.staging_bytes
 
 
@@ -64,13 +64,13 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, overlap: str, device: tor
     width = DTYPES[dtype].itemsize
     elements = sum(-(-n // 32) * 32 for n in SIZES)
     chunks = -(-elements // SMALL.chunk_elements)
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert held.host_weight_bytes == sum(-(-n * width // 128) * 128 for n in SIZES)
     assert held.staging_bytes == plan_staging([SMALL.chunk_elements] * chunks).nbytes
     train(net, optimizer, 0, 1)
-    before = optimizer.traffic()
+    before = optimizer._traffic()
     train(net, optimizer, 1, 4)
-    after = optimizer.traffic()
+    after = optimizer._traffic()
     assert after.bytes_down - before.bytes_down == 3 * width * sum(SIZES)
     assert after.bytes_up - before.bytes_up == 3 * width * sum(SIZES)
 
@@ -100,7 +100,7 @@ def test_updates_on_the_device_pass_through_three_chunks_of_its_memory(
     updater = next(iter(optimizer._params().update_router.updaters), None)
     assert updater is not None
     assert all(slot.device == device for slot in updater._slots)
-    assert optimizer.memory().device_bytes == 3 * 2 * 4 * SMALL.chunk_elements
+    assert optimizer._memory().device_bytes == 3 * 2 * 4 * SMALL.chunk_elements
     for chunk in optimizer._states().chunks:
         where = -1 if chunk.resident else 0
         assert all(s.is_pinned() for s in optimizer._states().streams_at(chunk, where))

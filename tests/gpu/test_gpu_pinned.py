@@ -155,7 +155,7 @@ def test_what_is_pinned_is_registered_to_the_byte(simulated: ModuleType) -> None
     model, optimizer = stowed(HOST)
     assert simulated.registered_bytes() - before == 2 * BLOCKS * BLOCK_BYTES
     assert parameter_bytes(model).pinned_bytes == 2 * BLOCKS * BLOCK_BYTES
-    assert optimizer.memory().pinned_bytes == 0  # states are the CPU's alone
+    assert optimizer._memory().pinned_bytes == 0  # states are the CPU's alone
     optimizer.close()
 
 

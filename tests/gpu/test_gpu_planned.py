@@ -49,7 +49,7 @@ def test_where_updates_run(update_on: UpdateOn, states: Tier, device: torch.devi
     plan = Plan(Tier.DEVICE, states, update_on=update_on)
     held = planned(plan)
     _, optimizer = run(plan, device)
-    memory = optimizer.memory()
+    memory = optimizer._memory()
     family = optimizer._states().families[0]
     tables = 3 * rule_on(device, family).rule.table_bytes(BLOCKS)  # a chunk has all of them
     optimizer.close()
@@ -74,7 +74,7 @@ def test_units_on_the_device_and_below(below: int, lower: Tier, device: torch.de
     plan = Plan(Tier.DEVICE, Tier.DISK, parameter_units=units)
     held = planned(plan)
     model, optimizer = run(plan, device)
-    found, memory = parameter_bytes(model), optimizer.memory()
+    found, memory = parameter_bytes(model), optimizer._memory()
     there = sum(p.nbytes for p in model.parameters()) - below * 4 * WIDTH * WIDTH
     optimizer.close()
     assert held[Tier.DEVICE, "parameters"] == there

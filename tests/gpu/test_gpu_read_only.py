@@ -229,5 +229,5 @@ def test_weights_go_up_from_pinned_memory(device: torch.device, tmp_path: Path, 
     before = pinned_bytes()
     model, _ = stowed(tmp_path, plan=PLANS[kind])
     model(x)
-    pinned = tensorstow.parameter_bytes(model).pinned_bytes
+    pinned = tensorstow.usage(model).parameters.pinned_bytes
     assert pinned_bytes() - before == pinned >= (BLOCKS if kind == "host" else 3) * BLOCK_BYTES

@@ -126,7 +126,7 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     family = chunks[0].family
     choice = rule_on(device, family)
     states = parts_of(family, size)[-1].file_at
-    held = optimizer.memory().device_bytes
+    held = optimizer._memory().device_bytes
     assert held == MOST_DEVICE_SLOTS * (states + choice.rule.table_bytes(2))
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated(device)
@@ -158,7 +158,7 @@ def test_updates_on_both_sides_have_the_bits_of_the_host(
     assert same_weights(got, want)
     assert same_states(optimizer, reference)
     assert optimizer._params().update_router.share_tuner.is_final
-    share = optimizer.traffic().device_share
+    share = optimizer._traffic().device_share
     if where == "auto":
         assert share in {0.0, 1.0}
     elif where != "hybrid":

@@ -251,7 +251,7 @@ def stale_read_ahead(_: pytest.MonkeyPatch, directory: Path) -> Taps:
             ahead = (
                 3 if optimizer._states().policy.schedule == "pipelined" else 2
             )  # steps; the first is blank
-            while optimizer.traffic().bytes_read < ahead * optimizer.memory().file_bytes:
+            while optimizer._traffic().bytes_read < ahead * optimizer._memory().file_bytes:
                 time.sleep(0.001)
             write_scratch(directory, history[3])
 

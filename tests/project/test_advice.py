@@ -66,7 +66,9 @@ def adam(clip: float | None = None, **given: Any) -> None:  # noqa: ANN401
 
 def generic(kind: type[Optimizer] = torch.optim.SGD, size: int = 8, **given: Any) -> None:  # noqa: ANN401
     weight = nn.Parameter(torch.ones(size, 8))
-    with closing(StowedOptimizer(kind, [weight], lr=0.1, **given)) as optimizer:
+    with closing(
+        StowedOptimizer(kind, [weight], lr=0.1, **{"states": "disk", **given})
+    ) as optimizer:
         weight.square().sum().backward()
         optimizer.step()
 
@@ -117,7 +119,14 @@ def scaled(**given: Any) -> None:  # noqa: ANN401
     net = model()
     with AdamW(net.parameters(), **given | ({"module": net} if "module" in given else {})) as made:
         (4 * net(torch.ones(2, 8)).sum()).backward()
-        made.step_scaled(4.0)
+        made._step_scaled(4.0)
+
+
+def normed(**given: Any) -> None:  # noqa: ANN401
+    net = model()
+    with AdamW(net.parameters(), module=net, **given) as made:
+        net(torch.ones(2, 8)).sum().backward()
+        made.grad_norm()
 
 
 def twice(*, inside: bool = False, **given: Any) -> None:  # noqa: ANN401
@@ -531,6 +540,12 @@ CASES = [
             },
         )
         for plan in (DISK, FORWARD, BESIDE)
+    ),
+    Case(
+        "gradients have been used by then",
+        normed,
+        {"overlap": "backward"},
+        {'Use overlap="forward"': {"overlap": "forward"}, 'or "none"': {"overlap": "none"}},
     ),
     # DeepSpeed's engine.
     *(

@@ -23,12 +23,12 @@ def test_exported_names() -> None:
         "__version__",
         "errors",
         "offload_activations",
-        "parameter_bytes",
         "plan_of",
         "quantize_to_int8",
         "save_safetensors",
         "state_dict_of",
         "stow",
+        "usage",
     ]
     assert sorted(tensorstow.colossalai.__all__) == [
         "CPUAdam",

@@ -162,9 +162,9 @@ def test_training_and_evaluating(tmp_path: Path) -> None:
     for optimizer in optimizers:
         optimizer.train()
     both.step(2)
-    traffic = both.ours.traffic()
+    traffic = both.ours._traffic()
     both.ours.train()
-    assert both.ours.traffic() == traffic  # nothing to do, and nothing is moved
+    assert both.ours._traffic() == traffic  # nothing to do, and nothing is moved
     for mode in ("eval", "train"):
         for optimizer in optimizers:
             getattr(optimizer, mode)()
@@ -180,7 +180,9 @@ def test_training_and_evaluating(tmp_path: Path) -> None:
 def test_a_learning_rate_that_is_a_tensor_stays_the_same_object(tmp_path: Path) -> None:
     rate = torch.tensor(0.1)
     weight = nn.Parameter(torch.ones(200, 200))
-    opt = StowedOptimizer(InGroup, [weight], lr=rate, dir=tmp_path, per_parameter=True)
+    opt = StowedOptimizer(
+        InGroup, [weight], lr=rate, states="disk", dir=tmp_path, per_parameter=True
+    )
     held = opt.param_groups[0]["lr"]
     weight.grad = torch.ones_like(weight)
     opt.step()
@@ -200,7 +202,9 @@ FROZEN = {
 def test_frozen_parameters_are_no_matter(kind: str, tmp_path: Path) -> None:
     frozen = nn.Parameter(FROZEN[kind], requires_grad=False)
     weight = nn.Parameter(torch.ones(200, 200))
-    opt = StowedOptimizer(InGroup, [frozen, weight], dir=tmp_path, per_parameter=True)
+    opt = StowedOptimizer(
+        InGroup, [frozen, weight], states="disk", dir=tmp_path, per_parameter=True
+    )
     weight.grad = torch.ones_like(weight)
     opt.step()
     assert opt.param_groups[0]["step"] == 1

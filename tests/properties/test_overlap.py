@@ -78,15 +78,15 @@ def training_on(
 
 def seconds_of(training: Training, backward_s: float) -> tuple[float, float]:
     """Train; return the wall time and the disk's share of it."""
-    before = training.optimizer.traffic()
+    before = training.optimizer._traffic()
     start = time.monotonic()
     for _ in range(STEPS):
         training.backward(backward_s)
         training.optimizer.step()
     training.optimizer.synchronize()
     took = time.monotonic() - start
-    after = training.optimizer.traffic()
-    file_bytes = training.optimizer.memory().file_bytes
+    after = training.optimizer._traffic()
+    file_bytes = training.optimizer._memory().file_bytes
     read = after.bytes_read - before.bytes_read
     written = after.bytes_written - before.bytes_written
     assert written == STEPS * file_bytes

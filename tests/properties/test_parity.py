@@ -152,7 +152,7 @@ def test_a_share_is_a_part(placement: str, durability: str, tmp_path: Path) -> N
         none = Trainer(case.recipe, replace(case.route, share="none"), tmp_path / "none")
     for trainer in (some, none):
         trainer.train(0, NO_TAPS)
-    kept, least = some.optimizer.memory(), none.optimizer.memory()
+    kept, least = some.optimizer._memory(), none.optimizer._memory()
     assert least.ram_bytes < kept.ram_bytes < kept.logical_bytes == least.logical_bytes
     # Commits take out of RAM what is in it.
     assert (kept.file_bytes == least.file_bytes) == (durability == "commit")

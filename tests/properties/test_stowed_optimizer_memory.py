@@ -29,7 +29,7 @@ def test_what_was_predicted_is_there(
     both = pair(tmp_path, optimizer_class)
     predicted = both.ours.predict()
     both.step(1)
-    assert both.ours.memory() == predicted
+    assert both.ours._memory() == predicted
     large = [p.numel() for p in parameters(SHAPES) if p.numel() >= 4096]
     assert predicted.disk_bytes == per_element * sum(large)
 
@@ -48,7 +48,7 @@ def test_whole_parameters_are_pieces_of_their_own(
         ("whole", files[1]),
         ("ram", 0),
     ]
-    memory = both.ours.memory()
+    memory = both.ours._memory()
     assert memory == both.ours.predict()
     assert (memory.disk_bytes, memory.file_bytes) == (4 * sum(rows), sum(files))
     assert memory.ring_bytes == memory.file_bytes
@@ -59,10 +59,10 @@ def test_the_high_water_is_within_the_budget(tmp_path: Path, pieces: int) -> Non
     budget = pieces * PIECE + 100
     both = pair(tmp_path, optim.AdamW, shapes=((20 * CHUNK,),), ram_budget=budget)
     both.step(3)
-    assert both.ours.memory().ring_bytes == budget
-    assert both.ours.traffic().ring_high_water_bytes == pieces * PIECE
-    assert both.ours.traffic().bytes_written == 3 * 20 * PIECE
-    assert both.ours.traffic().bytes_read == 2 * 20 * PIECE
+    assert both.ours._memory().ring_bytes == budget
+    assert both.ours._traffic().ring_high_water_bytes == pieces * PIECE
+    assert both.ours._traffic().bytes_written == 3 * 20 * PIECE
+    assert both.ours._traffic().bytes_read == 2 * 20 * PIECE
     both.assert_same()
 
 
@@ -79,7 +79,7 @@ def test_without_a_budget_a_larger_piece_runs_alone(
     both = pair(tmp_path, optim.Muon, shapes=((200, 300), (130, 200), (100, 200)))
     both.step(3)
     both.assert_same()
-    assert both.ours.memory().ring_bytes == round_up(4 * 200 * 300, 4096)
+    assert both.ours._memory().ring_bytes == round_up(4 * 200 * 300, 4096)
 
 
 def test_a_fraction_keeps_the_first_parameters_in_ram(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_a_fraction_keeps_the_first_parameters_in_ram(tmp_path: Path) -> None:
     assert [plan.how for plan in both.ours.plan()] == ["ram", "ram", "whole", "whole"]
     both.step(2)
     both.assert_same()
-    memory = both.ours.memory()
+    memory = both.ours._memory()
     assert memory == both.ours.predict()
     assert memory.disk_bytes == 2 * 8 * 100 * 100
 
@@ -95,12 +95,12 @@ def test_a_fraction_keeps_the_first_parameters_in_ram(tmp_path: Path) -> None:
 def test_room_on_disk_is_used_again(tmp_path: Path) -> None:
     both = pair(tmp_path, optim.AdamW, shapes=MATRICES)
     both.step(1)
-    before = both.ours.memory()
+    before = both.ours._memory()
     for _ in range(3):
         both.ours.load_state_dict(both.ours.state_dict())
         both.ours.state.clear()
         both.ours.step()
-    assert both.ours.memory() == before
+    assert both.ours._memory() == before
 
 
 def rss_bytes() -> int:
@@ -121,7 +121,7 @@ def test_the_steady_state_allocates_nothing(tmp_path: Path) -> None:
         optimizer.step()
     gc.collect()
     assert rss_bytes() - before < 4 * MIB
-    assert optimizer.memory().ring_bytes == 8 * PIECE
+    assert optimizer._memory().ring_bytes == 8 * PIECE
 
 
 CHILD = """

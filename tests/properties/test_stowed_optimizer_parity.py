@@ -178,12 +178,12 @@ def test_momentum_that_is_switched_on_later(tmp_path: Path) -> None:
     """A state that exists from the third step on: its piece gets a place then."""
     both = pair(tmp_path, optim.SGD, {"lr": 0.1})
     both.step(2)
-    assert both.ours.memory().disk_bytes == 0
+    assert both.ours._memory().disk_bytes == 0
     for optimizer in (both.ours, both.theirs):
         optimizer.param_groups[0]["momentum"] = 0.9
     both.step(3, first=2)
     both.assert_same()
-    assert both.ours.memory().disk_bytes > 0
+    assert both.ours._memory().disk_bytes > 0
 
 
 def test_double_precision_and_half(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def main(budget: int, until: int, *directory: str) -> None:
     if directory:
         optimizer.commit()
     found = parameter_bytes(model)
-    ring = optimizer.memory().ring_bytes
+    ring = optimizer._memory().ring_bytes
     sys.stdout.write(
         json.dumps(
             {

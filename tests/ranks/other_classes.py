@@ -116,7 +116,7 @@ def through_engine(case: Case, folder: str) -> list[torch.Tensor]:
         engine, optimizer, _, _ = deepspeed.initialize(model=other, config=config)
         engine.load_checkpoint(folder, "half")
     train(engine, range(begin, STEPS))
-    assert not case.offload or optimizer.memory().disk_bytes
+    assert not case.offload or optimizer._memory().disk_bytes
     weights = whole_of(engine.module)
     norm = engine.get_global_grad_norm()
     engine.destroy()

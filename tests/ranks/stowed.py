@@ -222,7 +222,7 @@ class StowedRun:
         with patch.object(saved_tensors, "LEAST_BYTES", 0), all_saved as offload:
             self._train(*steps)
             if offload is not None:
-                assert offload.nbytes().bytes_written
+                assert offload._pool.nbytes().bytes_written
         for part in self.optimizer._parts():
             if isinstance(part, PlacedActivations) and self.config.plan.activations != "recompute":
                 (moved,) = part.nbytes()

@@ -27,7 +27,7 @@ from tensorstow.activations.saved import (
 from tensorstow.base.directories import make_directories, read_paths
 from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.fields import read_value
-from tensorstow.base.keywords import names_keywords
+from tensorstow.base.keywords import names_keywords, warn_renamed
 from tensorstow.base.sizes import format_bytes, parse_size
 from tensorstow.base.tiers import Tier
 from tensorstow.io.device_link import is_remote
@@ -37,6 +37,9 @@ logger = logging.getLogger("tensorstow")
 
 Saved = SavedTensor | KeptTensor
 
+_OF_MODEL: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[ActivationOffload]]" = (
+    weakref.WeakKeyDictionary()
+)
 DEFAULT_RAM_BUDGET = 256 << 20
 """Default host memory for saved tensors on disk, in bytes."""
 LEAST_BYTES = 32 << 10
@@ -85,6 +88,12 @@ def offload_activations(
     )
 
 
+def activations_of(model: nn.Module) -> list[ActivationBytes]:
+    """Return the bytes of each offload of a model, or of the model that a wrapper holds."""
+    found = (each for module in model.modules() for each in _OF_MODEL.get(module, ()))
+    return [offload._pool.nbytes() for offload in found]  # noqa: SLF001  # its own
+
+
 class ActivationOffload:
     """Hooks on a model, and the pool that its saved tensors are in."""
 
@@ -116,6 +125,8 @@ class ActivationOffload:
         # The model has the hooks, so this goes when the model and its last graph do.
         self._finalizer = weakref.finalize(self, _close_pool, self._pool, os.getpid())
         self._handles: list[RemovableHandle] = []
+        self._of_model = _OF_MODEL.setdefault(model, weakref.WeakSet())
+        self._of_model.add(self)
         if model not in modules:
             # Several units of one forward save the same storage; it is moved once.
             self._register(model, self._enter_model, self._leave_model)
@@ -125,7 +136,8 @@ class ActivationOffload:
                 self._handles.append(part.register_forward_pre_hook(self._note_parameters))
 
     def nbytes(self) -> ActivationBytes:
-        """Return the bytes that saved tensors hold now, and that were moved so far."""
+        """Return ``tensorstow.usage(model).activations``, which it is the old name of."""
+        warn_renamed("offload.nbytes()", "tensorstow.usage(model).activations")
         return self._pool.nbytes()
 
     def close(self) -> None:
@@ -137,6 +149,7 @@ class ActivationOffload:
             handle.remove()
         self._handles = []
         self._is_closed = True
+        self._of_model.discard(self)
         stack = self._stack()
         while stack:  # in a forward, or after one that Ctrl-C ended, when torch runs no hook
             hooks = stack.pop()[1]

@@ -202,7 +202,7 @@ class OptimizerWrapper(Optimizer):
             logger.warning("A step was skipped: the norm of its gradients is %s", norm.item())
             optimizer.zero_grad()
         else:
-            optimizer.step_scaled(factor)
+            optimizer._step_scaled(factor)  # noqa: SLF001  # a hook of the engine
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
 

@@ -33,7 +33,7 @@ class OptimizerStep:
         self._scale = scale
         self._beside_backward = optimizer.offload_policy.timing.begins_early
         if self._beside_backward:
-            optimizer.keep_norms()
+            optimizer._keep_norms()  # noqa: SLF001  # a hook of the engine
         self.unscaled = 0
         """Backwards since the last step whose losses were not multiplied by the loss scale."""
         self.norm: torch.Tensor | None = None
@@ -71,7 +71,7 @@ class OptimizerStep:
         limit = self._clipping if self._clipping > 0.0 else math.inf
         self.norm = norm = self._optimizer.clip_grad_norm_(limit, loss_scale=factor)
         overflow = not bool(torch.isfinite(norm))
-        self._optimizer.step_scaled(factor, overflowed=overflow)
+        self._optimizer._step_scaled(factor, overflowed=overflow)  # noqa: SLF001  # a hook of the engine
         self._optimizer.zero_grad()
         if self._scale is not None:
             self._scale.update(overflowed=overflow)

@@ -298,10 +298,10 @@ class H2DPrefetcher:
     def register(self, model: nn.Module, optimizer: StowedAdam) -> None:
         """Discard old copies whenever ``optimizer`` updates ``model``, whose shards were added."""
         _PREFETCHERS[model] = self
-        self._alone = optimizer.alone
+        self._alone = optimizer._alone  # noqa: SLF001  # a hook of the engine
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_step_post_hook(self._post_step)
-        optimizer.register_resume_hook(self.discard)
+        optimizer._register_resume_hook(self.discard)  # noqa: SLF001  # a hook of the engine
 
     def add_unit(
         self,
@@ -396,7 +396,7 @@ class H2DPrefetcher:
         # Under overlap="backward" the last copies complete after most of its gradients, and updates
         # begin meanwhile. A weight whose gradient is ready has been copied.
         with self._alone():
-            while optimizer.wait_for_gradient():
+            while optimizer._wait_for_gradient():  # noqa: SLF001  # a hook of the engine
                 pass
             self.discard()
 

@@ -55,7 +55,7 @@ class PlacedActivations:
 
     def nbytes(self) -> list[ActivationBytes]:
         """Return the bytes held and moved, of offloads to host memory and to disk."""
-        return [offload.nbytes() for offload in self._offloads]
+        return [o._pool.nbytes() for o in self._offloads]  # noqa: SLF001  # inside of the engine
 
     def close(self) -> None:
         """Remove all hooks, and free memory and files. Idempotent."""

@@ -128,9 +128,7 @@ class StowRequest:
             "dir": None if self._is_for_scratch_alone() else self.directory,
         }
         placed = {name: value for name, value in decided.items() if value != DEFAULTS[name]}
-        if is_of_class(self.optimizer):  # on disk by default
-            return {"states": decided["states"], **placed}
-        return {"module": self.model, **placed}
+        return placed if is_of_class(self.optimizer) else {"module": self.model, **placed}
 
     def _is_for_scratch_alone(self) -> bool:
         """Return whether the directory is for parameters or activations alone.

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tensorstow.base.keywords import names_keywords
 from tensorstow.fsdp.gradient_offload import gradient_offload_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.read_only import streams_in
@@ -56,15 +55,10 @@ class ParameterBytes:
     """Bytes of parameters on disk that are read from your own files, without a copy."""
 
 
-@names_keywords
 def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """Return the bytes that a model's parameters hold and have moved on this rank.
 
-    Args:
-        model: A model, placed by ``stow`` or not. Parameters on the meta device have no bytes.
-
-    Returns:
-        The counts of bytes held now and at most, and bytes moved since the model was placed.
+    Parameters on the meta device have no bytes.
     """
     if is_read_only(model):
         return _bytes_of_read_only(model)

@@ -90,8 +90,8 @@ class SharedWeights:
             if isinstance(root, FSDPModule):  # it shards the other parameters
                 self._begin_with_backward(root)
         optimizer.register_step_pre_hook(self._pre_step)
-        optimizer.register_update_hook(gather)
-        optimizer.register_resume_hook(around_resume)
+        optimizer._register_update_hook(gather)  # noqa: SLF001  # a hook of the engine
+        optimizer._register_resume_hook(around_resume)  # noqa: SLF001  # a hook of the engine
 
     # --- inside ---
 

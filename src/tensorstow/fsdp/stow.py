@@ -40,7 +40,7 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.sizes import Sizes
-from tensorstow.report.run_record import PredictedStep
+from tensorstow.report.run_record import Compared, PredictedStep
 
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
 
@@ -201,16 +201,20 @@ def stow(  # noqa: PLR0913  # the one function for everything
     sizes = Sizes.of(chosen, ranks)  # placing takes the parameters out of their units
     placed = place()
     part = _report_of(placed, request, sizes, step)
-    placed.recorded_parts.append(part)
+    placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
     _place_activations(request, placed)
     if is_auto:  # a budget of the user's stays as it is
         room = HostRoom(buffers_of(chosen)) if budget is None else None
-        first = FirstSteps(lambda trained: part().compared(trained.memory()), step, room)
+        first = FirstSteps(partial(_compared, part), step, room)
         first.watch(model, placed)
     if plan.micro_batches > 1:  # outside of recomputation: that is for each micro-batch
         VerticalOrder(model, chosen, plan.micro_batches, device).register()
     _PLANS[model] = plan
     return model, placed
+
+
+def _compared(part: Callable[[], ParameterPart], optimizer: PlacedOptimizer) -> list[Compared]:
+    return part().compared(optimizer._memory())  # noqa: SLF001  # as usage() does
 
 
 def _report_of(
@@ -247,5 +251,5 @@ def _place_activations(request: StowRequest, optimizer: PlacedOptimizer) -> None
     except BaseException:
         optimizer.close()
         raise
-    optimizer.register_close_hook(placed.close)
-    optimizer.recorded_parts.append(lambda: placed)
+    optimizer._register_close_hook(placed.close)  # noqa: SLF001  # a hook of the engine
+    optimizer._recorded_parts.append(lambda: placed)  # noqa: SLF001  # a hook of the engine

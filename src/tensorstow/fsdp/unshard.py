@@ -78,7 +78,7 @@ class UnshardHooks:
         self._root.register_forward_hook(self._post_forward, always_call=True)
         self._reshards_after_forward = stage < 3
         optimizer.register_step_pre_hook(self._pre_step)
-        optimizer.register_resume_hook(self._around_resume)
+        optimizer._register_resume_hook(self._around_resume)  # noqa: SLF001  # a hook of the engine
 
     # A compiled graph would treat these queries as constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001

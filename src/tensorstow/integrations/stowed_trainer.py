@@ -67,7 +67,7 @@ class Stowed(transformers.Trainer):
             placed._is_accelerate_prepared = True  # noqa: SLF001  # accelerate's mark
             refuse_plan(self.args, plan_of(placed))  # plan="auto" has just chosen it
             if plan_of(placed).timing.begins_early:
-                self._optimizer().keep_norms()
+                self._optimizer()._keep_norms()  # noqa: SLF001  # a hook of the engine
         return self.optimizer
 
     def _move_model_to_device(self, model: object, device: object) -> None:

@@ -143,8 +143,8 @@ class AdamW(Adam):
         capturable: False; True raises an error.
         differentiable: False; True raises an error.
         fused: Accepted, and changes nothing.
-        states: "host" (or "ram"), "disk", or the fraction of the states' bytes that is on disk, 0
-            to 1.
+        states: "host" (or "cpu", "ram"), "disk" (or "nvme"), or the fraction of the states' bytes
+            that is on disk, 0 to 1. Default: "host".
         dir: The directory of a run, or several to stripe over, whose commits outlive the process;
             with ``durability="none"``, of scratch files. It is created if it is missing; the
             directory that it is in must exist. Default: None, scratch files on a real disk that is

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, abbreviated
+from tensorstow.base.keywords import warn_renamed
 from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -35,7 +36,7 @@ class PlacedOptimizer(Optimizer):
         self._real = weakref.ref(self)
         """The optimizer itself, if ``self`` is a wrapper ([Note: One end] in runtime)."""
         self._last_recording = LastRecording()
-        self.recorded_parts: list[Callable[[], RecordedPart]] = []
+        self._recorded_parts: list[Callable[[], RecordedPart]] = []
         """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._after_updates: list[Callable[[], None]] = []
         self._around_resume: list[Callable[[], None]] = []
@@ -131,8 +132,8 @@ class PlacedOptimizer(Optimizer):
         Args:
             max_norm: The largest norm, at least 0.
             error_if_nonfinite: Whether a norm that is not finite is an error.
-            loss_scale: What the loss was multiplied by, as for ``step_scaled``: the norm is that of
-                the gradients divided by it.
+            loss_scale: What the loss was multiplied by: the norm is that of the gradients divided
+                by it.
 
         Returns:
             The norm before clipping, as a scalar fp64 tensor.
@@ -167,32 +168,9 @@ class PlacedOptimizer(Optimizer):
             A scalar fp64 tensor.
 
         Raises:
-            OptionError: ``overlap="backward"``, and ``keep_norms`` was not called.
+            OptionError: ``overlap="backward"``.
         """
         return self._grad_norm()
-
-    def keep_norms(self) -> None:
-        """Let ``grad_norm`` return the norm with ``overlap="backward"`` too, from now on.
-
-        The norm of each gradient is then computed when it is final. Without an overlap with
-        backward this changes nothing.
-        """
-
-    def step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
-        """Take a step by the gradients of a loss that the caller has scaled.
-
-        They are divided by ``loss_scale``: inside the update by Adam and AdamW, which do not change
-        ``.grad``; in place by ``StowedOptimizer``.
-
-        Args:
-            loss_scale: What the loss was multiplied by.
-            overflowed: Whether a gradient of some rank is not finite; every rank gives the same.
-                Nothing is updated then. Adam and AdamW count the step.
-
-        Raises:
-            OptionError: Updates by the scaled gradients have begun (``overlap="backward"``).
-        """
-        self._step_scaled(loss_scale, overflowed=overflowed)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for all micro-batches of a step but the last.
@@ -246,40 +224,6 @@ class PlacedOptimizer(Optimizer):
         """
         return self._states_of(parameter)
 
-    # --- hooks ---
-
-    def register_update_hook(self, hook: Callable[[], None]) -> None:
-        """Register a function that each step calls after its updates, or after their start.
-
-        If it raises, weights are left half updated: later steps raise PoisonedError.
-
-        Args:
-            hook: Takes no arguments; its result is ignored.
-        """
-        self._after_updates.append(hook)
-
-    def register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Register a function that is called before ``resume()`` writes weights, and after it.
-
-        So that copies of weights can be dropped, also those that another thread makes meanwhile.
-        ``StowedOptimizer`` has no ``resume()`` and never calls it.
-
-        Args:
-            hook: Takes no arguments; its result is ignored.
-        """
-        self._around_resume.append(hook)
-
-    def register_close_hook(self, hook: Callable[[], None]) -> None:
-        """Register a function that is called when the optimizer has been closed.
-
-        It is not called where the optimizer is dropped without ``close()``: the model may be in the
-        middle of a forward then.
-
-        Args:
-            hook: Takes no arguments; its result is ignored. It may be called more than once.
-        """
-        self._at_close.append(hook)
-
     # --- figures ---
 
     @property
@@ -288,7 +232,7 @@ class PlacedOptimizer(Optimizer):
         raise NotImplementedError
 
     @property
-    def stowed_class(self) -> str:
+    def _stowed_class(self) -> str:
         """The name of torch's class whose states these are; Adam's and AdamW's are the same."""
         raise NotImplementedError
 
@@ -299,19 +243,13 @@ class PlacedOptimizer(Optimizer):
         return {0.0: "host", 1.0: "disk"}.get(fraction, "shared")
 
     def memory(self) -> StateMemory:
-        """Return the bytes of states and buffers, by place.
-
-        Returns:
-            Bytes in RAM, on disk, in the ring buffer, pinned, and on the device.
-        """
+        """Return ``tensorstow.usage(optimizer=optimizer).states``, which it is the old name of."""
+        warn_renamed("optimizer.memory()", "tensorstow.usage(optimizer=optimizer).states")
         return self._memory()
 
     def traffic(self) -> Traffic:
-        """Return the bytes of states moved since the optimizer was created.
-
-        Returns:
-            Bytes read, written and not read again, and the device's share of the updates.
-        """
+        """Return ``tensorstow.usage(optimizer=optimizer).traffic``, which it is the old name of."""
+        warn_renamed("optimizer.traffic()", "tensorstow.usage(optimizer=optimizer).traffic")
         return self._traffic()
 
     def recording(self, module: torch.nn.Module | None = None) -> Recording:
@@ -365,6 +303,31 @@ class PlacedOptimizer(Optimizer):
         """
         self._close()
 
+    # --- hooks of the engine ---
+
+    def _register_update_hook(self, hook: Callable[[], None]) -> None:
+        """Have each step call ``hook`` after its updates, or after their start.
+
+        If it raises, weights are left half updated: later steps raise PoisonedError.
+        """
+        self._after_updates.append(hook)
+
+    def _register_resume_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called before ``resume()`` writes weights, and after it.
+
+        So that copies of weights can be dropped, also those that another thread makes meanwhile.
+        ``StowedOptimizer`` has no ``resume()`` and never calls it.
+        """
+        self._around_resume.append(hook)
+
+    def _register_close_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called when the optimizer has been closed; perhaps more than once.
+
+        It is not called where the optimizer is dropped without ``close()``: the model may be in the
+        middle of a forward then.
+        """
+        self._at_close.append(hook)
+
     # --- what differs ---
 
     def _itself(self) -> "PlacedOptimizer":
@@ -372,7 +335,7 @@ class PlacedOptimizer(Optimizer):
         return self if real is None else real
 
     def _parts(self) -> list[RecordedPart]:
-        return [make() for make in self.recorded_parts]
+        return [make() for make in self._recorded_parts]
 
     def _recorded(
         self, module: torch.nn.Module | None
@@ -429,7 +392,21 @@ class PlacedOptimizer(Optimizer):
         """Update the parameters; ``loss`` returns what the closure has returned."""
         raise NotImplementedError
 
-    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
+    def _keep_norms(self) -> None:
+        """Let ``grad_norm`` return the norm with ``overlap="backward"`` too, from now on.
+
+        The norm of each gradient is then computed when it is final. Without an overlap with
+        backward this changes nothing.
+        """
+
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
+        """Take a step by the gradients of a loss that the caller has multiplied by ``loss_scale``.
+
+        They are divided by it: inside the update by Adam and AdamW, which do not change ``.grad``;
+        in place by ``StowedOptimizer``. ``overflowed``: a gradient of some rank is not finite, and
+        nothing is updated; every rank gives the same. Adam and AdamW count the step. Raises
+        OptionError if updates by the scaled gradients have begun (``overlap="backward"``).
+        """
         raise NotImplementedError
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -446,9 +423,11 @@ class PlacedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _memory(self) -> StateMemory:
+        """Return the bytes of states and buffers, by place."""
         raise NotImplementedError
 
     def _traffic(self) -> Traffic:
+        """Return the bytes of states moved since the optimizer was created."""
         raise NotImplementedError
 
     def _synchronize(self) -> None:

@@ -97,10 +97,10 @@ class CommitPart(RecordedPart):
 class RecordedOptimizer(Protocol):
     """The interface of optimizers that are recorded."""
 
-    def memory(self) -> StateMemory:
+    def _memory(self) -> StateMemory:
         """Return the bytes of states and buffers."""
 
-    def traffic(self) -> Traffic:
+    def _traffic(self) -> Traffic:
         """Return the bytes moved."""
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
@@ -240,7 +240,7 @@ class Recording:
     def _look(self, now: float) -> None:
         """Sample the optimizer's counters, which takes longer than reading a number."""
         self._looked = now
-        memory = self._optimizer.memory()
+        memory = self._optimizer._memory()  # noqa: SLF001  # as usage() does
         self._tiers["states"].add(Sample(now, memory.host_bytes))
         on_disk = memory.file_bytes + sum(part.disk_bytes() for part in self._parts)
         self._tiers["disk"].add(Sample(now, on_disk))
@@ -327,7 +327,7 @@ class LastRecording:
 
 def totals(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> RunRecord:
     """Return a record without spans: memory now, and bytes moved since the beginning."""
-    memory = optimizer.memory()
+    memory = optimizer._memory()  # noqa: SLF001  # as usage() does
     moved = moved_bytes(optimizer, parts)
     return RunRecord(
         title=f"tensorstow: a run of {type(optimizer).__name__}",
@@ -337,7 +337,7 @@ def totals(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> RunRecord
         moved=moved,
         written=written_bytes(moved),
         memory=memory,
-        traffic=optimizer.traffic(),
+        traffic=optimizer._traffic(),  # noqa: SLF001  # as usage() does
         disk_bytes=memory.file_bytes + sum(part.disk_bytes() for part in parts),
         compared=tuple(figure for part in parts for figure in part.compared(memory)),
         predicted=next((step for part in parts if (step := part.predicted())), None),
@@ -346,7 +346,7 @@ def totals(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> RunRecord
 
 def moved_bytes(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> dict[str, int]:
     """Return the bytes moved so far, by kind."""
-    traffic = optimizer.traffic()
+    traffic = optimizer._traffic()  # noqa: SLF001  # as usage() does
     moved = {
         "states read": traffic.bytes_read,
         "states written": traffic.bytes_written,

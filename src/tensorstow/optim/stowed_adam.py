@@ -128,7 +128,7 @@ class StowedAdam(PlacedOptimizer):
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         self._runtime.steps.update(divisor, found_inf, scale)
 
-    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         with self._runtime.steps.scaled.by(loss_scale, overflowed=overflowed):
             self.step()
 
@@ -202,7 +202,7 @@ class StowedAdam(PlacedOptimizer):
         self._runtime.steps.clip.set(factor_of(norm), clipped)
         return norm
 
-    def keep_norms(self) -> None:
+    def _keep_norms(self) -> None:
         """Let ``grad_norm`` return the norm with ``overlap="backward"`` too, from now on."""
         self._runtime.schedule.norms = KeptNorms(self._isa)
 
@@ -223,7 +223,7 @@ class StowedAdam(PlacedOptimizer):
                 if number not in kept_squares:
                     message = (
                         'grad_norm() was called, and with overlap="backward" gradients have been'
-                        " used by then. Call keep_norms() before backward."
+                        ' used by then. Use overlap="forward" or "none".'
                     )
                     raise OptionError(message)
                 used[index], gradient = kept_squares[number], None
@@ -247,7 +247,7 @@ class StowedAdam(PlacedOptimizer):
         return self._params().offload_policy
 
     @property
-    def stowed_class(self) -> str:
+    def _stowed_class(self) -> str:
         """Adam, whose states AdamW has too."""
         return "Adam"
 
@@ -300,20 +300,19 @@ class StowedAdam(PlacedOptimizer):
             hook()
 
     @property
-    def alone(self) -> Callable[[], AbstractContextManager[object]]:
+    def _alone(self) -> Callable[[], AbstractContextManager[object]]:
         """Return a function that makes a context in which other threads' calls wait.
 
         For code that shares the weights with the optimizer. Inside a call it is part of that call.
         """
         return self._call_lock.alone
 
-    def wait_for_gradient(self) -> bool:
+    def _wait_for_gradient(self) -> bool:
         """Wait until one gradient has arrived in host memory, and begin updates that it completes.
 
-        Returns:
-            False if none is under way; then nothing was waited for.
+        Return False if none is under way; then nothing was waited for.
         """
-        with self.alone():
+        with self._alone():
             return self._runtime.steps.wait_for_gradient()
 
     @exclusive_call("commit")

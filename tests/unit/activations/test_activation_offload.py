@@ -60,7 +60,7 @@ def at_rest(offload: ActivationOffload) -> ActivationBytes:
     scratch = offload._pool._scratch
     assert scratch is not None
     scratch.engine.drain()
-    return offload.nbytes()
+    return offload._pool.nbytes()
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_storage_moves_once_and_memory_is_bounded(
     model(rows()).sum().backward()
     # Of each block: its input, the norm's output, and two inner tensors of four times the width.
     most = 4 * 10 * BLOCK
-    assert most - 4 * BLOCK <= offload.nbytes().bytes_written <= most
-    assert offload.nbytes().most_host_bytes <= 8 * BLOCK + 2 * 4 * BLOCK
+    assert most - 4 * BLOCK <= offload._pool.nbytes().bytes_written <= most
+    assert offload._pool.nbytes().most_host_bytes <= 8 * BLOCK + 2 * 4 * BLOCK
 
 
 def test_views_of_one_storage_come_back_as_they_were(
@@ -129,7 +129,7 @@ def test_views_of_one_storage_come_back_as_they_were(
     offload = to_disk(model, 0)
     assert same([*torch.autograd.grad(model(x), model.weight)], want)
     # x, y, what exp gave: y was saved by several operations.
-    assert offload.nbytes().bytes_written <= 2 * (64 * 256 * 8) * 3
+    assert offload._pool.nbytes().bytes_written <= 2 * (64 * 256 * 8) * 3
 
 
 def test_several_forwards_before_one_backward(to_disk: Callable[..., ActivationOffload]) -> None:
@@ -144,7 +144,7 @@ def test_what_no_backward_wants_is_given_back(to_disk: Callable[..., ActivationO
     offload = to_disk(model)
     for _ in range(3):
         out = model(rows())
-        assert offload.nbytes().disk_bytes > 0
+        assert offload._pool.nbytes().disk_bytes > 0
         del out
         gc.collect()
         assert at_rest(offload).disk_bytes == 0
@@ -206,7 +206,7 @@ def test_units_alone_are_moved(to_disk: Callable[..., ActivationOffload]) -> Non
     whole.close()
     part = to_disk(model, 0, units=[model[1]])
     assert same(gradients(model), want)
-    assert 0 < part.nbytes().bytes_written <= whole.nbytes().bytes_written / 3
+    assert 0 < part._pool.nbytes().bytes_written <= whole._pool.nbytes().bytes_written / 3
 
 
 def test_a_unit_in_a_unit_changes_nothing(to_disk: Callable[..., ActivationOffload]) -> None:
@@ -229,7 +229,7 @@ def test_autocast_and_compiled_units(to_disk: Callable[..., ActivationOffload]) 
     compiled = train(model)
     offload = to_disk(model, 0)
     assert same(train(model), compiled)
-    assert offload.nbytes().bytes_read > 0
+    assert offload._pool.nbytes().bytes_read > 0
     plain = net()
     to_disk(plain, 0)
     assert same(train(plain), want)
@@ -315,7 +315,7 @@ def test_tiers_have_the_names_that_they_have_elsewhere(
     model = net()
     with offload_activations(model, to=name, **({"dir": tmp_path} if on_disk else {})) as offload:
         loss = model(rows()).sum()
-        assert (offload.nbytes().most_host_bytes > 0) == on_disk
+        assert (offload._pool.nbytes().most_host_bytes > 0) == on_disk
         loss.backward()
 
 
@@ -348,7 +348,7 @@ def test_host_memory_is_where_tensors_of_the_cpu_are() -> None:
     want = gradients(model)
     with offload_activations(model, to="host") as offload:
         assert same(gradients(model), want)
-        assert offload.nbytes().host_bytes == 0
+        assert offload._pool.nbytes().host_bytes == 0
     assert not model._forward_hooks
 
 
@@ -507,9 +507,9 @@ def test_a_copied_model_keeps_its_saved_tensors(
     copied = deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
     assert any("copied or loaded" in text for text in caplog.messages)
     assert same(gradients(copied), want)
-    assert offload.nbytes().bytes_written == 0
+    assert offload._pool.nbytes().bytes_written == 0
     assert same(gradients(model), want)
-    assert offload.nbytes().bytes_written > 0
+    assert offload._pool.nbytes().bytes_written > 0
 
 
 def test_scratch_goes_with_a_dropped_model(tmp_path: Path) -> None:
@@ -588,7 +588,7 @@ def test_parameters_that_no_module_is_called_with_stay(
     model, x = Tied(), torch.randn(2, WIDTH)
     offload = to_disk(model, 0)
     model(x.requires_grad_()).sum().backward()
-    assert offload.nbytes().bytes_written == 0
+    assert offload._pool.nbytes().bytes_written == 0
 
 
 # --- compiled ---
@@ -648,7 +648,7 @@ def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_counting(
             step = threads.submit(lambda: model(rows()).square().sum().backward())
         try:
             assert is_waiting.wait(10)
-            assert threads.submit(offload.nbytes).result(timeout=5).bytes_written
+            assert threads.submit(offload._pool.nbytes).result(timeout=5).bytes_written
         finally:
             may_end.set()
         step.result(timeout=20)

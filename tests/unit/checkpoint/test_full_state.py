@@ -148,11 +148,11 @@ def test_too_little_room_is_said_before_anything_is_read(
         path, free_bytes = found.path, 1000
 
     optimizer.synchronize()
-    read = optimizer.traffic().bytes_read
+    read = optimizer._traffic().bytes_read
     monkeypatch.setattr(full_state, "inspect_directory", lambda _: Full)
     with pytest.raises(DirectoryError, match=r"656\.\d KiB.*1000 B free.*snapshot"):
         optimizer.state_dict()
-    assert optimizer.traffic().bytes_read == read
+    assert optimizer._traffic().bytes_read == read
     monkeypatch.undo()
     optimizer.step()
 

@@ -102,11 +102,11 @@ def test_resuming_reads_weights_and_no_states(tmp_path: Path) -> None:
     manifest = (tmp_path / "manifest.sqlite").stat().st_size
     trained = sum(p.numel() * p.element_size() for p in world.model.parameters())
     rounding = 4096 * (len(world.optimizer._states().chunks) + 40)
-    assert world.optimizer.traffic().bytes_read == 0
+    assert world.optimizer._traffic().bytes_read == 0
     assert _bytes_read() - before <= 2 * trained + 4 * manifest + rounding
-    assert _bytes_read() - before < world.optimizer.memory().logical_bytes
+    assert _bytes_read() - before < world.optimizer._memory().logical_bytes
     world.train(7)
-    assert world.optimizer.traffic().bytes_read > 0
+    assert world.optimizer._traffic().bytes_read > 0
     world.close()
 
 
@@ -373,7 +373,7 @@ def test_who_has_copies_of_weights_hears_before_they_change_and_behind_that(tmp_
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], states="disk", dir=tmp_path)
     heard: list[float] = []
-    optimizer.register_resume_hook(lambda: heard.append(weight.detach()[0].item()))
+    optimizer._register_resume_hook(lambda: heard.append(weight.detach()[0].item()))
     assert optimizer.resume() is None
     optimizer.commit()
     with torch.no_grad():

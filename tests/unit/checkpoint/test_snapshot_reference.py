@@ -274,9 +274,9 @@ def test_what_wrappers_load_at_once_changes_and_reads_nothing(tmp_path: Path) ->
     assert not run.optimizer.snapshots()
     run.train(range(2))
     reference = run.save()
-    before = run.bits(), run.optimizer.traffic()
+    before = run.bits(), run.optimizer._traffic()
     run.load(reference)
-    assert (run.bits(), run.optimizer.traffic()) == before
+    assert (run.bits(), run.optimizer._traffic()) == before
     assert run.save() == reference  # no second snapshot of one step
     assert len(run.optimizer.snapshots()) == 1
     run.optimizer.close()

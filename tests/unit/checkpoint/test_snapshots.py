@@ -77,10 +77,10 @@ def test_a_pin_copies_nothing(tmp_path: Path) -> None:
     world = World(CASE, tmp_path)
     world.train(3)
     world.optimizer.synchronize()
-    before, written = used_bytes(world), world.optimizer.traffic().bytes_written
+    before, written = used_bytes(world), world.optimizer._traffic().bytes_written
     world.optimizer.snapshot("here")
     assert used_bytes(world) == before
-    assert world.optimizer.traffic().bytes_written == written
+    assert world.optimizer._traffic().bytes_written == written
     assert [s.names for s in world.optimizer.snapshots()] == [("here",)]
     world.close()
 

@@ -209,7 +209,7 @@ def test_states_that_round_are_taken_only_where_that_is_allowed(
     trained_by(model).backward()
     optimizer.step()
     held = {item["what"]: item["bytes"] for item in found["held"]}  # type: ignore[attr-defined]
-    assert optimizer.memory().ram_bytes == held["states"]
+    assert optimizer._memory().ram_bytes == held["states"]
     optimizer.close()
     assert main([*PLAN, *budget, "--allow-inexact", "--deepspeed"]) == 0
     printed = capsys.readouterr().out
@@ -285,7 +285,7 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
     model(torch.randn(2, 1024)).square().mean().backward()
     gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     optimizer.step()
-    memory = optimizer.memory()
+    memory = optimizer._memory()
     optimizer.close()
     assert plan.states == states
     assert held["parameters"] == sum(p.nbytes for p in model.parameters())
@@ -618,7 +618,7 @@ def test_the_deepspeed_configuration_runs(
     engine.backward(trained_by(engine))
     engine.step()
     states = found["plan"]["states"]  # type: ignore[index]
-    assert engine.optimizer.memory().file_bytes > 0 if states == "disk" else True
+    assert engine.optimizer._memory().file_bytes > 0 if states == "disk" else True
     engine.destroy()
 
 

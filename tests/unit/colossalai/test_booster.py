@@ -117,7 +117,7 @@ def test_the_share_on_disk_and_its_directory_come_along(tmp_path: Path) -> None:
     )
     _, optimizer, *_ = Booster(plugin=GeminiPlugin()).boost(model, given)
     numel = sum(p.numel() for p in model.parameters())
-    assert optimizer.memory().disk_bytes == 8 * round(0.25 * numel)
+    assert optimizer._memory().disk_bytes == 8 * round(0.25 * numel)
     assert optimizer.offload_policy.placement.directories == (tmp_path,)
     with pytest.raises(StowError, match="closed"):
         given.step()

@@ -65,7 +65,7 @@ def test_equals_adamw_wherever_states_are(
         ours.step()
         plain.step()
     assert all_equal(a, b)
-    assert ours.memory().disk_bytes == 8 * round(fraction * 10_050)
+    assert ours._memory().disk_bytes == 8 * round(fraction * 10_050)
 
 
 def test_adamw_mode_off_is_an_l2_penalty() -> None:
@@ -157,7 +157,7 @@ def test_mixed_sets_go_through_both(tmp_path: Path, *, amsgrad: bool, adamw_mode
         theirs.step()
         rest.step()
     assert all_equal(a, b)
-    assert mixed.memory().logical_bytes == (12 if amsgrad else 8) * 10_000
+    assert mixed._memory().logical_bytes == (12 if amsgrad else 8) * 10_000
 
 
 def test_mixed_sets_clip_and_scale_both_alike() -> None:
@@ -221,7 +221,7 @@ def test_the_directory_is_made_where_states_go_there(
     cls(weights(), nvme_offload_dir="./offload")
     assert not Path("offload").exists()
     optimizer = cls(weights(), nvme_offload_fraction=1.0, nvme_offload_dir="./offload")
-    assert optimizer.memory().disk_bytes > 0
+    assert optimizer._memory().disk_bytes > 0
     assert Path("offload").is_dir()
 
 
@@ -241,7 +241,7 @@ def losses_of(optimizer: Callable[..., Any], **keywords: object) -> tuple[list[f
         made.step()
         made.zero_grad()
         losses.append(loss.item())
-    on_disk = made.memory().disk_bytes
+    on_disk = made._memory().disk_bytes
     made.close()
     return losses, on_disk
 

@@ -181,7 +181,7 @@ def test_low_level_zero_is_stage_two_with_what_it_is_told(stage: int) -> None:
     model, optimizer, *_ = booster.boost(model, given)
     plan = tensorstow.plan_of(model.unwrap())
     assert (plan.stage, plan.states) == (2, "disk")
-    assert optimizer.memory().disk_bytes > 0
+    assert optimizer._memory().disk_bytes > 0
     assert booster.plugin.support_no_sync() == (stage == 1)
     out = model(batch(0, 0))
     assert out.dtype == torch.bfloat16
@@ -232,7 +232,7 @@ def test_strategies_of_fsdp_are_stages(strategy: ShardingStrategy | None, stage:
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, given)
     assert tensorstow.plan_of(model.unwrap()).stage == stage
     numel = sum(p.numel() for p in model.parameters())
-    assert optimizer.memory().disk_bytes == 8 * round(0.5 * numel)
+    assert optimizer._memory().disk_bytes == 8 * round(0.5 * numel)
     optimizer.close()
 
 

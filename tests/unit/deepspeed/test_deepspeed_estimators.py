@@ -170,5 +170,5 @@ def test_an_engine_keeps_the_states_that_were_estimated(bf16: bool) -> None:  # 
     _, host, _ = _needs(_PLANS[2][1], "bf16" if bf16 else "fp32", _Setup(total, 0, 1, 1, 1.0))
     width = 2 if bf16 else 4
     others = 2 * width * total + 4 * total  # weights, gradients, and what these come down through
-    assert optimizer.memory().ram_bytes == host - others
+    assert optimizer._memory().ram_bytes == host - others
     engine.destroy()

@@ -119,11 +119,11 @@ def trained(config: RunConfig, *, stands_in: bool, mesh: bool = False) -> tuple[
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            first = first or optimizer.traffic().bytes_down
+            first = first or optimizer._traffic().bytes_down
         optimizer.wait()
         if stands_in and not config.get("frozen"):
             # The weights came down once, and no gradient by the optimizer.
-            assert optimizer.traffic().bytes_down == first
+            assert optimizer._traffic().bytes_down == first
             steps = 3 * micro_batches
             moved = sum(shard_of(p).nbytes for p in model.parameters()) * steps
             assert parameter_bytes(model).link_bytes_down == moved

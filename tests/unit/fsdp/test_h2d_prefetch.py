@@ -365,10 +365,10 @@ class Optimizer:
 
     def __init__(self) -> None:
         self.call_lock = CallLock()
-        self.alone = self.call_lock.alone
+        self._alone = self.call_lock.alone
         self.hooks: dict[str, Callable[..., None]] = {}
 
-    def wait_for_gradient(self) -> bool:
+    def _wait_for_gradient(self) -> bool:
         return False
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> None:
@@ -377,7 +377,7 @@ class Optimizer:
     def register_step_post_hook(self, hook: Callable[..., None]) -> None:
         self.hooks["behind step"] = hook
 
-    def register_resume_hook(self, hook: Callable[..., None]) -> None:
+    def _register_resume_hook(self, hook: Callable[..., None]) -> None:
         self.hooks["resume"] = hook
 
 

@@ -250,7 +250,7 @@ def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
     plan = Plan(parameters="disk", parameter_units={"body.blocks.1": "host", "": "host"})
     model, _ = tensorstow.stow(on_meta(), None, plan=plan, weights=tmp_path)
     model(TOKENS)
-    counted = tensorstow.parameter_bytes(nn.Sequential(model))
+    counted = tensorstow.usage(nn.Sequential(model)).parameters
     assert counted.host_bytes == BLOCK_BYTES + 4 * 32 * (WIDTH + 1)
     assert counted.disk_bytes == (BLOCKS - 1) * BLOCK_BYTES
     assert counted.buffer_pool_bytes == counted.most_buffer_pool_bytes
@@ -258,7 +258,7 @@ def test_what_it_holds_and_reads_can_be_asked_for(tmp_path: Path) -> None:
     assert counted.bytes_read == stream(model).bytes_read > counted.disk_bytes
     assert counted.pinned_bytes == counted.link_bytes_up == counted.device_bytes == 0
     in_memory, _ = tensorstow.stow(Net(), None, plan=Plan())
-    assert tensorstow.parameter_bytes(in_memory).disk_bytes == 0
+    assert tensorstow.usage(in_memory).parameters.disk_bytes == 0
 
 
 def test_buffers_that_hold_no_unit_are_refused(tmp_path: Path) -> None:

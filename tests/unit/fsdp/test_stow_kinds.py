@@ -64,13 +64,13 @@ def thawed(plan: Plan) -> tuple[int, int, int, int]:
     """Train with frozen parameters, then with none; return states' numbers and bytes of both."""
     both = Twins(half_frozen, loss, plan)
     both.train(range(2))
-    few, little = len(both.ours.state), both.ours.memory().logical_bytes
+    few, little = len(both.ours.state), both.ours._memory().logical_bytes
     frozen = [p for p in both.stowed.parameters() if not p.requires_grad]
     assert len(frozen) == 3
     assert not any(p in both.ours.state for p in frozen)
     both.each(lambda model, _: model.requires_grad_(requires_grad=True))
     both.train(range(2, 4))
-    more, much = len(both.ours.state), both.ours.memory().logical_bytes
+    more, much = len(both.ours.state), both.ours._memory().logical_bytes
     both.close()
     return few, more, little, much
 

@@ -47,7 +47,7 @@ def trained(plan: Plan) -> tuple[float, int]:
         norm = nn.utils.get_total_norm([p.grad for p in both.stowed.parameters()])
         torch.testing.assert_close(norm.full_tensor().double(), theirs, rtol=1e-6, atol=0.0)
         both.step()
-    held = both.ours.memory().logical_bytes
+    held = both.ours._memory().logical_bytes
     both.close()
     return float(ours), held
 

@@ -95,7 +95,7 @@ def test_activations_are_placed_where_they_do_not_fit(caplog: pytest.LogCaptureF
             x = batch()
             with Peaks(model) as peaks:
                 model(x).square().mean().backward()
-            states = optimizer.memory().ram_bytes
+            states = optimizer._memory().ram_bytes
             # Parameters, gradients and activations of any time, and the states.
             held = peaks.seen.held().beside_gradients + 2 * peaks._fixed + states
             assert budget is None or held <= budget.host

@@ -227,7 +227,7 @@ def bytes_read(plan: Plan, passes: int) -> int:
     """Return the bytes of weights read in the third step, with room for four of nine units."""
     plan = plan.but(parameters="disk", overlap="backward", weight_ram_budget="16KiB")
     with stowed(blocks(9), plan) as (model, optimizer):
-        (part,) = optimizer.recorded_parts
+        (part,) = optimizer._recorded_parts
         for step in range(3):
             part().pools[0].synchronize()
             before = part().moved()["weights read"]

@@ -11,7 +11,7 @@ from torch import nn
 
 import tensorstow
 from compare import all_equal, same_products
-from tensorstow import PipelinePolicy, Plan, parameter_bytes
+from tensorstow import PipelinePolicy, Plan, usage
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.deepspeed.runtime.zero import tiling
 from tensorstow.deepspeed.zero import Init
@@ -249,7 +249,7 @@ def trained(
         results.append(loss.detach())
     optimizer.synchronize()
     results += [value.clone() for value in model.state_dict().values()]
-    most = parameter_bytes(model).most_buffer_pool_bytes
+    most = usage(model).parameters.most_buffer_pool_bytes
     optimizer.close()
     return results, most
 

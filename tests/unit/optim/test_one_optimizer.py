@@ -113,7 +113,7 @@ def test_an_optimizer_that_failed_does_not_count() -> None:
         message = "as a disk does"
         raise OSError(message)
 
-    failed.register_update_hook(fail)
+    failed._register_update_hook(fail)
     with pytest.raises(OSError, match="as a disk does"):
         train(net, failed)
     train(net, AdamW(net.parameters()))

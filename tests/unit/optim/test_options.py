@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tensorstow import AdamW, StowedOptimizer
+from tensorstow import Adam, AdamW, StowedOptimizer
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.optim import options
@@ -248,3 +248,9 @@ def test_extra_is_a_dict(tmp_path: Path) -> None:
         optimizer.commit([1, 2])  # type: ignore[arg-type]
     assert optimizer.commit({}) == 0
     optimizer.close()
+
+
+def test_states_are_in_memory_by_default_with_every_optimizer() -> None:
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    for make in (Adam, AdamW, partial(StowedOptimizer, torch.optim.SGD, lr=1.0)):
+        assert make(weights).placement_of_states == "host"

@@ -41,10 +41,10 @@ def test_one_interface_steps_clips_and_reports(make: Make, states: str) -> None:
     optimizer = make(model.parameters(), lr=1e-2, states=states)
     assert isinstance(optimizer, PlacedOptimizer)
     assert optimizer.placement_of_states == states
-    assert optimizer.stowed_class == ("AdamW" if type(optimizer) is StowedOptimizer else "Adam")
+    assert optimizer._stowed_class == ("AdamW" if type(optimizer) is StowedOptimizer else "Adam")
     order = []
-    optimizer.register_update_hook(lambda: order.append("updated"))
-    optimizer.register_close_hook(lambda: order.append("closed"))
+    optimizer._register_update_hook(lambda: order.append("updated"))
+    optimizer._register_close_hook(lambda: order.append("closed"))
     losses = []
 
     def closure() -> Any:  # noqa: ANN401
@@ -61,7 +61,7 @@ def test_one_interface_steps_clips_and_reports(make: Make, states: str) -> None:
         assert optimizer.clip_grad_norm_(0.5) == norm
     optimizer.synchronize()
     assert losses[-1] < losses[0]
-    assert optimizer.memory().logical_bytes >= 2 * sum(p.nbytes for p in model.parameters())
+    assert optimizer._memory().logical_bytes >= 2 * sum(p.nbytes for p in model.parameters())
     optimizer.close()
     optimizer.close()
     assert order == ["updated"] * 3 + ["closed"] * 2

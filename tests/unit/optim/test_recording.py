@@ -108,13 +108,13 @@ def test_bytes_are_those_of_the_recorded_steps(tmp_path: Path) -> None:
     with adam(model, tmp_path, durability="none", ram_budget="100KiB") as optimizer:
         take(model, optimizer, 2)
         optimizer.synchronize()
-        before = optimizer.traffic()
+        before = optimizer._traffic()
         with optimizer.recording():
             take(model, optimizer, 3)
             optimizer.synchronize()
-        after = optimizer.traffic()
+        after = optimizer._traffic()
         figures = reported(optimizer, tmp_path / "out")
-        memory = optimizer.memory()
+        memory = optimizer._memory()
     counted = {
         "states read": after.bytes_read - before.bytes_read,
         "states written": after.bytes_written - before.bytes_written,
@@ -172,7 +172,7 @@ def test_a_stowed_model_says_what_its_weights_do_and_what_was_predicted(tmp_path
     by_name = {(each["tier"], each["what"]): each for each in figures["plan"]}
     on_disk = by_name["DISK", "parameters"]
     assert on_disk["predicted"] == on_disk["measured"] > 0
-    assert figures["disk_bytes"] == on_disk["measured"] + optimizer.memory().file_bytes
+    assert figures["disk_bytes"] == on_disk["measured"] + optimizer._memory().file_bytes
     assert figures["peak_bytes"]["disk"] == figures["disk_bytes"]
     assert by_name["HOST", "gradients"]["measured"] is None
     optimizer.close()

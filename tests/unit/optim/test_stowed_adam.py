@@ -236,14 +236,14 @@ def test_frozen_parameters_get_no_states_until_unfrozen(tmp_path: Path) -> None:
     net[0].weight.requires_grad_(requires_grad=False)
     opt = on_disk(net, tmp_path)
     numel = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    assert opt.memory().logical_bytes == 8 * numel
+    assert opt._memory().logical_bytes == 8 * numel
     frozen = net[0].weight.clone()
     train(net, opt, 2)
     assert torch.equal(frozen, net[0].weight)
     net[0].weight.requires_grad_(requires_grad=True)
     train(net, opt, 1)
     assert not torch.equal(frozen, net[0].weight)
-    assert opt.memory().logical_bytes == 8 * sum(p.numel() for p in net.parameters())
+    assert opt._memory().logical_bytes == 8 * sum(p.numel() for p in net.parameters())
 
 
 def test_exchanged_parameters_are_taken_up(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_exchanged_parameters_are_taken_up(tmp_path: Path) -> None:
     plain = model()
     train(plain, AdamW(plain.parameters()), 2)
     assert same(other, plain)
-    assert opt.memory().logical_bytes == 8 * sum(p.numel() for p in other.parameters())
+    assert opt._memory().logical_bytes == 8 * sum(p.numel() for p in other.parameters())
 
 
 def test_schedulers_and_tensor_lr_reach_the_kernel(tmp_path: Path) -> None:
@@ -438,7 +438,7 @@ def test_an_empty_step_changes_nothing(tmp_path: Path) -> None:
     net = model()
     opt = on_disk(net, tmp_path)
     opt.step()
-    assert opt.traffic().chunks_updated == 0
+    assert opt._traffic().chunks_updated == 0
     assert opt.state_dict()["state"] == {}
 
 

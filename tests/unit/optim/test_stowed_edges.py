@@ -297,7 +297,7 @@ def test_closing_gives_states_in_ram_back_and_says_so_later() -> None:
     p.grad = torch.ones_like(p)
     opt.step()
     opt.close()
-    assert opt.memory().host_bytes == 0
+    assert opt._memory().host_bytes == 0
     with pytest.raises(PoisonedError, match="closed"):
         opt.state_dict()
 

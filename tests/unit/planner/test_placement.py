@@ -153,7 +153,7 @@ def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) ->
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    memory, pinned = optimizer.memory(), parameter_bytes(model).most_buffer_pool_bytes
+    memory, pinned = optimizer._memory(), parameter_bytes(model).most_buffer_pool_bytes
     optimizer.close()
     assert pinned > 3 << 20  # the sum below is of a run whose parameters are on disk
     assert memory.ring_bytes + memory.gradient_bytes + pinned <= budget
@@ -177,7 +177,7 @@ def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, pl
     model, optimizer = stow(model, partial(AdamW, lr=1e-3), plan=plan)
     model(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
     optimizer.step()
-    found = optimizer.memory()
+    found = optimizer._memory()
     optimizer.close()
     assert found == predicted
 
@@ -192,7 +192,7 @@ def test_states_of_each_format_are_predicted(kept_as: StateFormat, states: Tier)
     model, optimizer = stow(model, make, plan=plan)
     model(torch.randn(2, 512, dtype=torch.bfloat16)).square().mean().backward()
     optimizer.step()
-    found = optimizer.memory()
+    found = optimizer._memory()
     optimizer.close()
     assert found == predicted
 
@@ -210,7 +210,7 @@ def test_a_run_with_units_on_two_tiers_holds_what_is_predicted() -> None:
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         optimizer.step()
         optimizer.zero_grad()
-    found, memory = parameter_bytes(model), optimizer.memory()
+    found, memory = parameter_bytes(model), optimizer._memory()
     optimizer.close()
     pooled = held.pop((Tier.HOST, "parameters from disk, in memory"))
     assert 0 <= pooled - found.most_buffer_pool_bytes < 3 * ALIGN
@@ -232,7 +232,7 @@ def test_a_run_that_commits_is_predicted_too(states: Tier, tmp_path: Path) -> No
     model(torch.randn(2, 512)).square().mean().backward()
     optimizer.step()
     optimizer.commit()
-    found = optimizer.memory()
+    found = optimizer._memory()
     optimizer.close()
     assert found == predicted
 

@@ -63,9 +63,9 @@ def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
             chunk_elements=CHUNK,
             budget=slots * SLOT + SLOT // 2,
         )
-        assert optimizer.memory() == predicted
-        assert optimizer.traffic().ring_high_water_bytes == predicted.ring_bytes
-        high_water.append(optimizer.traffic().ring_high_water_bytes)
+        assert optimizer._memory() == predicted
+        assert optimizer._traffic().ring_high_water_bytes == predicted.ring_bytes
+        high_water.append(optimizer._traffic().ring_high_water_bytes)
         optimizer.close()
     assert high_water == [slots * SLOT] * 2
 
@@ -100,7 +100,7 @@ def test_budget_buys_slots_then_states_that_stay_and_no_more_than_a_model_needs(
 ) -> None:
     monkeypatch.setattr(layout, "DEFAULT_RING_BYTES", 9 * SLOT)
     optimizer, parameter = trained(tmp_path, 20 * CHUNK, budget=budget)
-    memory, traffic = optimizer.memory(), optimizer.traffic()
+    memory, traffic = optimizer._memory(), optimizer._traffic()
     assert memory.ring_bytes == traffic.ring_high_water_bytes == slots * SLOT
     assert memory.ram_bytes == resident * STATES
     assert memory.disk_bytes == memory.file_bytes == (20 - resident) * STATES
@@ -132,7 +132,7 @@ for _ in range(3):
 optimizer.synchronize()
 with open("/proc/self/smaps_rollup") as lines:
     rss = next(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
-print(rss * 1024, optimizer.memory().host_bytes)
+print(rss * 1024, optimizer._memory().host_bytes)
 """
 
 
@@ -185,7 +185,7 @@ def test_states_on_disk_are_not_in_the_page_cache(tmp_path: Path) -> None:
     optimizer, _ = trained(tmp_path, 1_000_000)
     files = scratch_files(tmp_path)
     sizes = sum(path.stat().st_size for path in files)
-    assert sizes == optimizer.memory().file_bytes >= 8_000_000
+    assert sizes == optimizer._memory().file_bytes >= 8_000_000
     assert sum(page_cache_bytes(path) for path in files) < MIB
     # The probe does see pages of such a file once somebody reads it through the cache.
     for path in files:
@@ -231,7 +231,7 @@ def rss_bytes() -> int:
 @pytest.mark.usefixtures("garbage_apart")
 def test_the_steady_state_allocates_nothing(tmp_path: Path) -> None:
     optimizer, parameter = trained(tmp_path, 50 * CHUNK, budget=8 * SLOT, steps=30)
-    high_water = optimizer.traffic().ring_high_water_bytes
+    high_water = optimizer._traffic().ring_high_water_bytes
     native, rss = [], []
     # A leak is in each of them. Threads of libraries take pages once, whenever they first run.
     for _ in range(3):
@@ -241,7 +241,7 @@ def test_the_steady_state_allocates_nothing(tmp_path: Path) -> None:
         gc.collect()
         native.append(allocated_bytes() - before[0])
         rss.append(rss_bytes() - before[1])
-    assert optimizer.traffic().ring_high_water_bytes == high_water == 8 * SLOT
+    assert optimizer._traffic().ring_high_water_bytes == high_water == 8 * SLOT
     # 10,000 chunks went through: this is two bytes for each. A slot leaked per step is 11 MiB.
     assert min(native) < 20_000, native
     assert min(rss) < MIB, rss
@@ -275,10 +275,10 @@ def test_a_budget_is_spent_once(
         parameters[:1], states="disk", dir=tmp_path, ram_budget=budget, policy=SMALL,
         durability=durability,
     )  # fmt: skip
-    first = optimizer.memory()
+    first = optimizer._memory()
     assert first.ram_bytes == 3 * STATES
     optimizer.add_param_group({"params": parameters[1:]})
-    both = optimizer.memory()
+    both = optimizer._memory()
     assert both.logical_bytes == 2 * first.logical_bytes
     assert both.ram_bytes == 3 * STATES
     assert both.host_bytes <= budget
@@ -294,5 +294,5 @@ def test_a_budget_buys_what_is_not_at_home_already(
         [torch.nn.Parameter(torch.ones(20 * CHUNK))], states=0.5, dir=tmp_path, policy=SMALL,
         ram_budget=2 * slot + 3 * STATES,
     )  # fmt: skip
-    assert optimizer.memory().ram_bytes == 13 * STATES
+    assert optimizer._memory().ram_bytes == 13 * STATES
     optimizer.close()

@@ -341,10 +341,10 @@ def test_gradients_and_copies_are_counted() -> None:
     optimizer = delayed(net, warmup_steps=1)
     nbytes = sum(p.nbytes for p in net.parameters())
     trained(optimizer, net, [0])
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert (held.gradient_bytes, held.host_weight_bytes) == (0, 0)
     trained(optimizer, net, [1, 2])
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert (held.gradient_bytes, held.host_weight_bytes) == (nbytes, nbytes)
     assert held.host_bytes == held.ram_bytes + held.ring_bytes + nbytes
     optimizer.close()

@@ -67,14 +67,14 @@ def test_memory_and_bytes_are_the_formula(
     host_weights = sum(-(-n * width // 128) * 128 for n in SIZES)
     elements = sum(-(-n // 32) * 32 for n in SIZES)
     chunks = -(-elements // CHUNK)
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert (held.host_weight_bytes, held.staging_bytes) == (host_weights, chunks * 4 * CHUNK)
     assert held.host_bytes == held.ram_bytes + held.ring_bytes + host_weights + held.staging_bytes
     train(net, optimizer)
-    begun = optimizer.traffic()
+    begun = optimizer._traffic()
     assert begun.bytes_down == 2 * sum(SIZES) * width  # the first time, the weights too
     train(net, optimizer, 3)
-    moved = optimizer.traffic()
+    moved = optimizer._traffic()
     assert moved.bytes_down - begun.bytes_down == 3 * sum(SIZES) * width
     assert moved.bytes_up == 4 * sum(SIZES) * width
 
@@ -86,9 +86,9 @@ def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
     net = Vectors(SIZES)
     optimizer = make(net, grad_dtype=torch.bfloat16)
     train(net, optimizer)
-    before = optimizer.traffic()
+    before = optimizer._traffic()
     train(net, optimizer)
-    after = optimizer.traffic()
+    after = optimizer._traffic()
     assert after.bytes_down - before.bytes_down == 2 * sum(SIZES)
     assert after.bytes_up - before.bytes_up == 4 * sum(SIZES)
 
@@ -100,7 +100,7 @@ def test_two_slots_are_enough(overlap: str, monkeypatch: pytest.MonkeyPatch) -> 
     train(want, make(want), 4)
     make_remote(monkeypatch)
     optimizer = make(net, overlap=overlap)
-    assert optimizer.memory().staging_bytes == 2 * 4 * CHUNK
+    assert optimizer._memory().staging_bytes == 2 * 4 * CHUNK
     train(net, optimizer, 4)
     assert all(map(torch.equal, net.parameters(), want.parameters()))
 

@@ -67,16 +67,16 @@ def test_memory_and_bytes_are_the_formula(
     net = Vectors(SIZES, DTYPES[dtype])
     optimizer = make_there(net, states=states)
     chunks = optimizer._states().chunks
-    held = optimizer.memory()
+    held = optimizer._memory()
     slot = max(parts_of(c.family, c.plan.elements)[-1].file_at for c in chunks)
     assert (held.device_bytes, held.staging_bytes) == (MOST_DEVICE_SLOTS * slot, 0)
     # Nobody looks at fp32 weights in host memory where nothing commits.
     host_weights = 0 if dtype == "fp32" else sum(-(-n * 2 // 128) * 128 for n in SIZES)
     assert held.host_weight_bytes == host_weights
     train(net, optimizer)
-    before = optimizer.traffic()
+    before = optimizer._traffic()
     train(net, optimizer, 3)
-    after = optimizer.traffic()
+    after = optimizer._traffic()
     moved = sum(c.family.state_bytes(c.plan.elements) for c in chunks)
     weights = 0 if dtype == "fp32" else 2 * sum(SIZES)
     assert after.bytes_up - before.bytes_up == 3 * moved
@@ -95,7 +95,7 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
     make_remote(monkeypatch)
     monkeypatch.setattr("tensorstow.step.optimizer_links.PinnedBlock", Counted)
     optimizer = make_there(Vectors(SIZES), states=0.5)
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert held.ring_bytes in taken
     assert held.ring_bytes + held.ram_bytes <= sum(taken)
     taken.clear()
@@ -112,9 +112,9 @@ def test_a_step_that_commits_brings_fp32_weights_down(
     train(net, optimizer)  # 1
     moved = []
     for _ in range(4):
-        before = optimizer.traffic().bytes_down
+        before = optimizer._traffic().bytes_down
         train(net, optimizer)
-        moved.append(optimizer.traffic().bytes_down - before)
+        moved.append(optimizer._traffic().bytes_down - before)
     states = sum(c.family.state_bytes(c.plan.elements) for c in optimizer._states().chunks)
     assert moved[1] == moved[3] == states
     assert moved[0] == moved[2] >= states + 4 * sum(SIZES)
@@ -192,13 +192,13 @@ def test_gradients_of_the_hosts_chunks_come_down_beside_backward(
     send = feed.send
     monkeypatch.setattr(feed, "send", lambda chunk: (sent.append(chunk), send(chunk)))
     optimizer.zero_grad()
-    before = optimizer.traffic().bytes_down
+    before = optimizer._traffic().bytes_down
     torch.autograd.backward(net())
     hosts = {chunk.number for chunk in optimizer._states().chunks} - set(
         optimizer._params().update_router.updaters[0]._chunks
     )
     assert hosts <= set(sent)
-    assert optimizer.traffic().bytes_down > before
+    assert optimizer._traffic().bytes_down > before
     optimizer.step()
     optimizer.close()
 

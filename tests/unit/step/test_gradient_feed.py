@@ -109,7 +109,7 @@ def trained(directory: Path, *, last: bool = True) -> AdamW:
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert optimizer.memory().gradient_bytes
+    assert optimizer._memory().gradient_bytes
     return optimizer
 
 
@@ -120,7 +120,7 @@ def test_waiting_gradients_are_few(
     monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 3 * NBYTES)
     optimizer = trained(tmp_path, last=last)
     # What waits for another's gradient stays: one chunk's worth.
-    assert optimizer.memory().gradient_bytes <= (3 + 1 + (0 if last else 1)) * NBYTES
+    assert optimizer._memory().gradient_bytes <= (3 + 1 + (0 if last else 1)) * NBYTES
     optimizer.close()
 
 

@@ -96,7 +96,7 @@ def test_a_16_bit_gradient_is_used_before_it_is_rounded(overlap: str, tmp_path: 
         model.weight.grad = torch.full_like(model.weight, small)
         if scale is None:  # the same quotient, of an fp32 gradient
             optimizer = AdamW(model.parameters(), lr=1e-2, grad_dtype=None)
-            optimizer.step_scaled(2.0**20)
+            optimizer._step_scaled(2.0**20)
         else:
             optimizer.grad_scale = torch.tensor(scale)  # type: ignore[attr-defined]
             optimizer.step()

@@ -189,7 +189,7 @@ def test_auto_gives_back_what_the_other_side_had(
             if step == 6:
                 optimizer.add_param_group({"params": list(other.parameters())})
             optimizer.step()
-            memory = optimizer.memory()
+            memory = optimizer._memory()
             held.append((memory.staging_bytes > 0, memory.device_bytes > 0))
         return held
 
@@ -231,16 +231,16 @@ def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.Monke
     assert host
     assert there
     train(net, optimizer)
-    before = optimizer.traffic()
+    before = optimizer._traffic()
     train(net, optimizer, 3)
-    after = optimizer.traffic()
+    after = optimizer._traffic()
     states = sum(c.family.state_bytes(c.plan.elements) for c in there)
     # Of fp32 weights, what the device updates stays there, and what the host updates is here.
     masters = weights(there) if dtype == "bf16" else 0
     assert after.bytes_up - before.bytes_up == 3 * (states + weights(host))
     assert after.bytes_down - before.bytes_down == 3 * (states + masters + weights(host))
     assert after.device_share == pytest.approx(0.5, abs=1 / len(chunks) + 0.05)
-    held = optimizer.memory()
+    held = optimizer._memory()
     assert held.device_bytes > 0
     assert held.staging_bytes > 0
 

@@ -231,7 +231,7 @@ def test_steps_have_the_bits_of_the_host(
         for key, entry in ours.items()
         for name, value in entry.items()
     )
-    assert len(launches) == optimizer.traffic().chunks_updated
+    assert len(launches) == optimizer._traffic().chunks_updated
     assert max(launches) > 1
 
 
@@ -246,14 +246,14 @@ def test_tables_are_in_the_slots_and_in_what_goes_up(
     chunks = optimizer._states().chunks
     tables = [kernel.table_bytes(len(chunk.plan.runs)) for chunk in chunks]
     states = max(c.family.state_bytes(c.plan.elements) for c in chunks)
-    held = optimizer.memory().device_bytes
+    held = optimizer._memory().device_bytes
     assert held == device_updater.MOST_DEVICE_SLOTS * (states + max(tables))
     for part in net.parts:
         part.grad = torch.ones_like(part)
-    before = optimizer.traffic().bytes_up
+    before = optimizer._traffic().bytes_up
     optimizer.step()
     moved = sum(c.family.state_bytes(c.plan.elements) for c in chunks)
-    assert optimizer.traffic().bytes_up - before == moved + sum(tables)
+    assert optimizer._traffic().bytes_up - before == moved + sum(tables)
     assert sorted(launches) == sorted(len(chunk.plan.runs) for chunk in chunks)
 
 

@@ -105,7 +105,7 @@ def save(
         "numbers": numbers,
         "frozen": frozen,
         "tied": aliases_of(module),
-        "class": None if optimizer is None else optimizer.stowed_class,
+        "class": None if optimizer is None else optimizer._stowed_class,  # noqa: SLF001  # a hook of the engine
     }
     listed = DigestList(folder / _KEPT)
     writer = FileSystemWriter(folder)
@@ -253,7 +253,7 @@ class ShardedCheckpoint:
 
     def _check_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
         folder, common = self._folder, self._common
-        theirs, ours = common.get("class"), optimizer.stowed_class  # older ones lack it
+        theirs, ours = common.get("class"), optimizer._stowed_class  # older ones lack it  # noqa: SLF001  # a hook of the engine
         if theirs not in {None, ours}:
             message = (
                 f"{folder} has the states of {theirs}, and the optimizer is {ours}: create the same"

@@ -63,9 +63,9 @@ class StowedOptimizer(PlacedOptimizer):
     Args:
         optimizer_class: The class.
         params: Parameters, named parameters, or parameter groups, as for the class.
-        states: "disk", "host" (or "ram"), or the fraction of the elements whose states are on disk,
-            0 to 1, by whole parameters: the first ones stay in RAM. Tensors below 16 KiB and
-            numbers stay in RAM. Default: "disk".
+        states: "host" (or "cpu", "ram"), "disk" (or "nvme"), or the fraction of the elements whose
+            states are on disk, 0 to 1, by whole parameters: the first ones stay in RAM. Tensors
+            below 16 KiB and numbers stay in RAM. Default: "host".
         dir: A directory for scratch files, or several. Default: None, a real disk that is chosen
             and logged.
         ram_budget: Bytes, or text such as "512MiB", of the ring buffer for states on disk; the
@@ -87,7 +87,7 @@ class StowedOptimizer(PlacedOptimizer):
         optimizer_class: type[Optimizer],
         params: ParamsT,
         *,
-        states: StatePlacement = "disk",
+        states: StatePlacement = "host",
         dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
         elementwise: bool = False,
@@ -192,7 +192,7 @@ class StowedOptimizer(PlacedOptimizer):
         total = sum(sum_over_shards(parameters, squares))
         return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
 
-    def _step_scaled(self, loss_scale: float, *, overflowed: bool) -> None:
+    def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         if not overflowed:
             self._multiply_gradients(1.0 / loss_scale)
             self.step()
@@ -203,7 +203,7 @@ class StowedOptimizer(PlacedOptimizer):
         return self._offload_policy
 
     @property
-    def stowed_class(self) -> str:
+    def _stowed_class(self) -> str:
         """The name of the class."""
         return self._stepper.optimizer_class.__name__
 

@@ -1,6 +1,7 @@
 """What a class steps in place of a sharded parameter."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -56,14 +57,14 @@ def of_dtensors() -> None:
     with pytest.raises(RuntimeError, match="norm of the gradients is nan"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     before = parameter.full_tensor()
-    optimizer.step_scaled(2.0, overflowed=True)
+    optimizer._step_scaled(2.0, overflowed=True)
     assert torch.equal(parameter.full_tensor(), before)
     parameter.grad_dtype = None
     parameter.grad = torch.ones_like(parameter, dtype=torch.float64)
     with pytest.raises(DTypeError, match="steps by gradients of the parameter's dtype"):
         optimizer.step()
     called: list[int] = []
-    optimizer.register_close_hook(lambda: called.append(1))
+    optimizer._register_close_hook(lambda: called.append(1))
     optimizer.close()
     assert called
 
@@ -82,7 +83,8 @@ def of_chunks() -> None:
     theirs = torch.optim.RMSprop([plain], lr=0.1, momentum=0.5, foreach=False)
     policy = PipelinePolicy(chunk_elements=1 << 12)
     parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-    make = partial(StowedOptimizer, torch.optim.RMSprop, lr=0.1, momentum=0.5, policy=policy)
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.5, "states": "disk", "policy": policy}
+    make = partial(StowedOptimizer, torch.optim.RMSprop, **options)
     ours = make([parameter])
     assert ours.plan()[0].how == "chunks"
     for step in range(3):
@@ -97,7 +99,7 @@ def of_chunks() -> None:
             ours.load_state_dict(saved)
     assert torch.equal(parameter.to_local(), plain)
     assert torch.equal(ours.states_of(parameter)["square_avg"], theirs.state[plain]["square_avg"])
-    assert ours.memory().disk_bytes
+    assert ours._memory().disk_bytes
     ours.close()
 
 

@@ -83,7 +83,7 @@ def test_a_class_s_own_option_of_such_a_name_is_its(tmp_path: Path) -> None:
             super().__init__(params, lr=lr + extra)
 
     p = weight(10)
-    opt = StowedOptimizer(Mine, [p], dir=tmp_path, extra=1.0, per_parameter=True)
+    opt = StowedOptimizer(Mine, [p], states="disk", dir=tmp_path, extra=1.0, per_parameter=True)
     give([p])
     opt.step()
     assert p.detach().eq(-2).all()
@@ -293,14 +293,14 @@ def test_frozen_unused_and_empty_parameters(tmp_path: Path) -> None:
     opt = stowed([frozen, unused, empty, used], tmp_path)
     give([empty, used])
     opt.step()
-    assert opt.memory().disk_bytes == 4 * LARGE
+    assert opt._memory().disk_bytes == 4 * LARGE
     assert (frozen == 0).all()
     frozen.requires_grad_(requires_grad=True)
     give([frozen, unused])
     opt.step()
     opt.step()
     assert (frozen == -2.5).all()
-    assert opt.memory().disk_bytes == 3 * 4 * LARGE
+    assert opt._memory().disk_bytes == 3 * 4 * LARGE
 
 
 def test_groups_are_added(tmp_path: Path) -> None:
@@ -416,9 +416,10 @@ def test_what_the_class_finds_wrong_is_said_by_name() -> None:
     ("options", "error"),
     [
         ({"states": 1.5}, OptionError),
-        ({"dir": "/proc/nonexistent"}, DirectoryError),
-        ({"dir": "/dev/shm"}, DirectoryError),
-        ({"ram_budget": "1KiB"}, BudgetError),
+        ({"dir": "/var/tmp"}, OptionError),  # the states are in memory
+        ({"states": "disk", "dir": "/proc/nonexistent"}, DirectoryError),
+        ({"states": "disk", "dir": "/dev/shm"}, DirectoryError),
+        ({"states": "disk", "ram_budget": "1KiB"}, BudgetError),
         ({"policy": PipelinePolicy(isa="scalar")}, OptionError),
         ({"policy": PipelinePolicy(threads=2)}, OptionError),
     ],
@@ -521,7 +522,7 @@ def test_a_class_of_ones_own(tmp_path: Path, *, elementwise: bool) -> None:
     both = pair(tmp_path, InDouble, {"lr": 0.1}, per_parameter=True)
     both.step(3)
     both.assert_same()
-    assert both.ours.memory() == both.ours.predict()
+    assert both.ours._memory() == both.ours.predict()
 
 
 def test_a_subclass_of_a_known_class_may_be_called_elementwise(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def _report(
     used = sizes.whole_bytes
     wasted = sizes.share_bytes * sizes.ranks - used if sizes.ranks > 1 else 0
     below = sum(u.share_bytes for u in sizes.units if plan.tier_of(u.name) == Tier.HOST)
-    memory = optimizer.memory()
+    memory = optimizer._memory()  # noqa: SLF001  # usage() without its copies
     line = (
         f"placing {len(sizes.units)} units is completed in {seconds:.2f} s: used"
         f" {used / 2**20:.2f} MiB, wasted {wasted / 2**20:.2f} MiB"
