@@ -51,6 +51,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.gathered import param_groups_of
 
 _MAX_DEPTH = 8
 """The depth of nested objects to which tensors are searched for."""
@@ -196,7 +197,7 @@ class _WatchedUnit:
     """One unit, with its hooks in place of FSDP2's."""
 
     def __init__(self, state: Any, open_backwards: _OpenBackwards) -> None:  # noqa: ANN401  # FSDP2's state of a module
-        self._groups = state._fsdp_param_groups  # noqa: SLF001
+        self._groups = param_groups_of(state)
         self._open = open_backwards
         self._start = _Moment(0, 0)
         self._begin_by_fsdp = state._register_pre_backward_hook  # noqa: SLF001

@@ -34,8 +34,8 @@ def refuse_other_worlds(base: Path, world: int) -> None:
             f" {' and one of '.join(map(_ranks, sorted(other_worlds)))}: each rank has its own"
             " shards in its own store. Start as many as before; or, to go on with another number,"
             " resume there, save by torch.distributed.checkpoint, and load that into a run in"
-            " another directory (docs/guides/saving-and-resuming.md). `tensorstow run clean` removes"
-            " a dead run."
+            " another directory (docs/guides/saving-and-resuming.md). To remove a dead run, use"
+            " `tensorstow run clean`."
         )
         raise OptionError(message)
 

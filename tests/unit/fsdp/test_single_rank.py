@@ -9,6 +9,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
+from tensorstow.fsdp.gathered import param_groups_of
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stow import stow
@@ -145,7 +146,7 @@ def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
         model(torch.ones(2, 8)).sum().backward()
     monkeypatch.undo()
     model(torch.ones(2, 8))  # lets FSDP2 forget that backward
-    comm = model[0]._get_fsdp_state()._fsdp_param_groups[0]._reduce_scatter_comm
+    comm = param_groups_of(model[0]._get_fsdp_state())[0]._reduce_scatter_comm
     size = {"size": torch.Size([64]), "dtype": torch.float32, "device": torch.device("cpu")}
     first, second = comm.allocate(**size), comm.allocate(**size)
     assert first is second
@@ -166,7 +167,7 @@ def test_training_goes_on_behind_an_interrupt_between_two_weights_of_a_unit(
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    sharded = model[2]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[1]
+    sharded = param_groups_of(model[2]._get_fsdp_state())[0].fsdp_params[1]
 
     def breaks() -> None:
         raise KeyboardInterrupt

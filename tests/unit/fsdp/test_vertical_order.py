@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.fsdp.gathered import param_groups_of
 from tensorstow.fsdp.micro_batch_sums import WeightSum
 from tensorstow.nn import TiledLinear
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -293,7 +294,7 @@ def test_sums_in_fp32_are_those_of_one_unit_at_a_time(monkeypatch: pytest.Monkey
             sums = [
                 sharded.unsharded_accumulated_grad
                 for module in model.children()
-                for group in module._get_fsdp_state()._fsdp_param_groups
+                for group in param_groups_of(module._get_fsdp_state())
                 for sharded in group.fsdp_params
             ]
             most[0] = max(most[0], sum(s.nbytes for s in sums if s is not None))
