@@ -23,6 +23,7 @@ from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.engine import open_engine
 from tensorstow.io.safetensors import read_table
 from tensorstow.store.store import Store
+from torch_versions import RESETS_FSDP
 
 WIDTH, WORDS, BLOCKS, RANK = 48, 70, 8, 4
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
@@ -298,6 +299,7 @@ def placed_over(path: Path, way: str, plan: Plan) -> tuple[Any, Any]:
     ids=["disk", "host", "device", "backward"],
 )
 @pytest.mark.parametrize("way", ["weights", "mapped"])
+@RESETS_FSDP
 def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path, way: str, plan: Plan) -> None:
     path = save(tmp_path / "model.safetensors")
     model, optimizer = placed_over(path, way, plan)

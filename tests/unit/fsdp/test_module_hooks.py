@@ -19,6 +19,7 @@ from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
+from torch_versions import RESETS_FSDP
 
 Pool = Callable[[int], Ranks]
 SIZE = 6
@@ -177,6 +178,7 @@ def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.func.grad(once)(x)
 
 
+@RESETS_FSDP
 def test_what_torch_func_derives_twice_is_right_or_an_error() -> None:
     alone, (model, optimizer) = Wrapped(), stowed(Wrapped(), PLANS[1])
     x = torch.ones(2, SIZE)

@@ -15,6 +15,7 @@ from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stow import stow
 from tensorstow.fsdp.stowed_parameter import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.optim.adam import AdamW
+from torch_versions import RESETS_FSDP
 
 
 class Counted(HostShard):
@@ -128,6 +129,7 @@ def test_weights_are_computed_with_where_they_live(tmp_path: Path) -> None:
     optimizer.close()
 
 
+@RESETS_FSDP
 def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +158,7 @@ def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
 
 @pytest.mark.parametrize("way", ["to_unsharded", "to_sharded"])
 @pytest.mark.parametrize("overlap", ["none", "backward"])
+@RESETS_FSDP
 def test_training_goes_on_behind_an_interrupt_between_two_weights_of_a_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, way: str
 ) -> None:

@@ -15,6 +15,7 @@ from ranks.twin import Twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.tensors.placeholder import ABORT_ADVICE
+from torch_versions import RESETS_FSDP
 
 Pool = Callable[[int], Ranks]
 
@@ -112,6 +113,7 @@ class Breaks(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward"])
+@RESETS_FSDP
 def test_half_a_backward_stays_no_step(overlap: str) -> None:
     plan = Plan(parameters="disk", states="disk", overlap=overlap)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -18,6 +18,7 @@ from tensorstow.fsdp.gathered import param_groups_of
 from tensorstow.fsdp.micro_batch_sums import WeightSum
 from tensorstow.nn import TiledLinear
 from tensorstow.optim.stowed_adam import StowedAdam
+from torch_versions import RESETS_FSDP
 
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 WIDTH, TOKENS, WORDS = 16, 6, 32
@@ -388,6 +389,7 @@ class Failing(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@RESETS_FSDP
 def test_a_model_goes_on_behind_an_exception(where: str) -> None:
     def trained(fails: str) -> Gradients:
         torch.manual_seed(0)

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 from models import ResidualLinear
 from parity.beside import in_ram, mean_square, optimizer_for, same, slow, train, weights
 from tensorstow.base.errors import OptionError
+from torch_versions import CAN_RESET
 
 DEPTH = 9  # more than torch._dynamo.config.recompile_limit
 
@@ -64,6 +65,10 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+MOST_GRAPHS = 2 if CAN_RESET else 3
+"""The first step's and the others'; before torch 2.13 the second step has one more."""
+
+
 def graphs() -> int:
     assert not counters["graph_break"]
     return counters["stats"]["unique_graphs"]
@@ -94,7 +99,7 @@ def test_graphs_stay_whole_and_weights_are_new(
     train(optimizer, call, range(before + 2, 6))
     optimizer.close()
     assert same(raw(net), want)
-    assert first == graphs() <= 2
+    assert first == graphs() <= MOST_GRAPHS
 
 
 @pytest.mark.parametrize("way", [blocks_wrapped, blocks_in_place])
@@ -180,7 +185,7 @@ def test_beside_backward_a_graph_is_whole_and_refuses_half_new_weights(
     optimizer = optimizer_for(net, tmp_path, "backward")
     net.compile(backend=backend, fullgraph=True)
     train(optimizer, net, range(2))
-    assert graphs() <= 2
+    assert graphs() <= MOST_GRAPHS
     optimizer.zero_grad()
     torch.autograd.backward(mean_square(net, 2))
     with pytest.raises(OptionError, match=r"backward has ended, and step\(\) was not called"):
