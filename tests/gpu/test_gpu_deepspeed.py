@@ -95,7 +95,7 @@ def test_inputs_of_what_is_recomputed_leave_the_device(
     finally:
         checkpointing.reset()
     assert torch.equal(weight.grad, want)
-    assert [each.nbytes().bytes_down for each in made] == [2 * x.nbytes] * in_cpu
+    assert [each._pool.nbytes().bytes_down for each in made] == [2 * x.nbytes] * in_cpu
 
 
 def test_classes_other_than_adam_are_refused_before_anything_is_placed() -> None:

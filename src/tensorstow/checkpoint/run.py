@@ -13,8 +13,8 @@ from tensorstow.base.update_on import AccumulationSteps
 Extra = Mapping[str, Any]
 Checkpoints = Literal["full", "reference"]
 DEFAULT_EVERY = "10min"
-_UNITS = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)?\s*")
+_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(s|min|h|d)\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class Interval:
             return cls(steps=value)
         match = _TIME.fullmatch(value.lower()) if isinstance(value, str) else None
         if match is not None and float(match[1]) > 0:
-            return cls(seconds=float(match[1]) * _UNITS[match[2] or ""])
+            return cls(seconds=float(match[1]) * _UNITS[match[2]])
         message = (
-            f'commit_every={value!r} was given: use a time ("10min", "90s", "2h"), a number of'
-            " steps, or None to commit only by hand."
+            f'commit_every={value!r} was given: use a time with its unit ("10min", "90s",'
+            ' "2h"), a number of steps (10), or None to commit only by hand.'
         )
         raise OptionError(message)
 

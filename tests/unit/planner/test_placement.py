@@ -374,7 +374,7 @@ def test_frozen_parameters_have_no_host_weights(monkeypatch: pytest.MonkeyPatch)
     with AdamW(model.parameters(), lr=1e-3) as optimizer:
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-        assert optimizer.memory().host_weight_bytes == predicted == 2 * 4 * 64**2
+        assert optimizer._memory().host_weight_bytes == predicted == 2 * 4 * 64**2
 
 
 @pytest.mark.parametrize("away", [False, True])
