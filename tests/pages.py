@@ -11,7 +11,6 @@ SCRIPTS = [
     ROOT / "docs/guides/several-gpus.md",
     ROOT / "docs/guides/generation.md",
     ROOT / "docs/guides/long-sequences.md",
-    ROOT / "docs/how-it-works.md",
     ROOT / "docs/guides/trainers.md",
     ROOT / "docs/guides/saving-and-resuming.md",
     ROOT / "docs/guides/planning.md",
