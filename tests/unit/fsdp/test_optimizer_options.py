@@ -108,6 +108,12 @@ def test_each_keyword_is_listed_once() -> None:
     assert len(listed) == len(set(listed))
 
 
+@pytest.mark.parametrize("tier", ["device", "gpu", "cuda"])
+def test_states_on_the_gpu_are_an_error_of_stow_too(tier: str) -> None:
+    with pytest.raises(OptionError, match="states live on the host or on disk"):
+        stow(model(), AdamW, states=tier)
+
+
 def test_what_the_plan_decides_is_said_there() -> None:
     with pytest.raises(OptionError, match=r"states='disk' was given .*Say it in one place"):
         stow(model(), AdamW, plan=PLAN, states="disk")
