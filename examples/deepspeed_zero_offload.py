@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream behind the block."""
+        """Return the stream after the block."""
         heads = self.queries_keys_values(self.before_attention(x)).chunk(3, dim=-1)
         q, k, v = (h.unflatten(-1, (self.heads, -1)).transpose(1, 2) for h in heads)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)

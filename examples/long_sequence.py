@@ -3,7 +3,7 @@
     python examples/long_sequence.py --sequence 8192 --dir /nvme/scratch
     python examples/long_sequence.py --sequence 64 --layers 2 --width 32 --steps 3
 
-At 8,192 tokens GPT-2 saves more than 8 GiB a sequence, beside weights of 0.5 GiB. With
+At 8,192 tokens GPT-2 saves more than 8 GiB a sequence; its weights take 0.5 GiB. With
 --ram-budget 256MiB that much of it is in host memory, whatever the length.
 """
 

@@ -140,7 +140,8 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _no_path(path: object, why: object) -> DirectoryError:
-    message = f"{abbreviated(path)} was given as a path: {why}. Name another one."
+    shown = abbreviated(str(path) if isinstance(path, Path) else path)
+    message = f"{shown} was given as a path: {why}. Name another one."
     return DirectoryError(message)
 
 

@@ -67,7 +67,7 @@ class NewFile:
         self._is_sealed = True
 
     def keep(self) -> None:
-        """Seal it and give it a name beside ``path``, under which a later failure leaves it."""
+        """Seal it and give it a name next to ``path``, under which a later failure leaves it."""
         self.seal()
         with named("File", self.path):
             self._made = self._have_name().rename(

@@ -150,7 +150,7 @@ class Plan:
         self._refuse_idle()
         if self.timing.waits_by_module and Tier.DISK in self.parameter_tiers:
             message = (
-                'overlap="forward" was given with parameters on disk: updates beside the next'
+                'overlap="forward" was given with parameters on disk: updates during the next'
                 ' forward would need weights that it has released. Use "backward" or "none".'
             )
             raise OptionError(message)

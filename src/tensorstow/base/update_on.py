@@ -9,7 +9,7 @@ from tensorstow.base.fields import check_fields, whole_number
 from tensorstow.base.keywords import names_keywords
 
 Overlap = Literal["none", "forward", "backward"]
-"""What updates run beside: nothing, the next forward, or the backward that makes gradients."""
+"""What updates run during: nothing, the next forward, or the backward that makes gradients."""
 
 
 @names_keywords

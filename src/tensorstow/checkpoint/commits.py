@@ -1,7 +1,7 @@
 """Commits: when one is due, how it is made, and the thread that makes it durable.
 
 [Note: A commit] Whether a step commits is decided before it begins, so that its update also puts
-the new weights into the ring beside the states. What is small (buffers, hyper-parameters, the
+the new weights into the ring next to the states. What is small (buffers, hyper-parameters, the
 caller's extra) is written before ``step()`` returns. Waiting for the writes, the sync of the files
 and the transaction happen on another thread. The next step first waits for that thread: until then
 no chunk has a second extent that may be overwritten.

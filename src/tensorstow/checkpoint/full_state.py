@@ -105,7 +105,7 @@ def _roomiest(directories: Sequence[Path], nbytes: int) -> Path:
     if facts.free_bytes < nbytes:
         free, needed = format_bytes(facts.free_bytes), format_bytes(nbytes)
         message = (
-            f"All states were requested in one piece: that is a scratch file of {needed} beside"
+            f"All states were requested in one piece: that is a scratch file of {needed} next to"
             f" them, and {facts.path} has {free} free. Free some space there, or keep a"
             " snapshot (optimizer.snapshot), which copies nothing."
         )

@@ -53,7 +53,7 @@ class RunOptions:
     module: torch.nn.Module | None = None
     """The model: gives names, buffers, and the places where new weights are waited for."""
     accumulation_steps: AccumulationSteps = 1
-    """Backward passes per step, where updates run beside the last one; or a function."""
+    """Backward passes per step, where updates run during the last one; or a function."""
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
     """Called at the end of each step, and by ``commit()``, for what the caller keeps with it."""

@@ -25,8 +25,11 @@ class _Console(Console):
 
 
 def make_console(*, to_stderr: bool = False) -> Console:
-    """Return a console for standard output, or standard error if the former is for JSON."""
-    return _Console(stderr=to_stderr)
+    """Return a console for standard output, or standard error if the former is for JSON.
+
+    A name such as ``mine:ok:`` is printed as it is, and not as a picture.
+    """
+    return _Console(stderr=to_stderr, emoji=False)
 
 
 def print_json(value: object) -> None:

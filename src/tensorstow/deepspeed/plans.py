@@ -34,7 +34,7 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
     hold a full copy. ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the
     minimum.
 
-    [Note: When updates run] Beside the next forward, which is exact under clipping, loss scaling
+    [Note: When updates run] During the next forward, which is exact under clipping, loss scaling
     and skipped steps too. Where parameters are on disk or the accelerator has a share of them, the
     next forward would find weights that are still updated: then during backward, which uses
     gradients before the norm of all is known, so nothing may be clipped, scaled or skipped by it;
@@ -101,7 +101,7 @@ def _refuse_overlap(plan: Plan, asked: Overlap, dependent: str) -> None:
         cause = "parameters on disk" if plan.parameters == Tier.DISK else "a ratio below 1"
         also = f" and {dependent}" if dependent else ""
         message = (
-            f"overlap={json.dumps(asked)} was given with {cause}{also}: updates beside the next"
+            f"overlap={json.dumps(asked)} was given with {cause}{also}: updates during the next"
             f" forward would need weights that it does not have. {use}."
         )
         raise OptionError(message)

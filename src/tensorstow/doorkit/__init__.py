@@ -1,1 +1,1 @@
-"""What the doors of several projects need: tables of keywords, devices, and construction."""
+"""What the interfaces of other projects need: tables of keywords, devices, and construction."""

@@ -86,6 +86,8 @@ def plan_request(
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     keywords = given_keywords(optimizer)
     states = Tier.named(keywords.get("states"))
+    if states is Tier.DEVICE:
+        Plan(states=states)  # raises OptionError: no plan has states there
     name = keywords.get("state_format")
     state_format = StateFormat(name) if name in set(StateFormat) else None  # else AdamW refuses it
     is_cpu, update_on = device.type == "cpu", keywords.get("update_on")

@@ -92,11 +92,18 @@ def usage(model: nn.Module | None = None, optimizer: Optimizer | None = None) ->
         The bytes held now, by tier, and moved since the model was placed and the optimizer made.
 
     Raises:
-        OptionError: Neither was given, or the optimizer is another project's.
+        OptionError: Neither was given, or the model is none, or the optimizer is another project's.
     """
     placed = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
     if placed is None and model is None:
         message = "usage() was called with neither a model nor an optimizer. Pass one, or both."
+        raise OptionError(message)
+    given: object = model
+    if not isinstance(given, nn.Module | None):
+        message = (
+            f"usage() was called with model=, a {type(given).__name__}: it counts the parameters of"
+            " an nn.Module, and an optimizer is its second argument."
+        )
         raise OptionError(message)
     if not isinstance(placed, PlacedOptimizer | None):
         message = (

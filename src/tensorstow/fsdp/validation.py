@@ -338,7 +338,7 @@ def with_options(
     options = with_new_names("stow", options, stacklevel=4)
     accepted = None if optimizer is None else _options_of(optimizer)
     if optimizer is None or accepted is not None:
-        refuse_unknown_keywords("stow", options, [*of_stow, *(accepted or ())])
+        refuse_unknown_keywords("stow", options, dict.fromkeys([*of_stow, *(accepted or ())]))
     return None if optimizer is None else partial(optimizer, **options)
 
 
@@ -392,6 +392,7 @@ def validate_factory(
 ) -> None:
     """Check that the optimizer's function takes the plan's keywords and contradicts none."""
     if is_of_class(optimizer):
+        _validate_has_class(optimizer)
         validate_class(plan, device)
     for name, value in given_keywords(optimizer).items():
         if name in _FREE and name not in placed:
@@ -414,6 +415,18 @@ def validate_factory(
         message = f"The optimizer refuses its arguments: {error.__cause__ or error}."
         raise OptionError(message) from error
     _validate_accepted(optimizer, placed, plan, device)
+
+
+def _validate_has_class(optimizer: OptimizerFactory) -> None:
+    """Check that a StowedOptimizer was given with its class of torch."""
+    taken = inspect.signature(optimizer).parameters.values()
+    needed = [p for p in taken if p.default is p.empty and p.kind == p.POSITIONAL_OR_KEYWORD]
+    if len(needed) > 1:
+        message = (
+            "StowedOptimizer was given without a class of torch. Use"
+            " stow(model, partial(tensorstow.StowedOptimizer, torch.optim.SGD), ...)."
+        )
+        raise OptionError(message)
 
 
 def _validate_accepted(

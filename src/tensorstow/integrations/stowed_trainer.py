@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.trainer import TRAINING_ARGS_NAME
 
-from tensorstow.base.keywords import keyword_only
+from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
 from tensorstow.base.new_file import new_stream, replace_files
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
@@ -23,9 +23,10 @@ from tensorstow.fsdp.stow import plan_of, stow
 from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_plan
 from tensorstow.integrations.trainer_snapshots import DropSnapshots, reference_in, take_snapshot
+from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
-_OF_STOW = frozenset(keyword_only(stow))
+_OF_STOW = keyword_only(stow)
 
 
 class Stowed(transformers.Trainer):
@@ -46,7 +47,10 @@ class Stowed(transformers.Trainer):
 
         Raises:
             OptionError: A combination that would fail later, or go wrong in silence.
+            KeywordError: A keyword of ``stow`` that neither it nor AdamW has.
         """
+        of_adamw = [name for name in keywords_of(AdamW) or () if name != "params"]
+        refuse_unknown_keywords("stow", stow, dict.fromkeys([*_OF_STOW, *of_adamw]))
         self._stow_keywords = {k: v for k, v in stow.items() if k in _OF_STOW}
         self._durable = is_durable(stow)
         super().__init__(*positional, **keywords)

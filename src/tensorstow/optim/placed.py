@@ -1,7 +1,7 @@
 """``PlacedOptimizer``: the interface of every optimizer whose states are placed.
 
 [Note: One facade] ``StowedAdam`` updates by the native pipeline and can commit; ``StowedOptimizer``
-steps a class of torch's, a piece at a time. Users, ``stow`` and the doors see one interface: this
+steps a class of torch's, a piece at a time. Users, ``stow`` and adapters see one interface: this
 class documents and validates its calls, and leaves what differs to methods with an underscore.
 """
 

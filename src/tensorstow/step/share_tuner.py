@@ -96,7 +96,7 @@ class _Hybrid(ShareTuner):
             host_rate = host.elements / host.seconds
             self.share = device_rate / (device_rate + host_rate)
             logger.info(
-                'update_on="hybrid": the device updates %.0f million elements/s beside the host\'s'
+                'update_on="hybrid": the device updates %.0f million elements/s, and the host'
                 " %.0f: its share is %.3f",
                 device_rate / 1e6,
                 host_rate / 1e6,

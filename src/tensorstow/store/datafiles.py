@@ -118,7 +118,7 @@ def _check_is_nothing(path: Path, first: Path) -> None:
     head = None if label is None else find_head(path, label.run)
     if path == data_path(first, 0) and head is not None and head.generation:
         message = (
-            f"{path} knows {head} and there is no manifest beside it, or an empty one: what was"
+            f"{path} knows {head} and there is no manifest next to it, or an empty one: what was"
             f" committed is lost with it, unless it is put back from a copy. `tensorstow run"
             f" recover {first}` looks for what is left of it; or name another directory for a"
             " new run."

@@ -10,6 +10,7 @@ from tensorstow.base.directories import (
     check_directory,
     choose_directory,
     default_candidates,
+    expand_path,
     inspect_directory,
     make_directories,
     make_folder,
@@ -258,3 +259,8 @@ def test_names_inside_of_a_directory_are_paths(tmp_path: Path) -> None:
     with pytest.raises(StoreFormatError, match="'link'"):
         path_inside(blobs, "link", blobs / "index")
     assert path_inside(blobs, "link", blobs / "index", links=True) == blobs / "link"
+
+
+def test_an_error_shows_a_path_as_it_is_typed() -> None:
+    with pytest.raises(DirectoryError, match=r"^'s3:/bucket' was given as a path: it is a URL"):
+        expand_path(Path("s3://bucket"))

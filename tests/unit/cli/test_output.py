@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import print_by_rank, print_facts, print_table
+from tensorstow.cli.output import make_console, print_by_rank, print_facts, print_table
 
 LONG = "/a/path/that/is/longer/than/forty/columns/of/a/terminal/states-0.bin"
 HEADS = ("generation", "step", "snapshots")
@@ -71,3 +71,8 @@ def test_a_table_has_lines_on_a_terminal_alone() -> None:
         print_table(by, ["tier", "bytes"], [["host", "5"], ["disk", "7"]])
         assert said(by).isascii() == (not terminal)
         assert ["host", "5"] in [line.split() for line in said(by).splitlines()] or terminal
+
+
+def test_a_name_between_colons_is_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    print_facts(make_console(), [("model", "mine:ok: 16,640 parameters")], 16)
+    assert "mine:ok: 16,640 parameters" in capsys.readouterr().out

@@ -94,6 +94,26 @@ def test_a_class_of_torch_is_answered_with_what_to_write(
     assert placed is not None
 
 
+def test_a_stowed_optimizer_needs_its_class() -> None:
+    for given in (StowedOptimizer, partial(StowedOptimizer, lr=0.1)):
+        with pytest.raises(OptionError, match="given without a class of torch"):
+            stow(model(), given, plan=PLAN)
+
+
+def test_each_keyword_is_listed_once() -> None:
+    with pytest.raises(KeywordError, match=r"learning_rate=, .* It has ") as caught:
+        stow(model(), AdamW, plan=PLAN, learning_rate=1e-3)
+    listed = str(caught.value).split("It has ")[1].rstrip(".").split(", ")
+    assert "dir" in listed
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("tier", ["device", "gpu", "cuda"])
+def test_states_on_the_gpu_are_an_error_of_stow_too(tier: str) -> None:
+    with pytest.raises(OptionError, match="states live on the host or on disk"):
+        stow(model(), AdamW, states=tier)
+
+
 def test_what_the_plan_decides_is_said_there() -> None:
     with pytest.raises(OptionError, match=r"states='disk' was given .*Say it in one place"):
         stow(model(), AdamW, plan=PLAN, states="disk")

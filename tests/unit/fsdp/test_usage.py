@@ -118,3 +118,9 @@ def test_the_counters_of_before_say_where_theirs_are(tmp_path: Path) -> None:
         pytest.warns(DeprecationWarning, match=r"^offload.nbytes\(\)"),
     ):
         assert offload.nbytes() == usage(model).activations
+
+
+def test_an_optimizer_in_the_place_of_the_model_is_told() -> None:
+    given: Any = AdamW(net().parameters())
+    with closing(given), pytest.raises(OptionError, match=r"a AdamW: .* second argument\.$"):
+        usage(given)

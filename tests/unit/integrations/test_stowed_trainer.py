@@ -15,7 +15,7 @@ import tensorstow
 import trainers
 from ranks.pool import Ranks
 from tensorstow import PipelinePolicy, Plan
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import KeywordError, OptionError
 from tensorstow.integrations import trainer_refusals
 from tensorstow.integrations.transformers import DropSnapshots, Stowed, adamw, attach
 
@@ -317,3 +317,9 @@ def test_attach_is_not_for_a_placed_model(tmp_path: Path) -> None:
     assert any(isinstance(one, DropSnapshots) for one in made.callback_handler.callbacks)
     with pytest.raises(OptionError, match=r"keywords in its stow="):
         attach(made, states="disk")
+
+
+def test_a_misspelled_keyword_of_stow_is_found_at_once(tmp_path: Path) -> None:
+    for keyword, meant in (("plam", "plan"), ("state_fromat", "state_format")):
+        with pytest.raises(KeywordError, match=f"{keyword}=.*Did you mean {meant}="):
+            Stowed(trainers.model(), arguments(tmp_path), stow={keyword: ON_DISK})

@@ -42,7 +42,7 @@ def main(args: Namespace) -> None:
 
     Args:
         args: ``input_folder``, a checkpoint of an engine with its tag, and ``output_folder``, whose
-            name ``latest_universal`` beside it will have. Others of upstream's have no effect.
+            name ``latest_universal`` next to it will have. Others of upstream's have no effect.
 
     Raises:
         StoreFormatError: There is no checkpoint of an engine.

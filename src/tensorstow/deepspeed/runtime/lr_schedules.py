@@ -46,7 +46,7 @@ PerGroup = float | Sequence[float]
 Share = Callable[[int], float]
 Betas = list[tuple[float, float]]
 _PARAMS = "scheduler.params"
-_SECOND_BETA = 0.99  # beside a cycled momentum, as in DeepSpeed
+_SECOND_BETA = 0.99  # next to a cycled momentum, as in DeepSpeed
 
 
 class LRSchedule(LRScheduler):
