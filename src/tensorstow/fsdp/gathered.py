@@ -1,7 +1,7 @@
 """Makes a sharded parameter whole in place, for every variable that refers to it."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.fsdp.full_tensors import full_copy
+from tensorstow.fsdp.module_hooks import param_groups_of
 
 _SLOTS = ("_local_tensor", "_spec")
 _INSIDE: dict[int, torch.Tensor] = {}
@@ -102,15 +103,6 @@ def records_of(modules: Iterable[object]) -> Iterator[tuple[Any, Any]]:
         if isinstance(module, FSDPModule):
             for group in param_groups_of(module._get_fsdp_state()):  # noqa: SLF001  # not public
                 yield from ((group, record) for record in group.fsdp_params)
-
-
-def param_groups_of(state: Any) -> Sequence[Any]:  # noqa: ANN401  # FSDP2's state of a module
-    """Return FSDP2's groups of a module's parameters; torch 2.11 has one or None."""
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: Sequence[Any] = state._fsdp_param_groups  # noqa: SLF001
-        return groups
-    group = state._fsdp_param_group  # noqa: SLF001
-    return [] if group is None else [group]
 
 
 @contextmanager

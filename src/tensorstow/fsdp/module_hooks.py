@@ -51,7 +51,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.gathered import param_groups_of
 
 _MAX_DEPTH = 8
 """The depth of nested objects to which tensors are searched for."""
@@ -191,6 +190,15 @@ class _OpenBackwards:
         for unit in sorted(ended, key=lambda unit: self._open[unit].start, reverse=True):
             del self._open[unit]
             unit.end_backward()
+
+
+def param_groups_of(state: Any) -> Sequence[Any]:  # noqa: ANN401  # FSDP2's state of a module
+    """Return FSDP2's groups of a module's parameters; torch 2.11 has one or None."""
+    if hasattr(state, "_fsdp_param_groups"):
+        groups: Sequence[Any] = state._fsdp_param_groups  # noqa: SLF001
+        return groups
+    group = state._fsdp_param_group  # noqa: SLF001
+    return [] if group is None else [group]
 
 
 class _WatchedUnit:

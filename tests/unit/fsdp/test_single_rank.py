@@ -9,7 +9,7 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
-from tensorstow.fsdp.gathered import param_groups_of
+from tensorstow.fsdp.module_hooks import param_groups_of
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stow import stow
