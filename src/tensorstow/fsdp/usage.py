@@ -10,6 +10,7 @@ from tensorstow.activations.offload import activations_of
 from tensorstow.activations.pool import ActivationBytes
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords, warn_renamed
+from tensorstow.base.sizes import format_bytes
 from tensorstow.fsdp import report
 from tensorstow.fsdp.report import ParameterBytes
 from tensorstow.optim.placed import PlacedOptimizer
@@ -21,7 +22,8 @@ from tensorstow.states.traffic import Traffic
 class Usage:
     """The bytes of one rank: held now by tier, and read and written on disk since the start.
 
-    The properties are sums over the parts; a part that is None was not asked for.
+    The properties are sums over the parts; a part that is None was not asked for. As a text it is
+    the sums.
 
     Attributes:
         parameters: Parameters and their buffers. None: no model was given.
@@ -72,6 +74,17 @@ class Usage:
     def bytes_written(self) -> int:
         """The bytes written to disk so far."""
         return sum(part.bytes_written for part in self._moving())
+
+    def __str__(self) -> str:
+        """Return the sums in words: "device 0 B, host 1.2 GiB, ..."."""
+        sums = {
+            "device": self.device_bytes,
+            "host": self.host_bytes,
+            "disk": self.disk_bytes,
+            "read": self.bytes_read,
+            "written": self.bytes_written,
+        }
+        return ", ".join(f"{name} {format_bytes(count)}" for name, count in sums.items())
 
     def _moving(self) -> list[ParameterBytes | ActivationBytes | Traffic]:
         parts = (self.parameters, self.activations, self.traffic)

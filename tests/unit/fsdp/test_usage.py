@@ -12,6 +12,8 @@ from torch import nn
 import tensorstow
 from tensorstow import AdamW, Plan, StowedOptimizer, offload_activations, stow, usage
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.usage import Usage
+from tensorstow.states.traffic import Traffic
 
 WIDTH = 128
 WEIGHTS = 2 * 4 * (WIDTH * WIDTH + WIDTH)
@@ -93,6 +95,11 @@ def test_a_class_of_torch_that_is_stowed_has_states_too() -> None:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
         assert usage(optimizer=optimizer).host_bytes >= WEIGHTS
+
+
+def test_as_a_text_it_is_the_sums() -> None:
+    found = Usage(traffic=Traffic(5 << 20, 3 << 20, 0, 0, 0.0))
+    assert str(found) == "device 0 B, host 0 B, disk 0 B, read 5.0 MiB, written 3.0 MiB"
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
