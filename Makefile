@@ -96,6 +96,8 @@ CMAKE_TESTS = $(BIN)/cmake -S . -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN)/n
   -DSTOW_PYTHON=OFF -DSTOW_TESTS=ON -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 # What sanitizers look at is the same at -Og, which compiles in a fifth of the time.
 SANITIZED = -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-Og -g1"
+# ninja cannot share make's job server, and says so as an error.
+BUILD = env -u MAKEFLAGS $(BIN)/cmake --build
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error --parallel 2
 # Thread sanitizer of older compilers stops at addresses that newer kernels hand out at random.
 FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
@@ -103,22 +105,22 @@ FIXED_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 # Where the Python module was built: its objects are tested.
 native-tests: $(DONE)/native
 	$(BIN)/cmake -S . -B build/native -DSTOW_TESTS=ON
-	$(BIN)/cmake --build build/native --target native_tests
+	$(BUILD) build/native --target native_tests
 	$(CTEST) --test-dir build/native
 
 sanitize: $(DONE)/python
 	$(CMAKE_TESTS) -B build/asan $(SANITIZED) -DSTOW_SANITIZE=address,undefined
-	$(BIN)/cmake --build build/asan --target native_tests
+	$(BUILD) build/asan --target native_tests
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST) --test-dir build/asan
 	$(CMAKE_TESTS) -B build/tsan $(SANITIZED) -DSTOW_SANITIZE=thread
-	$(BIN)/cmake --build build/tsan --target native_tests
+	$(BUILD) build/tsan --target native_tests
 	TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) --test-dir build/tsan --exclude-regex '^formats$$' # one thread
 
 AARCH64 = -DCMAKE_TOOLCHAIN_FILE=tools/zig.cmake -DSTOW_ZIG=$(abspath $(BIN)/python) -DSTOW_TARGET=aarch64-linux-musl
 
 aarch64: $(DONE)/cross ## Build the native tests for aarch64 and run them under qemu-user
 	$(CMAKE_TESTS) -B build/aarch64 -DCMAKE_BUILD_TYPE=Release $(AARCH64)
-	$(BIN)/cmake --build build/aarch64 --target native_tests
+	$(BUILD) build/aarch64 --target native_tests
 	$(CTEST) --test-dir build/aarch64
 
 WHEEL_PYTHONS ?= python3.11 python3.12
