@@ -23,14 +23,13 @@ demo: $(DONE)/demo ## Set everything up and run the demonstration (three to four
 
 # Whole files, in the order of their names: what a file's tests share is made once. Both runs go at
 # once, as copies of the simulated accelerator sleep, and each ends though the other fails.
-# One process more than cores: a quarter of the time tests wait for the disk, or sleep.
 CORES := $(shell nproc 2>/dev/null || echo 2)
-TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) + 1 : 5 )))
+TEST_PROCESSES ?= $(shell echo $$(( $(CORES) < 4 ? $(CORES) : 4 )))
 
 PYTEST = $(BIN)/python -m pytest --durations 30 -n $(TEST_PROCESSES)
 
 test: APART = --ignore tests/programs
-test: $(DONE)/test ## Set everything up and run the tests, in TEST_PROCESSES (cores + 1, up to 5)
+test: $(DONE)/test ## Set everything up and run the tests, in TEST_PROCESSES (cores, up to 4)
 
 test-all: $(DONE)/test ## The same, and test-programs in the same processes
 

@@ -98,7 +98,7 @@ def test_a_manifest_that_is_gone_is_no_new_run(run: dict[str, Path], tmp_path: P
         root = tmp_path / name
         copy(run["rest alone"], root)
         act(root / MANIFEST)
-        with pytest.raises(DamageError, match=r"knows generation 7 \(step 7\).*no manifest besid"):
+        with pytest.raises(DamageError, match=r"generation 7 \(step 7\).*no manifest next to it"):
             Store.open(directories(root), open_engine("threads"))
 
 

@@ -1,11 +1,12 @@
 """Processes that launchers start, by the variables that each launcher sets."""
 
 import os
-import socket
 import subprocess
 import sys
 
 import pytest
+
+from ports import free_port
 
 TRAINED = """
 import hashlib, os, sys
@@ -36,13 +37,6 @@ dist.destroy_process_group()
 TORCH = ({"RANK": "{rank}", "WORLD_SIZE": "2"}, "Plan(parameters='disk')")
 SRUN = {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2"}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Which rank this is, and joining the others."""
 
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ports import free_port
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import initialize
 from tensorstow.deepspeed.ranks import init_distributed, local_rank
@@ -44,9 +44,7 @@ def test_a_model_is_not_made_before_its_ranks_have_met(monkeypatch: pytest.Monke
 
 
 def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "MASTER_PORT"):

@@ -1,6 +1,5 @@
 """What the environment says of other ranks is believed: they are joined, or it is an error."""
 
-import socket
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,19 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ports import free_port
 from tensorstow import Adam, AdamW, Plan, StowedOptimizer, stow
 from tensorstow.base.errors import OptionError, RankError
 from tensorstow.base.launch import Launch
 from tensorstow.fsdp.sharding import join_ranks
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID")
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture
