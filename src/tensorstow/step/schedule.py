@@ -25,7 +25,7 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.managed_param import StepPlan, publish_weight
+from tensorstow.step.managed_param import StepPlan
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay
@@ -109,9 +109,6 @@ class Synchronous(Schedule):
             path.wait()
         params = [update.param for update in plan.updates]
         record_step(params, plan.counts, states, commits=plan.commits)
-        for param in params:
-            if param.host is not None:
-                publish_weight(param)
 
 
 class OngoingSchedule(Schedule):

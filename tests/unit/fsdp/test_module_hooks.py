@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.module_hooks import param_groups_of
 from torch_versions import RESETS_FSDP
 
 Pool = Callable[[int], Ranks]
@@ -369,3 +370,10 @@ def test_a_unit_may_be_called_before_the_model(
     trained = {name for name, value in kept.items() if not torch.equal(value, after[name])}
     assert trained == {name for name in kept if not name.startswith("image")}
     optimizer.close()
+
+
+def test_groups_are_read_as_each_torch_keeps_them() -> None:
+    first, second = object(), object()
+    assert param_groups_of(SimpleNamespace(_fsdp_param_groups=[first, second])) == [first, second]
+    assert param_groups_of(SimpleNamespace(_fsdp_param_group=first)) == [first]  # torch 2.11
+    assert param_groups_of(SimpleNamespace(_fsdp_param_group=None)) == []

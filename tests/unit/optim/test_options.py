@@ -181,6 +181,13 @@ def test_torch_keywords_that_cannot_hold_are_refused_by_name(key: str) -> None:
     validation.refuse_torch_keywords({key: False})
 
 
+@pytest.mark.parametrize("key", ["maximize", "amsgrad", "fused", "foreach"])
+@pytest.mark.parametrize("value", ["yes", 1, 0.0])
+def test_a_flag_is_true_or_false(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"{key}=.*: it is True or False"):
+        validation.refuse_torch_keywords({key: value})
+
+
 @pytest.mark.parametrize("fused", [False, True, None])
 def test_fused_means_nothing_here(*, fused: bool | None) -> None:
     off = {"foreach": False, "capturable": False, "differentiable": False}
