@@ -700,6 +700,26 @@ def test_the_readme_s_table_of_what_fits_where_is_what_is_printed(
         assert int(amount.replace(",", "")) == round(held_bytes / GIB), told
 
 
+def test_the_plan_of_8b_on_a_4090_is_what_pages_show(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # no profile of this machine
+    guide = (ROOT / "docs/guides/planning.md").read_text()
+    sample = re.findall(r"^ {4}(.+)$", guide[: guide.index("* **placement**")], re.MULTILINE)
+    command, *shown = [line.strip() for line in sample]
+    assert command.startswith("tensorstow plan llama-3-8b --card 4090 ")
+    assert main(command.split()[1:]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in shown:
+        head, *rest = " ".join(line.split()).split("...")
+        if head or rest != [""]:  # a line that is cut has its beginning and its end
+            assert any(p.startswith(head) and p.endswith("".join(rest)) for p in printed), line
+    seconds = next(re.search(r"about ([\d.]+) s:", p) for p in printed if p.startswith("step "))
+    assert seconds is not None
+    readme = (ROOT / "README.md").read_text()
+    assert f"8B on a 4090 is predicted to take about {float(seconds[1]):.0f} s" in readme
+
+
 def test_the_plan_of_gpt_3_is_what_the_guide_shows(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
