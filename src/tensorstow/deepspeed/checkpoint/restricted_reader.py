@@ -54,11 +54,21 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _CLASSES:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         value = getattr(torch, name, None) if module == "torch" else None
         if value is torch.Size or isinstance(value, torch.dtype):
             return value
         message = f"it names {module}.{name}, which no metadata of torch's has"
         raise pickle.UnpicklingError(message)
+
+
+def _memory_format(kind: object, name: str) -> object:
+    """Return a member of torch's enumeration, which Python 3.11.0 to 3.11.3 writes as a getattr."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:  # noqa: SLF001  # see above
+        message = f"it names {str(name)[:80]!r} of another object than torch's memory formats"
+        raise pickle.UnpicklingError(message)
+    return metadata._MEM_FORMAT_ENCODING[name]  # noqa: SLF001
 
 
 def load_tensors(

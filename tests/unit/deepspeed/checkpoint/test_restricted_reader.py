@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+)
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tensorstow.base.errors import DamageError, StoreFormatError
@@ -78,6 +82,30 @@ def test_metadata_that_names_code_runs_none(
     with pytest.raises(StoreFormatError, match=r"\.metadata was to be read, .* it names"):
         read(folder)
     assert not proof.exists()
+
+
+class Attribute:
+    """What a pickle has as ``getattr(owner, name)``: members of enumerations in Python 3.11.2."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.said = owner, name
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return getattr, self.said
+
+
+def test_members_of_enumerations_are_read_as_each_python_writes_them(folder: Path) -> None:
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    for written in (member, Attribute(_MEM_FORMAT_ENCODING, member.name)):
+        rewrite(folder, lambda m, written=written: setattr(m, "planner_data", written))
+        assert RestrictedReader(folder).read_metadata().planner_data is member
+
+
+@pytest.mark.parametrize("name", ["__class__", "mro", "_member_map_"])
+def test_no_other_attribute_of_an_enumeration_is_read(folder: Path, name: str) -> None:
+    rewrite(folder, lambda m: setattr(m, "planner_data", Attribute(_MEM_FORMAT_ENCODING, name)))
+    with pytest.raises(DamageError, match=f"it is damaged: '{name}'"):
+        read(folder)
 
 
 def twice(entry: Any) -> None:  # noqa: ANN401
