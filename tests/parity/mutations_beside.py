@@ -51,7 +51,7 @@ def weights_not_published(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(param: ManagedParam) -> None:
         param.host = None
 
-    for module in (schedule, forward_overlap, backward_overlap):
+    for module in (forward_overlap, backward_overlap):
         patch.setattr(module, "publish_weight", forget)
 
 
