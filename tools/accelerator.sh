@@ -202,7 +202,7 @@ run_tests() {
   kept=$STATE/$1-$DIGEST.jsonl
   shift
   PYTHONPATH=tests "$(python)" -m pytest ${SIMULATED:+-p simulated.plugin} -p unskipped \
-    -p resumed --results "$kept" -n "$PROCESSES" -q "$@"
+    -p resumed -p no:benchmark --results "$kept" -n "$PROCESSES" -q "$@"
 }
 
 peers() {

@@ -50,7 +50,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
     engine = open_engine(policy.backend, depth=policy.depth)
     with scratch_file(engine, directory, state_bytes) as file:
         raw = RawFile(engine, file.fd, usage(optimizer=optimizer).states.ring_bytes)
-        piece = family.state_bytes(policy.chunk_elements) // len(family.specs)  # of one stream
+        piece = family.state_bytes(policy.chunk) // len(family.specs)  # of one stream
         writes = cut("write", 0, state_bytes, piece)
         both = alternate(cut("read", 0, state_bytes, piece), writes)
         raw.run(writes)

@@ -176,7 +176,7 @@ def _ten_times(disk: dict[str, Any]) -> int:
     """Return the ring's bytes for ten models like this one."""
     plan = predict_memory(
         [(Family(torch.float32, amsgrad=False), disk["sizes"] * 10)],
-        chunk_elements=PipelinePolicy().chunk_elements,
+        chunk_elements=PipelinePolicy().chunk,
     )
     return plan.ring_bytes
 

@@ -28,8 +28,9 @@ constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
 Caller parse_caller(const std::string& name) {
   if (name == "waits") return Caller::waits;
   if (name == "computes") return Caller::computes;
+  if (name == "launches") return Caller::launches;
   if (name == "updates") return Caller::updates;
-  throw std::invalid_argument("caller " + name + ": one of waits, computes, updates");
+  throw std::invalid_argument("caller " + name + ": one of waits, computes, launches, updates");
 }
 
 Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
@@ -71,11 +72,12 @@ struct PyPipeline {
   std::vector<std::vector<nb::object>> gradient_owners;  // of the step, by parameter
 
   PyPipeline(const PyEngine& py_engine, const std::optional<std::string>& isa, bool alternate,
-             std::pair<int, int> team)
+             std::tuple<int, int, int> team)
       : engine(py_engine.engine) {
     const Order order = alternate ? Order::alternating : Order::given;
-    auto made = std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order,
-                                           Team{team.first, team.second});
+    const auto [whole, few, most] = team;
+    auto made =
+        std::make_unique<Pipeline>(py_engine.get(), parse_isa(isa), order, Team{whole, few, most});
     pipeline = std::shared_ptr<Pipeline>(made.release(), LeaveInChild<Pipeline>{});
   }
 
@@ -295,7 +297,8 @@ void bind_pipeline(nb::module_& m) {
                 "list[tuple[int, int, int, int, int]]"));
   m.attr("UPDATE_BLOCK") = kUpdateBlock;
   nb::class_<PyPipeline> c(m, "Pipeline");
-  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool, std::pair<int, int>>(),
+  c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool,
+                 std::tuple<int, int, int>>(),
         "engine"_a, "isa"_a.none(), "alternate"_a, "team"_a)
       .def(
           "set_ring",

@@ -41,8 +41,15 @@ std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, Updat
 }
 
 int ChunkUpdater::threads() const {
-  const bool beside = data_.step.spec().caller == Caller::computes && !data_.monitor.has_waiters();
-  return beside ? team_.few : team_.whole;
+  if (data_.monitor.has_waiters()) return team_.whole;
+  switch (data_.step.spec().caller) {
+    case Caller::computes:
+      return team_.few;
+    case Caller::launches:
+      return team_.most;
+    default:
+      return team_.whole;
+  }
 }
 
 UpdateMemory ChunkUpdater::memory_of(const PipelineChunk& chunk, UpdateScope scope) const {

@@ -27,13 +27,15 @@ enum class Order : std::uint8_t {
 // How many threads of the pool update, the scheduler counted; 0 is all.
 struct Team {
   int whole = 0;
-  int few = 0;  // while the caller computes
+  int few = 0;   // while the caller computes
+  int most = 0;  // while the caller launches
 };
 
 // What the caller does while a step runs.
 enum class Caller : std::uint8_t {
   waits,     // nothing: all cores are the step's
   computes,  // on these cores beside it, until somebody waits
+  launches,  // work of an accelerator: one core is the caller's
   updates,   // the chunks of `set_caller_chunks`, by `acquire_chunk`: none of their gradients is
              // read here, and their weights are only looked at when a chunk is released
 };

@@ -186,7 +186,7 @@ FULL = ModelSize(
     positions=1024,
     batch=4,
     sequence=128,
-    chunk_elements=PipelinePolicy().chunk_elements,
+    chunk_elements=PipelinePolicy().chunk,
 )
 """The default ``GPT2Config()`` with batches of 4 x 128."""
 

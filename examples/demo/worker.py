@@ -165,7 +165,7 @@ def predict(row: Configuration, scale: ModelSize, model: nn.Module) -> StateMemo
     return predict_memory(
         [(Family(torch.float32, amsgrad=False), [p.numel() for p in model.parameters()])],
         disk_fraction=row.fraction,
-        chunk_elements=policy.chunk_elements,
+        chunk_elements=policy.chunk,
         slots=policy.most_slots,
     )
 

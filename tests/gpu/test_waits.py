@@ -384,7 +384,8 @@ def test_slots_on_the_device_are_made_of_memory_that_is_in_use_still(
     got.bring(range(1))
     torch.autograd.backward(got(0))
     optimizer = make(got, states=states, update_on="device")
-    slot = 2 * 4 * optimizer._params().offload_policy.policy.chunk_elements
+    policy = optimizer._params().offload_policy.policy
+    slot = 2 * 4 * (policy.chunk if states == "disk" else policy.linked_chunk)
     used = [torch.ones(slot, dtype=torch.uint8, device=device) for _ in range(3)]
     spin(device, LATE)
     for memory in used:

@@ -228,7 +228,7 @@ def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
         lines,
         disk_fraction=float(plan.states == Tier.DISK),
         durable=conditions.commits,
-        chunk_elements=PipelinePolicy().chunk_elements,
+        chunk_elements=PipelinePolicy().chunk,
         budget=budget,
     )
 
@@ -397,7 +397,9 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
             on_device.setdefault(dtype, []).extend([tier == Tier.DEVICE] * len(elements))
     families = _families(sizes, plan, conditions)
     lines = tuple((families[d], tuple(n), tuple(on_device[d])) for d, n in counts.items())
-    staged, slots = _buffers_of(lines)
+    policy = PipelinePolicy()
+    chunk = policy.linked_chunk if plan.states == Tier.HOST else policy.chunk
+    staged, slots = _buffers_of(lines, chunk)
     if reaches_host(plan.update_on):
         yield Item(Tier.HOST, "buffers for gradients of chunks", staged)
     if reaches_device(plan.update_on):
@@ -406,7 +408,7 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
 
 @lru_cache(maxsize=256)
 def _buffers_of(
-    lines: tuple[tuple[Family, tuple[int, ...], tuple[bool, ...]], ...],
+    lines: tuple[tuple[Family, tuple[int, ...], tuple[bool, ...]], ...], chunk_elements: int
 ) -> tuple[int, int]:
     """Return the buffer bytes for gradients of chunks on the host, and for states on the device.
 
@@ -414,7 +416,7 @@ def _buffers_of(
     """
     counts: dict[tuple[Family, int], int] = {}
     for line, elements, on_device in lines:
-        for family, chunk, count in chunks_of([(line, elements)], PipelinePolicy().chunk_elements):
+        for family, chunk, count in chunks_of([(line, elements)], chunk_elements):
             if any(on_device[run.parameter] for run in chunk.runs):
                 kind = (family, chunk.elements)
                 counts[kind] = counts.get(kind, 0) + count

@@ -1,11 +1,16 @@
 """The kernel of updates on this machine: its instruction set and its threads."""
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import tensorstow._native as _native
 from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
+Caller = Literal["waits", "computes", "launches", "updates"]
+"""The caller's work during a step: none; computing on the same cores; launching work of an
+accelerator; updating the chunks that ``caller_chunks`` has chosen. Except for "waits" the call
+returns at once."""
 _FEW_THREADS = 4
 """The most threads that update while the caller computes. Four, not one: one busy core already
 stalls the caller's OpenMP team at its barriers, and one thread would do so for longer."""
@@ -36,7 +41,22 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     )
 
 
-def team_of(policy: PipelinePolicy) -> tuple[int, int]:
-    """Return how many threads update while the caller waits, and while it computes."""
+class Team(NamedTuple):
+    """How many threads update."""
+
+    whole: int
+    few: int
+    """While the caller computes on the same cores."""
+    most: int
+    """While the caller launches work of an accelerator, for which it needs one core."""
+
+    def beside(self, caller: Caller) -> int:
+        """Return the number while nobody waits for the step."""
+        return {"computes": self.few, "launches": self.most}.get(caller, self.whole)
+
+
+def team_of(policy: PipelinePolicy) -> Team:
+    """Return the numbers of threads that update."""
     threads = policy.threads or bind_threads(policy.node).threads
-    return threads, min(_FEW_THREADS, threads)
+    few = min(_FEW_THREADS, threads)
+    return Team(threads, few, max(few, threads - 1))

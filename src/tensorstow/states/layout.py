@@ -21,6 +21,10 @@ from tensorstow.formats.state_format import StateFormat, StreamSpec, state_names
 LANE = 32
 """A parameter begins at a multiple of this many elements: two vector registers of fp32, and one
 group of those that share a scale under int8."""
+DEFAULT_CHUNK = 1 << 19
+LINKED_CHUNK = 1 << 21
+"""Elements in one chunk whose gradients Python sends over a link, some 0.2 ms of Python. An H100
+with 16 cores took 0.35 s for a step with 2^19 elements, 0.30 with 2^21, and 0.29 with 2^23."""
 RESIDENT_CAPACITY = 16 << 20
 """Elements in one resident chunk: some 8 ms of updating, so that starting one costs nothing, and
 less than the ring takes to fill, so that no read waits for it."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from tensorstow.base.sizes import format_count
 from tensorstow.base.update_timing import IN_STEP, UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
-from tensorstow.states.kernels import team_of
+from tensorstow.states.kernels import Caller, team_of
 from tensorstow.states.layout import STATE_DTYPES
 from tensorstow.states.native_handle import NativeHandle
 from tensorstow.states.policy import PipelinePolicy
@@ -91,11 +91,6 @@ class StepRow(NamedTuple):
     """Whether the gradient may follow, in an open step."""
 
 
-Caller = Literal["waits", "computes", "updates"]
-"""The caller's work during a step: none; computing on the same cores; updating the chunks that
-``caller_chunks`` has chosen. Except for "waits" the call returns at once."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepKind:
     """How a step runs; csrc/pipeline/pipeline.h, StepSpec."""
@@ -142,12 +137,14 @@ class UpdatePipeline:
         is_free = not (timing.begins_early or timing.waits_by_module)
         self._alternate = is_free and policy.schedule == "pipelined"
         self._policy = policy
+        self._team = team_of(policy)
+        self._lanes = {
+            caller: f"update ({format_count(self._team.beside(caller), 'thread')})"
+            for caller in get_args(Caller)
+        }
         self.handle = handle = NativeHandle()
         self.stored = StoredChunks(handle)
         self.counters = TrafficCounters(handle)
-        waiting, computing = team_of(policy)
-        threads = computing if timing.is_overlapped else waiting
-        self.counters.update_lane = f"update ({format_count(threads, 'thread')})"
         self._ring: ChunkRing | None = None
         self.steps_begun = 0
         """Number of steps that the native side has begun, or may have."""
@@ -169,7 +166,7 @@ class UpdatePipeline:
         native = self.handle.native
         if native is None:
             isa = self._policy.isa
-            native = _native.Pipeline(engine, isa, self._alternate, team_of(self._policy))
+            native = _native.Pipeline(engine, isa, self._alternate, self._team)
             self.handle.resources.native = native
             self.counters.begin()
         self.wait_idle()
@@ -233,6 +230,7 @@ class UpdatePipeline:
             ).reshape(-1, 7)
             native = self.handle.live()
             self.handle.check(native.failure())
+            self.counters.update_lane = self._lanes[kind.caller]
             self.steps_begun += 1  # first: after an exception the step counts as begun
             failure = native.begin(
                 table,

@@ -12,7 +12,7 @@ from tensorstow.base.keywords import names_keywords
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import backend_for
 from tensorstow.io.numa_binding import NodeChoice
-from tensorstow.states.layout import LANE
+from tensorstow.states.layout import DEFAULT_CHUNK, LANE, LINKED_CHUNK
 
 _MOST_DEPTH = 32_768
 """The entries that a ring of io_uring may have."""
@@ -25,8 +25,9 @@ class PipelinePolicy:
     """The sizes, threads and backend that move and update states; no value changes a result.
 
     Args:
-        chunk_elements: Elements of one state that move as one, a multiple of 32. Default: 524,288,
-            that is 2 MiB of each fp32 moment.
+        chunk_elements: Elements of one state that move as one, a multiple of 32. Default: None:
+            524,288 (2 MiB of each fp32 moment); 2,097,152 for states in RAM of weights on an
+            accelerator, where Python sends each chunk's gradients.
         schedule: "pipelined" reads ahead during backward and writes after ``step()``. "naive" reads
             a chunk, updates it and writes it before it reads the next one, for comparison.
         backend: The I/O backend, "uring" or "threads". Default: None, the best one that works.
@@ -43,7 +44,7 @@ class PipelinePolicy:
         OptionError: A value that cannot be used.
     """
 
-    chunk_elements: PositiveInt = 1 << 19
+    chunk_elements: PositiveInt | None = None
     schedule: Literal["pipelined", "naive"] = "pipelined"
     backend: Literal["uring", "threads"] | None = None
     depth: Annotated[int, whole_number(1, _MOST_DEPTH)] | None = None
@@ -55,7 +56,7 @@ class PipelinePolicy:
     def __post_init__(self) -> None:
         """Check the values."""
         check_fields(self)
-        if self.chunk_elements % LANE:
+        if self.chunk_elements is not None and self.chunk_elements % LANE:
             message = f"chunk_elements={self.chunk_elements} was given: use a multiple of {LANE}."
             raise OptionError(message)
         if isinstance(self.node, int) and self.node < 0:
@@ -63,6 +64,16 @@ class PipelinePolicy:
                 f'node={self.node!r} was given: it is "auto", "any", or the number of a NUMA node.'
             )
             raise OptionError(message)
+
+    @property
+    def chunk(self) -> int:
+        """Return the elements of a chunk on disk, and of one in RAM that Python does not send."""
+        return self.chunk_elements or DEFAULT_CHUNK
+
+    @property
+    def linked_chunk(self) -> int:
+        """Return the elements of a chunk in RAM of weights on an accelerator."""
+        return self.chunk_elements or LINKED_CHUNK
 
     @property
     def most_slots(self) -> int | None:

@@ -260,7 +260,7 @@ class StateStore:
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
-                chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk_elements)]
+                chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk)]
         place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
 
         def rank(chunk: Chunk) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
 from tensorstow.io.device_link import COMPLETE, CopyQueue, DeviceEvent
 from tensorstow.states.chunks import Chunk
+from tensorstow.states.kernels import Caller
 from tensorstow.states.native_pipeline import CallerChunks, StepKind, UpdatePipeline, poisoning
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
@@ -215,8 +216,12 @@ class StepFeeds:
         chunks: Sequence[Chunk],
         feeds: Mapping[Tier, Sequence[GradientFeed]],
         share_tuner: ShareTuner,
+        *,
+        on_accelerator: bool = False,
     ) -> None:
         """Feed ``pipeline`` by ``feeds``, in their order, of each tier that has weights.
+
+        ``on_accelerator``: whether forward and backward run there, and leave the cores to updates.
 
         Feeds of one tier have different chunks; ``share_tuner`` gets the times that they take.
         """
@@ -225,6 +230,7 @@ class StepFeeds:
         self._feeds = [feed for of_tier in feeds.values() for feed in of_tier]
         self._has_updater = any(feed.updates_chunks for feed in self._feeds)
         self._share_tuner = share_tuner
+        self._on_accelerator = on_accelerator
         self._gate = ChunkGate(chunks)
         self._is_open = self._commits = False
         self._runs_to_end = False
@@ -256,12 +262,16 @@ class StepFeeds:
         self._runs_to_end = self._has_updater and bool(plan.updates)
         self._is_held = self._runs_to_end and not (is_early and self._share_tuner.is_final)
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
-        is_idle = overlap_with is OverlapWith.NOTHING and not crosses
+        caller: Caller = "launches" if self._on_accelerator else "computes"
+        if self._runs_to_end:
+            caller = "updates"
+        elif overlap_with is OverlapWith.NOTHING and not crosses:
+            caller = "waits"
         kind = StepKind(
             open=self._is_open,
             capture=plan.commits,
             resident_first=overlap_with is OverlapWith.FORWARD,
-            caller="updates" if self._runs_to_end else "waits" if is_idle else "computes",
+            caller=caller,
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:

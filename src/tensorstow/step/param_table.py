@@ -197,8 +197,11 @@ class ParamTable:
         is_linked = self.links.open(
             shards, self.update_router.on_device(), offload_policy.update_on
         )
-        is_fine = is_linked or offload_policy.timing.is_overlapped
-        capacity = offload_policy.policy.chunk_elements if is_fine else RESIDENT_CAPACITY
+        capacity = RESIDENT_CAPACITY
+        if is_linked:
+            capacity = offload_policy.policy.linked_chunk
+        elif offload_policy.timing.is_overlapped:
+            capacity = offload_policy.policy.chunk
         sizes = [s.numel() for s in shards]
         # All weights of a chunk are in memory at once, so each pager has chunks of its own.
         chunk_groups = [id(pager_of(p)) for p in new]

@@ -16,6 +16,7 @@ from tensorstow.step.host_weight import host_weight_bytes, make_host_weights, up
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.share_tuner import chunks_of_device, elements_of, share_tuner_of
+from tensorstow.tensors.dtensor import computes_on_accelerator
 
 
 class UpdateRouter:
@@ -98,7 +99,8 @@ class UpdateRouter:
             Tier.HOST: [HostFeed(pipeline)],
             Tier.DEVICE: [*self.updaters, *self.device_feeds],
         }
-        return StepFeeds(pipeline, chunks, feeds, self.share_tuner)
+        on_accelerator = any(computes_on_accelerator(param.owner) for param in self._params)
+        return StepFeeds(pipeline, chunks, feeds, self.share_tuner, on_accelerator=on_accelerator)
 
     def on_device(self) -> list[ManagedParam]:
         """Return the parameters that are on an accelerator."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
-from tensorstow.io.device_link import DeviceEvent
+from tensorstow.io.device_link import DeviceEvent, is_remote
 from tensorstow.tensors.placeholder import ConsumedGradient
 from tensorstow.tensors.shares import RankShare, is_unreduced, share_of
 
@@ -87,6 +87,13 @@ PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 def is_sharded(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Return whether ``tensor`` is a DTensor, whose import takes half a second."""
     return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "device_mesh")
+
+
+def computes_on_accelerator(parameter: torch.Tensor) -> bool:
+    """Return whether forward and backward use ``parameter`` on an accelerator, wherever it lies."""
+    return is_remote(parameter) or (
+        is_sharded(parameter) and parameter.device_mesh.device_type != "cpu"
+    )
 
 
 def stamp_of(parameter: torch.Tensor, owner: torch.Tensor | None = None) -> Stamp:

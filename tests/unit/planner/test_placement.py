@@ -43,7 +43,7 @@ def sizes(ranks: int) -> Sizes:
     return Sizes(tuple(UnitSizes(str(n), UNIT * ranks, UNIT, trained) for n in range(COUNT)), ranks)
 
 
-CHUNK = PipelinePolicy().chunk_elements
+CHUNK = PipelinePolicy().chunk
 SLOT = slot_bytes(Family(torch.float32, amsgrad=False), CHUNK, with_weights=False)
 RING = (48 << 20) // SLOT * SLOT
 POOLED = 3 * UNIT + 3 * ALIGN

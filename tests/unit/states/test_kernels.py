@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tensorstow import _native
+from tensorstow import PipelinePolicy, _native
 from tensorstow.formats.reference import (
     NORM_BLOCK,
     AdamScalars,
@@ -20,6 +20,7 @@ from tensorstow.formats.reference import (
     adam_scalars,
     squared_norm_reference,
 )
+from tensorstow.states.kernels import team_of
 
 DTypes = tuple[torch.dtype, torch.dtype]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -226,3 +227,14 @@ def test_norm_is_finite_exactly_where_every_element_is(isa: str, bad: float) -> 
     assert math.isfinite(_native.squared_norm(grad.data_ptr(), grad.numel(), "float32", isa))
     grad[-1] = bad
     assert not math.isfinite(_native.squared_norm(grad.data_ptr(), grad.numel(), "float32", isa))
+
+
+@pytest.mark.parametrize(
+    ("threads", "beside"), [(1, (1, 1)), (2, (2, 2)), (4, (4, 4)), (16, (4, 15))]
+)
+def test_fewer_threads_update_while_the_caller_uses_cores(
+    threads: int, beside: tuple[int, int]
+) -> None:
+    team = team_of(PipelinePolicy(threads=threads))
+    assert (team.beside("computes"), team.beside("launches")) == beside
+    assert team.beside("waits") == team.beside("updates") == threads

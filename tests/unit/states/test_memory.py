@@ -72,7 +72,7 @@ def test_high_water_is_the_formula_and_the_same_for_ten_times_the_model(
 
 @pytest.mark.parametrize("elements", [124_000_000, 1_240_000_000])
 def test_the_default_ring_does_not_grow_with_the_model(elements: int) -> None:
-    chunk = PipelinePolicy().chunk_elements
+    chunk = PipelinePolicy().chunk
     memory = predict_memory([(FP32, [elements])], chunk_elements=chunk)
     slot = slot_bytes(FP32, chunk, with_weights=False)
     assert memory.ring_bytes == DEFAULT_RING_BYTES // slot * slot <= 48 * MIB

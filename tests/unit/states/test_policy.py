@@ -5,7 +5,13 @@ from tensorstow.base.errors import OptionError
 
 
 def test_defaults_move_four_mebibytes_of_fp32_adam_at_a_time() -> None:
-    assert PipelinePolicy().chunk_elements * 4 * 2 == 4 << 20
+    assert PipelinePolicy().chunk * 4 * 2 == 4 << 20
+
+
+def test_chunks_that_python_sends_are_larger_unless_their_size_is_given() -> None:
+    assert PipelinePolicy().linked_chunk == 1 << 21
+    given = PipelinePolicy(chunk_elements=4096)
+    assert given.chunk == given.linked_chunk == 4096
 
 
 @pytest.mark.parametrize("elements", [0, -16, 100])

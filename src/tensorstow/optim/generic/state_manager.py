@@ -86,7 +86,7 @@ class StateManager:
             if not small and seen > in_ram:
                 pieces = split_into_pieces(
                     leaf,
-                    elements=self._policy.chunk_elements,
+                    elements=self._policy.chunk,
                     threads=self._stepper.threads,
                     elementwise=self._elementwise,
                 )
