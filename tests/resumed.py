@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 _PASSED = "resumed_passed"
+_LONGEST_WHY = 2000
+"""Characters of the end of a failure or skip: all that a run that is cut off leaves of it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,17 +57,21 @@ class _Results:
         self._path = path
         self._outcomes: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
+        self._why: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         name = report.nodeid
         self._seconds[name] = self._seconds.get(name, 0.0) + report.duration
         if report.outcome != "passed" or name not in self._outcomes:
             self._outcomes[name] = report.outcome
+        if report.outcome != "passed":
+            self._why.setdefault(name, report.longreprtext[-_LONGEST_WHY:])
         if report.when == "teardown":
             self._write(name)
 
     def _write(self, name: str) -> None:
-        result = {"test": name, "outcome": self._outcomes.pop(name)}
+        result: dict[str, str | float] = {"test": name, "outcome": self._outcomes.pop(name)}
+        result["why"] = self._why.pop(name, "")
         result["seconds"] = round(self._seconds.pop(name), 3)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:

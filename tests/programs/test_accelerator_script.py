@@ -194,6 +194,11 @@ def test_what_has_passed_is_not_run_again(tmp_path: Path, processes: str) -> Non
     status, printed = run()
     assert status == 1, printed
     assert "5 passed" in printed
+    found = [json.loads(line) for line in kept.read_text().splitlines() if line]
+    why = {result["test"].split("::")[1]: result["why"] for result in found}
+    assert why["test_good[0]"] == ""
+    assert '"MENDED" in os.environ' in why["test_bad"]
+    assert '"MENDED" in os.environ' in why["test_ends_badly"]
     with kept.open("a") as file:
         file.write('\n{"test": "cut o')
     status, printed = run(MENDED="1")
