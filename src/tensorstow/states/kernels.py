@@ -41,7 +41,7 @@ def prepare_kernels(policy: PipelinePolicy | None = None) -> KernelFacts:
     )
 
 
-class Team(NamedTuple):
+class ThreadCounts(NamedTuple):
     """How many threads update."""
 
     whole: int
@@ -55,8 +55,8 @@ class Team(NamedTuple):
         return {"computes": self.few, "launches": self.most}.get(caller, self.whole)
 
 
-def team_of(policy: PipelinePolicy) -> Team:
+def team_of(policy: PipelinePolicy) -> ThreadCounts:
     """Return the numbers of threads that update."""
     threads = policy.threads or bind_threads(policy.node).threads
     few = min(_FEW_THREADS, threads)
-    return Team(threads, few, max(few, threads - 1))
+    return ThreadCounts(threads, few, max(few, threads - 1))
