@@ -180,13 +180,17 @@ struct PyPipeline {
                         .capture = capture,
                         .resident_first = resident_first,
                         .caller = parse_caller(caller)};
-    get().begin(parameters, hypers, step, expected);
+    const bool goes_on = open || step.caller != Caller::waits;
+    get().begin(parameters, hypers, step, expected, goes_on);
     weight_owners = std::move(weights);
     gradient_owners.assign(rows.shape(0), {});
     for (std::size_t i = 0; i < gradients.size(); ++i)
       own_gradient(static_cast<int>(i), gradients[i]);
-    if (open || step.caller != Caller::waits) return as_tuple(get().progress().failure());
-    return wait([](Pipeline& native) { return native.progress().wait_published(); });
+    if (goes_on) return as_tuple(get().progress().failure());
+    return wait([](Pipeline& native) {
+      native.run();
+      return native.progress().wait_published();
+    });
   }
 };
 

@@ -3,8 +3,8 @@
 // [Note: One lock] The mutex of PipelineMonitor guards all that PipelineData holds but the trace,
 // and every chunk. It is taken by
 //   * Pipeline, ChunkLedger and StepProgress, in each public method (threads of callers);
-//   * Scheduler::loop, whenever it neither sleeps nor computes (the scheduler's thread), and
-//     Scheduler::stop;
+//   * Scheduler::loop, whenever it neither sleeps nor computes (the scheduler's thread),
+//     Scheduler::run in its place (a caller's thread), and Scheduler::stop;
 //   * SlotTransfers::end, which then calls the scheduler (threads of the engine).
 // All other methods of Scheduler and SlotTransfers, and those of SlotRing, ChunkTable, CurrentStep,
 // StepGradients, ReadOrder, UpdateQueues and ChunkUpdater, are called with the lock held.
@@ -43,11 +43,18 @@ class PipelineMonitor {
   }
   std::int64_t changes() const { return changes_; }
 
-  // The scheduler blocks until it has been woken; false: it is to end.
+  // The scheduler blocks until it has been woken and no caller is in its place; false: it is to
+  // end.
   bool wait_for_work(Lock& lock) {
-    scheduler_wakes_.wait(lock, [this] { return stopping_ || work_; });
+    scheduler_wakes_.wait(lock, [this] { return stopping_ || (work_ && !replaced_); });
     work_ = false;
     return !stopping_;
+  }
+  // While a caller does what the scheduler would, the scheduler sleeps.
+  void begin_replacing() { replaced_ = true; }
+  void end_replacing() {
+    replaced_ = false;
+    if (work_) scheduler_wakes_.notify_one();
   }
   void stop() {
     stopping_ = true;
@@ -91,6 +98,7 @@ class PipelineMonitor {
   std::int64_t changes_ = 0;  // how often callers were woken
   int waiters_ = 0;           // callers that are blocked
   bool work_ = false;         // something may have become possible
+  bool replaced_ = false;     // a caller does what the scheduler would
   bool updating_ = false;     // the scheduler is in the kernel, on the caller's gradients
   bool stopping_ = false;
   Failure failure_;

@@ -83,7 +83,7 @@ void Pipeline::prefetch() {
 
 void Pipeline::begin(const std::vector<StepParameter>& parameters,
                      const std::vector<AdamHyper>& hypers, const StepSpec& step,
-                     const std::vector<char>& expected) {
+                     const std::vector<char>& expected, bool runs) {
   PipelineMonitor::Lock lock = data_.monitor.lock();
   if (data_.monitor.has_failed()) {  // reported by the waits
     data_.monitor.wait(lock, [] { return true; });
@@ -100,8 +100,10 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   data_.order.restart();
   for (int number : data_.order.numbers()) scheduler_.plan_chunk(data_.chunks.at(number));
   if (!data_.step.has_unfinished()) data_.step.end();
-  data_.monitor.wake_scheduler();
+  if (runs) data_.monitor.wake_scheduler();
 }
+
+void Pipeline::run() { scheduler_.run(); }
 
 void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
   const PipelineMonitor::Lock lock = data_.monitor.lock();

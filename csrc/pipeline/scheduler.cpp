@@ -38,6 +38,22 @@ void Scheduler::loop() {
   }
 }
 
+void Scheduler::run() {
+  PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (is_in_ram()) {
+    data_.monitor.begin_replacing();
+    while (PipelineChunk* chunk = next_to_update()) update(*chunk, lock);
+    data_.monitor.end_replacing();
+  }
+  if (data_.step.is_under_way()) data_.monitor.wake_scheduler();
+}
+
+// Whether the step neither reads nor writes.
+bool Scheduler::is_in_ram() const {
+  return data_.step.is_under_way() && !data_.step.spec().capture && !data_.order.has_more_than(0) &&
+         !data_.queues.has_ready();
+}
+
 // --- what a step does with a chunk ---
 
 void Scheduler::plan_chunk(PipelineChunk& chunk) {

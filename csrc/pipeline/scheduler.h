@@ -3,7 +3,8 @@
 // [Note: One scheduler] One thread holds the whole schedule: it starts reads while slots are free,
 // updates chunks whose states and gradients are there (on the process's pool), and starts their
 // writes. Completions of I/O and calls from outside only change what is known, under the lock, and
-// wake it. Everything it needs is allocated when chunks are added; a step allocates nothing.
+// wake it. Everything it needs is allocated when chunks are added; a step allocates nothing. A step
+// that neither reads nor writes, and whose caller waits for it, is run by that caller in its place.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,10 @@ class Scheduler {
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
+  // Starts a step that its caller waits for. If nothing of it is read or written, this updates all
+  // chunks in the caller's thread: to wake another one takes longer than a small step. Called
+  // without the lock.
+  void run();
   // Gives the step under way up and ends the thread; called without the lock.
   void stop();
 
@@ -39,6 +44,7 @@ class Scheduler {
 
  private:
   void loop();
+  bool is_in_ram() const;
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
   bool evict();

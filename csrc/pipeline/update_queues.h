@@ -14,6 +14,7 @@ class UpdateQueues {
 
   // States and gradients are there: in a slot, or in the chunk's own memory.
   void push_ready(PipelineChunk& chunk);
+  bool has_ready() const { return !in_slots_.empty(); }
   PipelineChunk* pop_ready() { return in_slots_.pop(); }
   PipelineChunk* pop_resident() { return resident_.pop(); }
   bool has_resident() const { return !resident_.empty(); }

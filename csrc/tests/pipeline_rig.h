@@ -49,7 +49,10 @@ class Rig {
       if (is_given) training_.apply(p);
     }
     due_ = due;
-    pipeline_->begin(rows, {hyper_of(number)}, spec, due);
+    // Every other step is run by its caller, who may find chunks that the scheduler must read.
+    const bool by_caller = spec.caller == Caller::waits && !spec.open && number % 2 == 0;
+    pipeline_->begin(rows, {hyper_of(number)}, spec, due, !by_caller);
+    if (by_caller) pipeline_->run();
   }
 
   // What a caller that updates does: acquires chunks, up to `most` at once, changes them,

@@ -1,5 +1,6 @@
 import errno
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parity.scratch import read_scratch, write_scratch
-from tensorstow import _native
+from tensorstow import AdamW, _native
 from tensorstow.base.errors import DamageError, PoisonedError, TransferError
 from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
 from tensorstow.states.chunks import ChunkRing
@@ -375,3 +376,23 @@ def test_a_change_is_what_a_chunk_or_another_thread_reports(tmp_path: Path) -> N
     pipeline.wait_published()
     problem.check()
     problem.store.close()
+
+
+def test_a_small_step_in_ram_wakes_no_thread() -> None:
+    """To wake one takes longer than the update of 16 elements."""
+    weight = torch.nn.Parameter(torch.zeros(16))
+    optimizer = AdamW([weight], lr=1e-2)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()  # the first one starts threads
+    steps = 200
+    before = _times_woken()
+    for _ in range(steps):
+        optimizer.step()
+    assert _times_woken() - before < steps / 4
+
+
+def _times_woken() -> int:
+    """Return how often the other threads of this process have slept."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
+    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
