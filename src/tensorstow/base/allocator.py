@@ -4,6 +4,11 @@
 raises the threshold (up to 32 MiB), and smaller blocks come from the heap, where one live block
 keeps everything below it. Units that are gathered and freed one after the other then hold several
 times the memory in use. A fixed threshold prevents that, at the cost of fresh pages each time.
+
+GPT-2 of 124 M in fp32, 4 x 128 tokens, two cores, everything on disk: 2.88 s, 1.04 M page faults
+and 1,980 MiB at the peak with 1 MiB; 2.34 s, 0.31 M and 2,700 MiB with 32 MiB; 2.20 s, 0.24 M and
+2,970 MiB with 128 MiB. With 8 MiB, and malloc_trim() between blocks whenever the process holds more
+than what was ever in use by 64 MiB: 2.56 s, 0.54 M and 2,140 MiB; a trim takes 10 ms.
 """
 
 import ctypes
