@@ -8,6 +8,16 @@ from benchmarks.measure import Figure, Settings, at_most, interleave, ratio, use
 from tensorstow.optim.adam import AdamW
 
 _STEPS_PER_PAIR = 3
+_SIZES = (
+    *((1, 16), (1, 1 << 16), (1, 1 << 20), (1, 1 << 23), (1, 1 << 26)),
+    *((200, 1000), (200, 1 << 16), (16, 1 << 20), (20_000, 16)),
+)
+"""Tensors, and elements of each."""
+_MARGIN = 20e-6
+"""Seconds that a step may take longer than torch's, where these are more than a twentieth."""
+_MOST_TURNS = 60
+_ELEMENTS, _OVERHEAD = 1 << 29, 1 << 13
+"""Those stepped in all, as if each tensor had some more."""
 
 
 def gpt2_shapes(
@@ -22,8 +32,14 @@ def gpt2_shapes(
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
-    """Step two copies of the parameters in turns, ours and torch's."""
+    """Step two copies of parameters in turns, ours and torch's: of the seed example, and others."""
     use_all_cores()
+    yield _seed_example(settings)
+    for count, elements in _SIZES[:2] if settings.quick else _SIZES:
+        yield _step_of(count, elements, settings)
+
+
+def _seed_example(settings: Settings) -> Figure:
     shapes = gpt2_shapes(layers=1, width=16, vocabulary=64) if settings.quick else gpt2_shapes()
     ours, theirs = _parameters(shapes), _parameters(shapes)
     our_optimizer = AdamW(ours, lr=1e-3, weight_decay=0.0)
@@ -41,7 +57,25 @@ def figures(settings: Settings) -> Iterator[Figure]:
     )
     figure.detail["parameters"] = sum(p.numel() for p in ours)
     figure.detail["tensors"] = len(ours)
-    yield figure
+    return figure
+
+
+def _step_of(count: int, elements: int, settings: Settings) -> Figure:
+    ours, theirs = _parameters([(elements,)] * count), _parameters([(elements,)] * count)
+    our_optimizer = AdamW(ours, lr=1e-3)
+    torch_optimizer = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
+    turns = max(settings.pairs, min(_MOST_TURNS, _ELEMENTS // (count * (elements + _OVERHEAD))))
+    steps = {"ours": our_optimizer.step, "torch fused": torch_optimizer.step}
+    samples = interleave(steps, turns)
+    our_optimizer.close()
+    seconds = samples["torch fused"].median
+    return ratio(
+        f"opt.step in RAM, tensors x elements {count:,} x {elements:,}: time / torch fused",
+        at_most(round(max(1.05, 1 + _MARGIN / seconds), 2)),
+        samples,
+        "ours",
+        "torch fused",
+    )
 
 
 def _parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
