@@ -84,7 +84,7 @@ def test_memory_that_is_freed_behind_a_copy_up_is_not_given_to_others(link: Stre
     assert other.eq(0).all()
 
 
-@pytest.mark.parametrize("way", ["down", "up", "update"])
+@pytest.mark.parametrize("way", ["down", "up", "update", "second link"])
 def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> None:
     away, host = torch.ones(COUNT, device=link.device), pinned(2)
     spin(link.device, 5 * LATE)
@@ -93,10 +93,11 @@ def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> N
         with link.update_stream():
             link.join(mark)
             over = link.record_event()
+    elif way == "up":
+        over = link.h2d([(away, host)], [mark])
     else:
-        over = (
-            link.d2h([(host, away)], [mark]) if way == "down" else link.h2d([(away, host)], [mark])
-        )
+        used = link.second_link() if way == "second link" else link
+        over = used.d2h([(host, away)], [mark])
     assert not mark.query(), "the host waited for a copy that waits for this"
     link.synchronize()
     assert over.query()
@@ -670,3 +671,27 @@ def test_seconds_of_a_part_are_those_of_its_work_on_the_device(device: torch.dev
         pass
     assert timer._seconds["forward"] > LATE
     assert timer._seconds["step"] < LATE
+
+
+def test_nothing_is_under_way_when_the_end_of_a_step_is_interrupted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume would write to weights that are still copied."""
+    net = Net(torch.bfloat16).to(device)
+    optimizer = make(net, update_on="device")
+    train(net, optimizer, 0, 1)
+    (updater,) = optimizer._params().update_router.updaters
+    marks: list[DeviceEvent] = []
+
+    def interrupted(_: object = None) -> None:
+        with updater.link.update_stream():
+            spin(device, LATE)
+            marks.append(updater.link.record_event())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(updater, "wait", interrupted)
+    torch.autograd.backward(net(1))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(mark.query() for mark in marks)
+    assert marks

@@ -246,7 +246,7 @@ MUTATIONS = (
         _DEVICE,
         "            link.synchronize()\n",
         "            pass\n",
-        f"{_WAITS}::test_nothing_is_under_way_when_an_update_on_the_device_has_failed",
+        f"{_WAITS}::test_nothing_is_under_way_on_a_settled_link[second link]",
     ),
     Mutation(
         _DEVICE,
@@ -631,7 +631,7 @@ MUTATIONS = (
         _FEED,
         "if self._commits or self._runs_to_end:",
         "if self._commits:",
-        f"{_STEPS}[none-hybrid-bf16]",
+        f"{_WAITS}::test_nothing_is_under_way_when_the_end_of_a_step_is_interrupted",
     ),
     Mutation(
         "fsdp/placements.py",
