@@ -1,9 +1,9 @@
 import errno
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -380,19 +380,26 @@ def test_a_change_is_what_a_chunk_or_another_thread_reports(tmp_path: Path) -> N
 
 def test_a_small_step_in_ram_wakes_no_thread() -> None:
     """To wake one takes longer than the update of 16 elements."""
+    others = set(_times_slept())
     weight = torch.nn.Parameter(torch.zeros(16))
     optimizer = AdamW([weight], lr=1e-2)
     weight.grad = torch.ones_like(weight)
     optimizer.step()  # the first one starts threads
+    before = {task: times for task, times in _times_slept().items() if task not in others}
+    assert before
     steps = 200
-    before = _times_woken()
     for _ in range(steps):
         optimizer.step()
-    assert _times_woken() - before < steps / 4
+    after = _times_slept()
+    assert all(after[task] - times < steps / 4 for task, times in before.items())
 
 
-def _times_woken() -> int:
-    """Return how often the other threads of this process have slept."""
-    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
-    lines = [line for task in tasks for line in (task / "status").read_text().splitlines()]
-    return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt"))
+def _times_slept() -> dict[str, int]:
+    """Return how often each thread of this process has slept, by its number."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            lines = (task / "status").read_text().splitlines()
+            (slept,) = (line for line in lines if line.startswith("voluntary_ctxt"))
+            found[task.name] = int(slept.split()[1])
+    return found
