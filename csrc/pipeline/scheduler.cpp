@@ -38,7 +38,7 @@ void Scheduler::loop() {
   }
 }
 
-void Scheduler::run() {
+void Scheduler::run() noexcept {
   PipelineMonitor::Lock lock = data_.monitor.lock();
   if (is_in_ram()) {
     data_.monitor.begin_replacing();

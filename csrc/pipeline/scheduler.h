@@ -26,8 +26,9 @@ class Scheduler {
 
   // Starts a step that its caller waits for. If nothing of it is read or written, this updates all
   // chunks in the caller's thread: to wake another one takes longer than a small step. Called
-  // without the lock.
-  void run();
+  // without the lock. An error would leave the scheduler asleep, so that it ends the process here
+  // as it does in the scheduler's thread.
+  void run() noexcept;
   // Gives the step under way up and ends the thread; called without the lock.
   void stop();
 

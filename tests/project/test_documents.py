@@ -112,6 +112,19 @@ def test_a_decision_that_was_amended_says_so() -> None:
     assert all(f"; {new} amends it" in status[old] for old, new in amended)
 
 
+def test_the_limitations_give_the_gpu_s_figure() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/gpu.json").read_text("utf-8"))["figures"]
+    (speed,) = (
+        row["measured"]
+        for row in rows
+        if row["name"]
+        == "ours, the optimizer alone, states HOST, backward: throughput / no offload"
+    )
+    assert f"a step takes {1 / speed:.2f} times" in (ROOT / "docs/limitations.md").read_text(
+        "utf-8"
+    )
+
+
 def test_the_reference_has_every_public_name() -> None:
     pages = {path.stem: path.read_text("utf-8") for path in (ROOT / "docs/reference").glob("*.md")}
     shown = set(re.findall(r"\.\. auto\w+:: (?:[\w.]+\.)?(\w+)", "\n".join(pages.values())))
