@@ -5,10 +5,12 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from training import Net, make, train
 
 from models import ResidualStack
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
+from tensorstow.fsdp.sharding import make_mesh
 
 THREADS = PipelinePolicy(threads=16)
 
@@ -44,4 +46,15 @@ def test_weights_in_host_memory(device: torch.device, overlap: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()
+    assert optimizer._params().store.pipeline.counters.update_lane == "update (15 threads)"
+
+
+def test_weights_that_fsdp2_keeps_in_host_memory(device: torch.device) -> None:
+    model = ResidualStack(16, 2)
+    mesh = make_mesh(device, stage=3, replicas=1)
+    fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    optimizer = AdamW(model.parameters(), lr=1e-2, policy=THREADS, overlap="backward", module=model)
+    model(torch.ones(2, 16, device=device)).sum().backward()
+    optimizer.step()
+    assert next(model.parameters()).is_cpu
     assert optimizer._params().store.pipeline.counters.update_lane == "update (15 threads)"
