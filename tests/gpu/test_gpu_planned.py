@@ -67,6 +67,16 @@ def test_where_updates_run(update_on: UpdateOn, states: Tier, device: torch.devi
     assert memory.file_bytes == held.get((Tier.DISK, "states"), 0)
 
 
+@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("update_on", ["host", "device"])
+def test_where_updates_of_several_chunks_run(
+    update_on: UpdateOn, states: Tier, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks in RAM are larger than those on disk."""
+    monkeypatch.setitem(globals(), "WIDTH", 1024)
+    test_where_updates_run(update_on, states, device)
+
+
 @pytest.mark.parametrize("below", [1, 2, 5])
 @pytest.mark.parametrize("lower", [Tier.HOST, Tier.DISK])
 def test_units_on_the_device_and_below(below: int, lower: Tier, device: torch.device) -> None:
