@@ -20,6 +20,7 @@ from tensorstow import Plan
 PLANS = [
     Plan(),
     Plan(parameters="disk", states="disk"),
+    Plan(parameters="disk", states="disk", overlap="forward"),
     Plan(stage=1),
     Plan(stage=2),
     Plan(states="disk", overlap="forward"),

@@ -26,6 +26,7 @@ PLANS = [
     Plan(parameters="host", states="disk", overlap="backward"),
     Plan(parameters="disk", states="disk"),
     Plan(parameters="disk", states="disk", overlap="backward"),
+    Plan(parameters="disk", states="disk", overlap="forward"),
     Plan(parameters="host", parameter_units={"blocks.1": "device", "blocks.2": "disk"}),
     Plan(parameters="host", parameter_units={"blocks.1": "device"}, overlap="forward"),
     Plan(parameters="host", parameter_units={"blocks.1": "device"}, overlap="backward"),

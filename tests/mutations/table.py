@@ -613,6 +613,25 @@ MUTATIONS = (
         "        pass\n",
         "unit/step/test_forward_waits.py::test_closing_ends_the_step_that_is_under_way",
     ),
+    Mutation(
+        "step/forward_overlap.py",
+        "elif self._params.update_router.step_path.pins_weights:",
+        "elif False:",
+        "unit/fsdp/test_forward_on_disk.py"
+        "::test_a_read_of_a_weight_that_is_new_lets_the_updates_of_others_go_on",
+    ),
+    Mutation(
+        "step/disk_feed.py",
+        "        self._pins.leave_room()\n",
+        "        pass\n",
+        "unit/step/test_disk_feed.py::test_beside_a_forward_room_is_left_for_what_computes",
+    ),
+    Mutation(
+        _FEED,
+        "overlap_with is not OverlapWith.FORWARD\n",
+        "True\n",
+        "unit/step/test_gradient_feed.py::test_a_step_beside_a_forward_is_closed_without_waiting",
+    ),
     Mutation(_FEED, "            feed.join()\n", "            pass\n", f"{_ASKS}"),
     Mutation(
         _FEED,

@@ -287,7 +287,7 @@ SCRATCH, FORWARD, TWICE = (
 ADAM = {"optimizer": AdamW}
 STOWED = {"optimizer": partial(StowedOptimizer, SGD, lr=0.1)}
 LEFT = "Leave it out"
-NOT_THERE, NOT_FINAL = "forward would need weights that it does not have", "of a step are final"
+NOT_FINAL = "of a step are final"
 CLIPS = "gradients are used before"
 SCALES = "A GradScaler (or div_scale) was used"
 BUFFERS = "and no unit's parameters are on disk"
@@ -368,7 +368,6 @@ CASES = [
             {"Leave it out.": {"weight_ram_budget": OUT}},
         )
         for more in (
-            {"overlap": "forward"},
             {"stage": 2},
             {"parameters": "device", "update_on": "device"},
         )
@@ -396,12 +395,6 @@ CASES = [
         Plan,
         {"device_budget": "1GiB", "parameters": "host", "stage": 2},
         {LEFT: {"device_budget": OUT}, "say stage=3": {"stage": 3}},
-    ),
-    Case(
-        'overlap="forward" was given with parameters on disk',
-        Plan,
-        {"parameters": "disk", "overlap": "forward"},
-        {'Use "backward"': {"overlap": "backward"}, 'or "none"': {"overlap": "none"}},
     ),
     # stow().
     Case(
@@ -488,7 +481,11 @@ CASES = [
             {"leave it out": {"optimizer": AdamW}, **ways},
         )
         for given, plan, ways in (
-            ({"overlap": "forward"}, DISK, {}),
+            (
+                {"overlap": "forward"},
+                DISK,
+                {'overlap="forward" in': {"plan": DISK.but(overlap="forward"), **ADAM}},
+            ),
             ({"states": 0.5}, Plan(), {}),
             ({"states": "disk"}, Plan(), {'states="disk" in the plan': {"plan": SCRATCH}}),
             ({"overlap": "forward"}, Plan(), {'overlap="forward" in': {"plan": FORWARD, **ADAM}}),
@@ -556,15 +553,11 @@ CASES = [
             ways,
         )
         for site, overlap, on_disk, clips, scales, ways in (
-            (NOT_THERE, "forward", True, True, False, {'overlap="none"': {"overlap": "none"}}),
-            (
-                *(NOT_THERE, "forward", True, False, False),
-                {'overlap="none"': {"overlap": "none"}, '"backward"': {"overlap": "backward"}},
-            ),
             (
                 *(NOT_FINAL, "backward", True, True, True),
                 {
                     'overlap="none"': {"overlap": "none"},
+                    '"forward"': {"overlap": "forward"},
                     "leave gradient_clipping and fp16 out": {"clips": False, "scales": False},
                 },
             ),
@@ -722,7 +715,10 @@ CASES = [
         CLIPS,
         placed,
         {"plan": BESIDE, "clip": 1.0},
-        {'Use overlap="none", which': {"plan": BESIDE.but(overlap="none")}},
+        {
+            'Use overlap="forward"': {"plan": BESIDE.but(overlap="forward")},
+            'or "none"': {"plan": BESIDE.but(overlap="none")},
+        },
     ),
     Case(
         SCALES,

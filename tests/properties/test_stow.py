@@ -28,6 +28,8 @@ CONFIGS = [
     RunConfig(Plan(parameters="disk", states="disk")),
     RunConfig(Plan(parameters="disk"), clip=0.1),
     RunConfig(Plan(parameters="disk", states="disk", overlap="backward"), dtype=torch.bfloat16),
+    RunConfig(Plan(parameters="disk", states="disk", overlap="forward"), clip=0.05),
+    RunConfig(Plan(parameters="disk", overlap="forward"), dtype=torch.bfloat16),
     RunConfig(Plan(parameters="disk", states="disk", accumulation_steps=2), dtype=torch.bfloat16),
     RunConfig(Plan(parameter_units={"blocks.1": "disk"}, states="disk", overlap="backward")),
 ]
@@ -65,7 +67,7 @@ def test_any_two_values_of_two_axes_are_right_together(
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
     # A change of these numbers is a change of what is proved: make it on purpose.
-    assert len(feasible_pairs(AXES, allowed)) == 618
+    assert len(feasible_pairs(AXES, allowed)) == 619
     assert len(MATRIX) == 24
 
 

@@ -82,7 +82,7 @@ def allowed(row: Mapping[str, Value]) -> bool:
         or (by_device and row.get("overlap") == "forward")
         # Replicas of one rank alone are none, and under stage 0 every rank is one.
         or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
-        or (on_disk and (row.get("stage", 3) != 3 or row.get("overlap") == "forward"))
+        or (on_disk and row.get("stage", 3) != 3)
         or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
         # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
         or (row.get("clip") == "torch" and row.get("dtype", "float32") != "float32")

@@ -19,6 +19,8 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 FETCHED = Plan(parameters="disk", states="disk")
 """Everything on disk."""
+FETCHED_BESIDE = FETCHED.but(overlap="forward")
+"""The same, updated beside the next forward."""
 
 
 def mesh_here() -> DeviceMesh | None:

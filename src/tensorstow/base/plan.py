@@ -97,8 +97,8 @@ class Plan:
             tensor or weight is used both in a unit and outside of it. Dropout draws in another
             order, and batch norms see one micro-batch at a time. A unit that takes or returns
             objects, or tokens of all samples in one dimension, raises an error in forward. With
-            weights on disk use ``overlap="backward"``: ``step()`` reads and writes them once more
-            otherwise. Default: 1, the whole batch goes through at once.
+            weights on disk use an ``overlap``: ``step()`` reads them once more otherwise. Default:
+            1, the whole batch goes through at once.
         prefetch: How many units ahead weights are read from disk and copied to an accelerator.
         ram_budget: Bytes of host memory for states on disk; see ``AdamW``.
         weight_ram_budget: Bytes of host memory per rank for buffers of parameters on disk, in
@@ -143,17 +143,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""
-        exact = '"backward" if parameters are on disk or updated on the device, else "forward"'
+        exact = '"forward", or "backward" if parameters are updated on the device'
         refuse_delayed(self.overlap, "in a plan", f"Use {exact}, which are exact.")
         check_fields(self)
         self._check_update_on()
         self._refuse_idle()
-        if self.timing.waits_by_module and Tier.DISK in self.parameter_tiers:
-            message = (
-                'overlap="forward" was given with parameters on disk: updates during the next'
-                ' forward would need weights that it has released. Use "backward" or "none".'
-            )
-            raise OptionError(message)
         on_disk = [name for name in self.unsharded if self.tier_of(name) == Tier.DISK]
         if self.unsharded and (self.stage < 3 or on_disk):
             message = (

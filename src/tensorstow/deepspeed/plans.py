@@ -34,12 +34,12 @@ def plan_of(settings: Settings, *, device_is_host: bool, overlap: Overlap | None
     hold a full copy. ``max_in_cpu`` elements of parameters on disk may be in memory; 0: the
     minimum.
 
-    [Note: When updates run] During the next forward, which is exact under clipping, loss scaling
-    and skipped steps too. Where parameters are on disk or the accelerator has a share of them, the
-    next forward would find weights that are still updated: then during backward, which uses
-    gradients before the norm of all is known, so nothing may be clipped, scaled or skipped by it;
-    else in ``step()``. All three have the same results, and neither of the first two takes longer
-    than the last: no rate of the machine is needed to choose.
+    [Note: When updates run] During backward, where parameters are on disk or the accelerator
+    updates a share of them, unless something needs all gradients before an update: clipping, loss
+    scaling or a skipped step. Else during the next forward, which is exact under all of these; but
+    in ``step()`` where the accelerator has a share, for which no forward waits. All have the same
+    results, and neither of the first two takes longer than the last: no rate of the machine is
+    needed to choose.
 
     ``device_is_host``: whether the CPU computes. ``overlap``: what the user says of it; None: the
     rule. Raises OptionError for a ``ratio`` below 1 without an accelerator, or parameters
@@ -79,9 +79,9 @@ def _overlap(settings: Settings, plan: Plan, asked: Overlap | None) -> tuple[Ove
         read_value(Overlap, asked, "overlap")
         _refuse_overlap(plan, asked, dependent)
         return asked, "as passed to initialize()"
-    if plan.parameters != Tier.DISK and plan.update_on is None:
+    if plan.update_on is None and (plan.parameters != Tier.DISK or dependent):
         return "forward", "exact with clipping, scaling and skipped steps"
-    cause = "parameters are on disk" if plan.parameters == Tier.DISK else "ratio is below 1"
+    cause = "ratio is below 1" if plan.update_on is not None else "parameters are on disk"
     if dependent:
         return "none", f"{cause}, and {dependent} needs all gradients before an update"
     return "backward", f"{cause}, and nothing needs all gradients before an update"
@@ -98,11 +98,10 @@ def _refuse_overlap(plan: Plan, asked: Overlap, dependent: str) -> None:
         return
     use = f"Use overlap={' or '.join(map(json.dumps, usable))}"
     if not _fits(plan, asked):
-        cause = "parameters on disk" if plan.parameters == Tier.DISK else "a ratio below 1"
         also = f" and {dependent}" if dependent else ""
         message = (
-            f"overlap={json.dumps(asked)} was given with {cause}{also}: updates during the next"
-            f" forward would need weights that it does not have. {use}."
+            f"overlap={json.dumps(asked)} was given with a ratio below 1{also}: updates on the"
+            f" device are not waited for module by module. {use}."
         )
         raise OptionError(message)
     message = (

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import AccumulationSteps, reaches_device
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.memory import StateMemory
@@ -478,11 +477,7 @@ class BackwardOverlap(Schedule):
 
 def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:
     """Return the values of ``overlap`` that an optimizer of ``params`` could have instead."""
-    if (
-        not has_module
-        or reaches_device(params.offload_policy.update_on)
-        or any(param.tier is Tier.DISK for param in params.all())
-    ):
+    if not has_module or reaches_device(params.offload_policy.update_on):
         return 'overlap="none"'
     return 'overlap="forward" or "none"'
 

@@ -10,8 +10,15 @@ A unit's pin ends when no more of its chunks are to come. If others need memory 
 chunk in flight needs it, and is taken again later, so a parameter without a gradient holds no
 memory. At most two units are pinned at once, fewer if memory is short, or as many as one chunk has
 parts of: states are cut so that this is one, unless they were cut for another plan and resumed.
+
+[Note: Pins beside a forward] With ``overlap="forward"`` it passes on what is read already and has
+room, and returns. A wait for a weight passes on the chunks up to it; ``move_on`` has those follow
+that can without waiting. So one unit is updated while the one before it computes, and a forward
+finds each weight in memory, where the update has left it. Each wait leaves room for one unit more,
+which the forward pins; so the pins of both stay within the memory of three units.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -27,9 +34,142 @@ from tensorstow.step.gradient_feed import GradientFeed
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import Pager
 
+Pagers = Mapping[int, Pager]
+"""The buffers of units, by ``id``."""
 _AT_ONCE = 2
 _AHEAD = 2
 """Units that are read beyond the one that is pinned last."""
+
+
+@dataclass(eq=False, slots=True)
+class _Pin:
+    pager: Pager
+    users: int = 0
+    """Chunks in flight that need the pin."""
+    changed: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _PinnedChunk:
+    """A chunk in flight whose weights are pinned."""
+
+    number: int
+    pagers: frozenset[int]
+    """The units that it needs."""
+    of: frozenset[int]
+    """The units that it has a part of."""
+    crosses: bool
+
+
+class UnitPins:
+    """Pins of units, by the chunks in flight that need them."""
+
+    def __init__(self, pipeline: UpdatePipeline) -> None:
+        """``pipeline`` says which chunks are updated."""
+        self._pipeline = pipeline
+        self._left: dict[int, int] = {}
+        """Number of chunks that are not updated yet, by pager."""
+        self._chunks: list[_PinnedChunk] = []
+        self._pins: dict[int, _Pin] = {}
+
+    def begin(self, left: Mapping[int, int]) -> None:
+        """Begin a step in which each unit has so many chunks to be passed on."""
+        self._left = dict(left)
+        self._chunks.clear()
+
+    def add(self, chunk: int, needed: Pagers, of: Pagers, *, crosses: bool, write: bool) -> None:
+        """Pin the units that a chunk needs, until it is updated; wait until there is room.
+
+        Args:
+            chunk: The number of a chunk that is passed on now.
+            needed: The units of the weights that are read or written with it.
+            of: All units that it has a part of.
+            crosses: Whether its gradients come from a device, which may take as long as the step.
+            write: Whether the step updates weights.
+        """
+        self._make_room(needed)
+        for key, pager in needed.items():
+            if key not in self._pins:
+                pager.pin(for_write=write)
+                self._pins[key] = _Pin(pager)
+            self._pins[key].users += 1
+        self._chunks.append(_PinnedChunk(chunk, frozenset(needed), frozenset(of), crosses))
+
+    def mark_changed(self, units: Pagers) -> None:
+        """Have pinned units written back when their pins end."""
+        for key in units:
+            self._pins[key].changed = True
+
+    def end_done(self) -> None:
+        """End the pins of chunks that the step is done with."""
+        under_way = []
+        for chunk in self._chunks:
+            if not self._pipeline.is_updated(chunk.number):
+                under_way.append(chunk)
+                continue
+            for key in chunk.pagers:
+                self._pins[key].users -= 1
+            for key in chunk.of:
+                self._left[key] -= 1
+        self._chunks = under_way
+        for key, pin in list(self._pins.items()):
+            if not pin.users and not self._left[key]:
+                self._unpin(key)
+
+    def are_free(self, needed: Pagers) -> bool:
+        """Return whether these can be pinned without waiting for a read, or for other pins."""
+        missing = [pager for key, pager in needed.items() if key not in self._pins]
+        return all(pager.is_ready() for pager in missing) and self._is_room_for(needed)
+
+    def leave_room(self) -> None:
+        """Have room for the largest unit: what computes pins its own next."""
+        self.end_done()
+        while self._pins and not next(iter(self._pins.values())).pager.can_pin(0):
+            if not self._wait_for_one(()):
+                return
+
+    def end(self) -> None:
+        """End every pin: the step is over."""
+        self._chunks.clear()
+        for key in list(self._pins):
+            self._unpin(key)
+
+    # --- inside ---
+
+    def _make_room(self, needed: Pagers) -> None:
+        """End other pins until there is memory for the ``needed`` ones."""
+        self.end_done()
+        while not self._is_room_for(needed):
+            free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)
+            key = next(free, None)
+            if key is not None:
+                self._unpin(key)
+            elif not self._wait_for_one(needed.keys()):
+                return
+
+    def _wait_for_one(self, needed: Collection[int]) -> bool:
+        """Wait for the oldest chunk that has other units than these; return False if none has.
+
+        A chunk that awaits a copy from a device may take as long as the step: it is left out.
+        """
+        chunks = (c for c in self._chunks if c.pagers.difference(needed) and not c.crosses)
+        oldest = next(chunks, None)
+        if oldest is None:
+            return False
+        self._pipeline.wait_chunk(oldest.number)
+        self.end_done()
+        return True
+
+    def _is_room_for(self, needed: Pagers) -> bool:
+        missing = [pager for key, pager in needed.items() if key not in self._pins]
+        if not missing:
+            return len(self._pins) <= max(_AT_ONCE, len(needed))
+        few = len(self._pins) + len(missing) <= max(_AT_ONCE, len(needed))
+        return few and missing[0].can_pin(sum(pager.nbytes for pager in missing))
+
+    def _unpin(self, key: int) -> None:
+        pin = self._pins.pop(key)
+        pin.pager.unpin(dirty=pin.changed)
 
 
 @dataclass(eq=False, slots=True)
@@ -43,22 +183,6 @@ class _DiskChunk:
     """Its parameters on disk."""
     crosses: bool
     """Some of its gradients come from a device."""
-
-
-@dataclass(eq=False, slots=True)
-class _Pin:
-    pager: Pager
-    users: int = 0
-    """Chunks in flight that need the pin."""
-    changed: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _PinnedChunk:
-    """A chunk in flight whose weights are pinned."""
-
-    part: _DiskChunk
-    pagers: frozenset[int]
 
 
 class DiskFeed(GradientFeed):
@@ -79,11 +203,12 @@ class DiskFeed(GradientFeed):
         """Gradients with chunks that were not passed on; after that the pipeline holds them."""
         self._parts: dict[int, _DiskChunk] = {}
         """Chunks that were not passed on yet."""
+        self._rest: deque[_DiskChunk] = deque()
+        """The same of a closed step, in the order in which they are passed on."""
+        self._sent: Callable[[], None] | None = None
+        """Called when a closed step has no more chunks to pass on."""
         self._parts_of: dict[int, list[_DiskChunk]] = {}
-        self._left: dict[int, int] = {}
-        """Number of chunks that are not updated yet, by pager."""
-        self._pinned_chunks: list[_PinnedChunk] = []
-        self._pins: dict[int, _Pin] = {}
+        self._pins = UnitPins(pipeline)
 
     # --- a step ---
 
@@ -99,11 +224,12 @@ class DiskFeed(GradientFeed):
     def begin(self, plan: StepPlan, gate: ChunkGate) -> None:
         """Begin a step by ``plan``, with the gradients that it has."""
         self._gate = gate
+        self._rest.clear()
+        self._sent = None
         self._gradients.clear()
         self._parts.clear()
         self._parts_of.clear()
-        self._left.clear()
-        self._pinned_chunks.clear()
+        left: dict[int, int] = {}
         expected = self._pagers.keys() if self._captures else self._due
         for chunk in self._chunks:
             runs = tuple(run for run in chunk.plan.runs if run.parameter in expected)
@@ -116,7 +242,8 @@ class DiskFeed(GradientFeed):
             for run in runs:
                 self._parts_of.setdefault(run.parameter, []).append(part)
             for key in self._keys(part.owners):
-                self._left[key] = self._left.get(key, 0) + 1
+                left[key] = left.get(key, 0) + 1
+        self._pins.begin(left)
         for update in plan.updates:
             if update.gradient is not None and update.param.number in self._due:
                 self.offer(update.param, update.gradient)
@@ -131,37 +258,39 @@ class DiskFeed(GradientFeed):
             self._pin_chunk(self._parts[chunk])
 
     def move_on(self) -> None:
-        """End the pins of chunks that the step is done with."""
-        under_way = []
-        for pinned in self._pinned_chunks:
-            if not self._pipeline.is_updated(pinned.part.chunk.number):
-                under_way.append(pinned)
-                continue
-            for key in pinned.pagers:
-                self._pins[key].users -= 1
-            for key in self._keys(pinned.part.owners):
-                self._left[key] -= 1
-        self._pinned_chunks = under_way
-        for key, pin in list(self._pins.items()):
-            if not pin.users and not self._left[key]:
-                self._unpin(key)
+        """End the pins of chunks that the step is done with; pass on those that need no wait."""
+        self._pins.end_done()
+        while self._rest and self._pins.are_free(self._needed(self._rest[0])):
+            self._send_next()
 
-    def close(self, sent: Callable[[], None]) -> None:
+    def close(self, sent: Callable[[], None], *, waits: bool = True) -> None:
         """Pass on the rest, chunk by chunk: no more gradients come."""
         numbers = self._pipeline.order_now()
-        parts = self._by_pager([self._parts[n] for n in numbers if n in self._parts])
-        updated = [self._keys(part.owners & self._gradients.keys()) for part in parts]
-        for index, part in enumerate(parts):
-            self._pin_chunk(part)
-            for pager in updated[index].values():
-                following = (p for pagers in updated[index + 1 :] for p in pagers.values())
-                pager.expect([*islice(dict.fromkeys(following), _AHEAD)])
-        sent()
+        parts = [self._parts[n] for n in numbers if n in self._parts]
+        self._rest.extend(self._by_pager(parts))
+        if not self._rest:
+            sent()
+            return
+        self._sent = sent
+        if waits:
+            self.wait(None)
+            return
+        self._send_next()  # the next forward begins with it
+        self.move_on()
+
+    def wait(self, numbers: Collection[int] | None) -> None:
+        """Pass on the rest up to the last chunk of these parameters, or all."""
+        due = set(self._rest)
+        if numbers is not None:
+            due &= {part for number in numbers for part in self._parts_of.get(number, ())}
+        while due:
+            due.discard(self._send_next())
+        self._pins.leave_room()
 
     def end(self) -> None:
         """End every pin: the step is over."""
-        for key in list(self._pins):
-            self._unpin(key)
+        self._rest.clear()
+        self._pins.end()
 
     # --- inside ---
 
@@ -174,11 +303,28 @@ class DiskFeed(GradientFeed):
             ranks[part] = min(firsts, default=index)
         return sorted(parts, key=lambda part: ranks[part])
 
+    def _send_next(self) -> _DiskChunk:
+        """Pass on the next chunk of a closed step, and have the units after it read; return it."""
+        part = self._rest.popleft()
+        pagers = self._keys(self._updated(part)).values()
+        self._pin_chunk(part)
+        for pager in pagers:
+            following = (p for rest in self._rest for p in self._keys(self._updated(rest)).values())
+            pager.expect([*islice(dict.fromkeys(following), _AHEAD)])
+        if not self._rest and self._sent is not None:
+            sent, self._sent = self._sent, None
+            sent()
+        return part
+
+    def _updated(self, part: _DiskChunk) -> Collection[int]:
+        """Return the parameters on disk that the update of a chunk changes."""
+        return part.owners & self._gradients.keys()
+
     def _pin_chunk(self, part: _DiskChunk) -> None:
         """Pin the weights of a chunk, and pass on its gradients."""
         del self._parts[part.chunk.number]
         pieces: list[tuple[int, torch.Tensor | None]] = []
-        changed = set()
+        needed, changed = self._needed(part), set()
         for run in part.runs:
             gradient = self._gradients.get(run.parameter)
             if gradient is None:
@@ -189,59 +335,18 @@ class DiskFeed(GradientFeed):
             self._parts_of[run.parameter].remove(part)
             if not self._parts_of[run.parameter]:
                 del self._gradients[run.parameter]
-        needed = self._keys(self._touched(part, changed))
-        self._make_room(needed)
-        written = self._keys(changed)
-        for key, pager in needed.items():
-            pin = self._pins.get(key) or self._pin(key, pager)
-            pin.users += 1
-            pin.changed |= key in written
-        self._pinned_chunks.append(_PinnedChunk(part, frozenset(needed)))
+        of, write = self._keys(part.owners), bool(self._due)
+        self._pins.add(part.chunk.number, needed, of, crosses=part.crosses, write=write)
+        self._pins.mark_changed(self._keys(changed))
         self._pipeline.add_chunk_gradients(part.chunk.number, pieces)
 
-    def _touched(self, part: _DiskChunk, changed: set[int]) -> Collection[int]:
-        """Return the parameters whose weights are read or written with the chunk."""
+    def _needed(self, part: _DiskChunk) -> dict[int, Pager]:
+        """Return the units whose weights are read or written with the chunk."""
         if not self._captures:
-            return changed
+            return self._keys(self._updated(part))
         is_updated = part.crosses or self._gate.has_gradient(part.chunk.number)
-        if is_updated or not self._pipeline.stored.captured(part.chunk):
-            return part.owners
-        return ()
-
-    def _make_room(self, needed: Mapping[int, Pager]) -> None:
-        """End other pins until there is memory for the ``needed`` ones."""
-        self.move_on()
-        while not self._is_room_for(needed):
-            free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)
-            key = next(free, None)
-            if key is not None:
-                self._unpin(key)
-                continue
-            # A chunk that awaits a copy from a device may take as long as the step.
-            candidates = (
-                g for g in self._pinned_chunks if g.pagers - needed.keys() and not g.part.crosses
-            )
-            oldest = next(candidates, None)
-            if oldest is None:
-                return
-            self._pipeline.wait_chunk(oldest.part.chunk.number)
-            self.move_on()
-
-    def _is_room_for(self, needed: Mapping[int, Pager]) -> bool:
-        missing = [pager for key, pager in needed.items() if key not in self._pins]
-        if not missing:
-            return len(self._pins) <= max(_AT_ONCE, len(needed))
-        few = len(self._pins) + len(missing) <= max(_AT_ONCE, len(needed))
-        return few and missing[0].can_pin(sum(pager.nbytes for pager in missing))
-
-    def _pin(self, key: int, pager: Pager) -> _Pin:
-        pager.pin(for_write=bool(self._due))
-        pin = self._pins[key] = _Pin(pager)
-        return pin
-
-    def _unpin(self, key: int) -> None:
-        pin = self._pins.pop(key)
-        pin.pager.unpin(dirty=pin.changed)
+        is_read = is_updated or not self._pipeline.stored.captured(part.chunk)
+        return self._keys(part.owners if is_read else ())
 
     def _keys(self, numbers: Iterable[int]) -> dict[int, Pager]:
         pagers = (self._pagers[n] for n in numbers if n in self._pagers)

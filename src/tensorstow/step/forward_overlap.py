@@ -39,6 +39,7 @@ class ForwardOverlap(OngoingSchedule):
 
         Weights outside of the model, for which no module waits, are new by then.
         """
+        self.wait()  # for weights that no forward has read since the last step
         self._arrange()
         if self._nan_until_published:
             write_to_copies(plan)
@@ -61,10 +62,14 @@ class ForwardOverlap(OngoingSchedule):
         self._params.update_router.step_path.join()  # also if another stream has joined
         wanted = None if ids is None else list(ids)
         under_way = self._under_way.keys()
-        if not under_way or (wanted is not None and under_way.isdisjoint(wanted)):
+        if not under_way:
             return
-        with self._publishing():
-            self._wait(wanted)
+        if wanted is None or not under_way.isdisjoint(wanted):
+            with self._publishing():
+                self._wait(wanted)
+        elif self._params.update_router.step_path.pins_weights:  # one that is new is pinned next
+            with self._publishing():
+                self._params.update_router.step_path.wait(())
 
     def _wait(self, ids: Iterable[int] | None) -> None:
         wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
@@ -78,6 +83,8 @@ class ForwardOverlap(OngoingSchedule):
             publish_weight(param)
             mark_published(param.owner)  # after the copy: another thread may read it now
             del self._under_way[identity]  # last: after an interrupt, all of this is repeated
+        if not self._under_way:
+            self._params.update_router.step_path.wait()  # it ends what the step has held
 
     def finish(self) -> None:
         """End the step under way: it is the last one."""

@@ -80,8 +80,12 @@ class GradientFeed:
     def send(self, chunk: int) -> None:
         """Pass on the feed's gradients of a complete chunk."""
 
-    def close(self, sent: Callable[[], None]) -> None:
-        """Pass on the rest: no more gradients come. ``sent`` is called after the last."""
+    def close(self, sent: Callable[[], None], *, waits: bool = True) -> None:
+        """Pass on the rest: no more gradients come. ``sent`` is called after the last.
+
+        ``waits``: whether to block until the rest has room; False: ``wait`` and ``move_on`` go on.
+        """
+        del waits
         sent()
 
     def move_on(self) -> None:
@@ -237,6 +241,8 @@ class StepFeeds:
         """Whether ``close`` ends the step: a feed updates chunks."""
         self._is_held = False
         """Whether nothing is sent before ``close``."""
+        self._close_waits = True
+        """Whether ``close`` waits for memory, rather than each read of a weight for its part."""
         self._unsent = 0
         self._arriving: CopyQueue[tuple[ManagedParam, torch.Tensor]] = CopyQueue()
 
@@ -259,6 +265,7 @@ class StepFeeds:
         is_early = overlap_with is OverlapWith.BACKWARD
         self._is_open = is_early or any(row.expected for row in rows)
         self._commits = plan.commits
+        self._close_waits = overlap_with is not OverlapWith.FORWARD
         self._runs_to_end = self._has_updater and bool(plan.updates)
         self._is_held = self._runs_to_end and not (is_early and self._share_tuner.is_final)
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
@@ -349,6 +356,7 @@ class StepFeeds:
                 feed.end()
         else:
             self._pipeline.wait_parameters(list(numbers))
+            self.move_on()
 
     def wait_for_one(self, numbers: Sequence[int]) -> bool:
         """Wait until one more gradient is used or copied; return False if there is none.
@@ -375,6 +383,11 @@ class StepFeeds:
         """Make the caller's stream wait for new weights that are copied to the device."""
         for feed in self._feeds:
             feed.join()
+
+    @property
+    def pins_weights(self) -> bool:
+        """Return whether a step pins weights, for which reads of others must have room."""
+        return bool(self._feeds_of.get(Tier.DISK))
 
     @property
     def staging_bytes(self) -> int:
@@ -411,7 +424,7 @@ class StepFeeds:
     def _close_feeds(self) -> None:
         self._unsent = len(self._feeds)
         for feed in self._feeds:
-            feed.close(self._sent)
+            feed.close(self._sent, waits=self._close_waits)
 
     def _sent(self) -> None:
         """Close the pipeline's step when every feed has sent all gradients."""

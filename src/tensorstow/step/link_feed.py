@@ -142,8 +142,9 @@ class LinkFeed(GradientFeed):
         if chunk in self._unsent:
             self._ready.append(chunk)
 
-    def close(self, sent: Callable[[], None]) -> None:
+    def close(self, sent: Callable[[], None], *, waits: bool = True) -> None:
         """End the gradients; send the rest in the pipeline's order, and call ``sent`` then."""
+        del waits  # ``move_on`` sends what has room
         self._report_sent = sent
         self._ready = deque(n for n in self._pipeline.order_now() if n in self._unsent)
         self._stage = self._stage.then(FeedStage.CLOSED)

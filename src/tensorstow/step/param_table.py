@@ -22,7 +22,7 @@ from tensorstow.states.traffic import Traffic
 from tensorstow.step.managed_param import ManagedParam, in_shape_of
 from tensorstow.step.optimizer_links import OptimizerLinks
 from tensorstow.step.update_router import UpdateRouter
-from tensorstow.step.validation import refuse_disk, refuse_sharded_since
+from tensorstow.step.validation import refuse_sharded_since
 from tensorstow.tensors.dtensor import layout_of, order_of, pager_of, shard_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
@@ -178,8 +178,6 @@ class ParamTable:
         ``amsgrad``: for every parameter of the optimizer, by id, whether it has that state.
         """
         new = [p for p in parameters if id(p) not in self._by_id]
-        if any(pager_of(p) is not None for p in new):
-            refuse_disk(self.offload_policy.timing)
         if any(layout_of(p) is not None for p in new):
             refuse_delayed(self.offload_policy.overlap, "with sharded parameters")
         self._hooks.update()

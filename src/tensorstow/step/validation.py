@@ -57,16 +57,6 @@ def refuse_host(parameter: torch.Tensor, name: str, update_on: UpdateOn | None) 
         raise OptionError(message)
 
 
-def refuse_disk(timing: UpdateTiming) -> None:
-    """Raise OptionError if updates of parameters on disk would run during the next forward."""
-    if timing.waits_by_module:
-        message = (
-            'overlap="forward" was requested with parameters on disk: updates during the next'
-            ' forward would need weights that it has released. Use "backward" or "none".'
-        )
-        raise OptionError(message)
-
-
 def refuse_sharded_since(new: Sequence[torch.Tensor], offload_policy: OffloadPolicy) -> None:
     """Raise OptionError if parameters became sharded, and a directory or hooks use the old ones.
 

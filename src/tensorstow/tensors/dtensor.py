@@ -36,6 +36,9 @@ class Pager(Protocol):
     def is_in_files(self) -> bool:
         """Return whether the bytes are in files of the user's, which are only read."""
 
+    def is_ready(self) -> bool:
+        """Return whether a pin would wait for nothing."""
+
     def can_pin(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
 

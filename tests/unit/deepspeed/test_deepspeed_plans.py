@@ -83,8 +83,8 @@ def test_parameters_on_disk_are_updated_beside_backward_unless_all_gradients_are
     )
     assert 'overlap="backward" (parameters are on disk, and nothing needs all gradients' in said
     for more in NEEDS:
-        assert placed(settings(zero, **more)).overlap == "none"
-        assert f"{[*more][-1]} needs all gradients" in caplog.messages[-1]
+        assert placed(settings(zero, **more)).overlap == "forward"
+        assert "exact with clipping, scaling and skipped steps" in caplog.messages[-1]
         with pytest.raises(OptionError, match=f'overlap="backward" was given with .*{[*more][-1]}'):
             plan_of(settings(zero, **more), device_is_host=True, overlap="backward")
 
@@ -93,11 +93,13 @@ def test_the_user_says_when_updates_run() -> None:
     zero = Zero(3, OffloadOptimizer("nvme", "/a"), OffloadParam("nvme", "/b"))
     assert plan_of(settings(zero), device_is_host=True, overlap="none").overlap == "none"
     assert plan_of(settings(), device_is_host=True, overlap="backward").overlap == "backward"
+    assert plan_of(settings(zero), device_is_host=True, overlap="forward").overlap == "forward"
+    shared = settings(Zero(3, OffloadOptimizer("cpu", ratio=0.25)))
     with pytest.raises(
         OptionError,
-        match=r'"forward" was given with parameters on disk: .* Use overlap="none" or "backward"',
+        match=r'"forward" was given with a ratio below 1: .* Use overlap="none" or "back',
     ):
-        plan_of(settings(zero), device_is_host=True, overlap="forward")
+        plan_of(shared, device_is_host=False, overlap="forward")
 
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from models import TiedModel
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins, whole
+from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
 
@@ -36,6 +36,7 @@ PLANS = [
     Plan(parameters="device"),
     Plan(stage=2),
     FETCHED,
+    FETCHED_BESIDE,
 ]
 
 

@@ -104,7 +104,7 @@ def _same(a: Run, b: Run) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("states", ["disk", "host"])
 def test_steps_hold_no_more_than_weight_ram_budget(overlap: str, states: str) -> None:
     plan = EVERYTHING.but(overlap=overlap, states=states)
@@ -115,7 +115,7 @@ def test_steps_hold_no_more_than_weight_ram_budget(overlap: str, states: str) ->
     assert got[1].most_buffer_pool_bytes <= ROOM
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_commits_and_resuming_hold_no_more_than_weight_ram_budget(
     tmp_path: Path, overlap: str, dtype: torch.dtype
@@ -134,7 +134,7 @@ def test_commits_and_resuming_hold_no_more_than_weight_ram_budget(
         assert found.most_buffer_pool_bytes <= room
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_chunks_that_a_resumed_run_cut_over_units_have_these_units_and_one_more(
     tmp_path: Path, overlap: str
 ) -> None:
@@ -202,7 +202,7 @@ def held_by(make: type[nn.Module], overlap: str) -> tuple[int, int]:
     return found, room
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("make", [Sides, Encoders])
 def test_what_is_gathered_and_not_used_is_not_held(

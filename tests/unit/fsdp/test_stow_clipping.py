@@ -9,10 +9,10 @@ from torch import nn
 
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins, whole
+from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import Plan
 
-PLANS = [Plan(), Plan(overlap="forward", states="disk"), Plan(stage=2), FETCHED]
+PLANS = [Plan(), Plan(overlap="forward", states="disk"), Plan(stage=2), FETCHED, FETCHED_BESIDE]
 Pool = Callable[[int], Ranks]
 
 

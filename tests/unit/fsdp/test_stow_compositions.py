@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks.pool import RankError, Ranks
 from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins
+from ranks.twin import FETCHED, FETCHED_BESIDE, Twins
 from tensorstow import Plan
 
 Pool = Callable[[int], Ranks]
@@ -20,6 +20,7 @@ PLANS = [
     Plan(stage=1),
     Plan(stage=2),
     FETCHED,
+    FETCHED_BESIDE,
 ]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins, whole
+from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import Plan
 
 Pool = Callable[[int], Ranks]
@@ -21,6 +21,7 @@ PLANS = [
     *(Plan(stage=stage, overlap="forward") for stage in (0, 1, 2)),
     Plan(parameters="device"),
     FETCHED,
+    FETCHED_BESIDE,
 ]
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,

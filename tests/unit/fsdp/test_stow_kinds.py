@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks.pool import Ranks
-from ranks.twin import ADAMW, FETCHED, Twins, mesh_here
+from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 
@@ -24,6 +24,7 @@ PLANS = [
     Plan(stage=1),
     Plan(stage=2),
     FETCHED,
+    FETCHED_BESIDE,
 ]
 SIZE = 6
 
@@ -219,6 +220,7 @@ SCALARS = [
     Plan(states="disk"),
     Plan(overlap="forward"),
     FETCHED,
+    FETCHED_BESIDE,
     Plan(stage=2),
 ]
 
@@ -244,7 +246,7 @@ def with_scalars(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("plan", "world"),
     [*((plan, 2) for plan in SCALARS), (FETCHED, 1)],
-    ids=["z3", "forward", "fetched", "z2", "fetched-alone"],
+    ids=["z3", "forward", "fetched", "fetched-beside", "z2", "fetched-alone"],
 )
 def test_scalars_stay_plain_and_every_rank_updates_them_alike(
     ranks: Pool, plan: Plan, world: int

@@ -9,11 +9,11 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins, whole
+from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import Plan
 
 Pool = Callable[[int], Ranks]
-PLANS = [Plan(), Plan(overlap="forward", states="disk"), FETCHED]
+PLANS = [Plan(), Plan(overlap="forward", states="disk"), FETCHED, FETCHED_BESIDE]
 BAD = 1
 """The step in which a rank's loss is infinite."""
 

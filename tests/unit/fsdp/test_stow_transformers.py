@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorstow
 from ranks.pool import Ranks
-from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
+from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.export import save_safetensors
@@ -22,7 +22,13 @@ from tensorstow.fsdp.export import save_safetensors
 Pool = Callable[[int], Ranks]
 WORDS, LENGTH = 32, 8
 KINDS = ["gpt2", "llama"]
-PLANS = [Plan(), Plan(overlap="forward", states="disk"), Plan(stage=2), FETCHED]
+PLANS = [
+    Plan(),
+    Plan(overlap="forward", states="disk"),
+    Plan(stage=2),
+    FETCHED,
+    FETCHED_BESIDE,
+]
 
 
 def config_of(kind: str) -> Any:  # noqa: ANN401  # another library's

@@ -31,11 +31,16 @@ class FakePager:
     for_write: bool | None = None
     nbytes: int = 100
     room: int = 1 << 20
+    is_read: bool = True
     expected: list[str] = field(default_factory=list)
 
     def expect(self, following: Sequence["FakePager"]) -> None:
         """Note it."""
         self.expected = [pager.name for pager in following]
+
+    def is_ready(self) -> bool:
+        """Return whether it is in memory."""
+        return self.is_read
 
     def can_pin(self, nbytes: int) -> bool:
         """Have room."""
@@ -302,3 +307,98 @@ def test_a_commit_has_a_word_on_each_weight_on_disk() -> None:
     assert [row.expected for row in scene.rows] == [True] + [False] * 5
     scene.feed(due=(0,), captures=True)
     assert [row.expected for row in scene.rows] == [True] * 6
+
+
+class Ends:
+    """Counts how often it was told that all was handed over."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+
+
+def beside_a_forward(owners: list[tuple[int, ...]], **room: int) -> tuple[Scene, DiskFeed, Ends]:
+    """Return a step with all gradients, closed without waiting."""
+    scene, ends = Scene(owners), Ends()
+    for pager in scene.pagers:
+        pager.room = room.get(pager.name, pager.room)
+        pager.is_read = False
+    disk_feed = scene.feed()
+    for param in scene.params:
+        disk_feed.offer(param, GRADIENT)
+    disk_feed.close(ends, waits=False)
+    return scene, disk_feed, ends
+
+
+def test_beside_a_forward_a_step_begins_with_one_unit_and_has_the_next_ones_read() -> None:
+    scene, _, ends = beside_a_forward([(0, 1), (2, 3), (4, 5)])
+    assert scene.log == ["+a", "0:0,1"]
+    assert scene.pagers[0].expected == ["b", "c"]
+    assert not ends.count
+
+
+def test_beside_a_forward_chunks_of_a_unit_in_memory_are_handed_over_at_once() -> None:
+    scene, _, _ = beside_a_forward([(0,), (1,), (2, 3), (4, 5)])
+    assert scene.log == ["+a", "0:0", "1:1"]
+
+
+def test_beside_a_forward_a_unit_that_is_read_is_updated_while_another_computes() -> None:
+    scene, disk_feed, ends = beside_a_forward([(0, 1), (2, 3), (4, 5)])
+    scene.pagers[1].is_read = scene.pagers[2].is_read = True
+    disk_feed.wait([0, 1])
+    disk_feed.move_on()
+    assert scene.log[2:] == ["+b", "1:2,3"]  # two are pinned at most
+    scene.pipeline.updated.add(0)
+    disk_feed.move_on()
+    assert scene.log[4:] == ["-a!", "+c", "2:4,5"]
+    assert ends.count == 1
+    scene.pipeline.updated |= {1, 2}
+    disk_feed.move_on()
+    assert scene.log[7:] == ["-b!", "-c!"]
+    disk_feed.wait(None)
+    assert ends.count == 1
+
+
+def test_beside_a_forward_a_unit_without_room_waits_until_a_weight_of_it_is_read() -> None:
+    scene, disk_feed, _ = beside_a_forward([(0, 1), (2, 3), (4, 5)], b=99)
+    scene.pagers[1].is_read = True
+    disk_feed.move_on()
+    assert scene.log == ["+a", "0:0,1"]
+    disk_feed.wait([3])
+    assert scene.log[2:] == ["wait0", "-a!", "+b", "1:2,3"]
+
+
+def test_beside_a_forward_a_weight_that_is_read_early_has_all_before_it_updated_first() -> None:
+    """The pipeline has the states of chunks in memory in their order, of few at once."""
+    scene, disk_feed, ends = beside_a_forward([(0, 1), (2, 3), (4, 5)])
+    disk_feed.wait([4])
+    assert scene.log[2:] == ["+b", "1:2,3", "wait0", "-a!", "+c", "2:4,5"]
+    assert ends.count == 1
+
+
+def test_beside_a_forward_a_wait_for_all_hands_all_over() -> None:
+    scene, disk_feed, ends = beside_a_forward([(0, 1), (2, 3), (4, 5)])
+    disk_feed.wait(None)
+    assert set(scene.pipeline.added) == {0, 1, 2}
+    assert ends.count == 1
+    disk_feed.end()
+    assert scene.log[-2:] == ["-b!", "-c!"]
+
+
+def test_a_step_that_is_given_up_hands_nothing_over_any_more() -> None:
+    scene, disk_feed, ends = beside_a_forward([(0, 1), (2, 3), (4, 5)])
+    disk_feed.end()
+    disk_feed.wait(None)
+    assert scene.log == ["+a", "0:0,1", "-a!"]
+    assert not ends.count
+
+
+def test_beside_a_forward_room_is_left_for_what_computes() -> None:
+    scene, disk_feed, _ = beside_a_forward([(0, 1), (2, 3), (4, 5)], b=100)
+    scene.pagers[1].is_read = True
+    disk_feed.move_on()
+    scene.pagers[0].room = scene.pagers[1].room = -1  # a forward has pinned others
+    disk_feed.wait(())
+    assert scene.log == ["+a", "0:0,1", "+b", "1:2,3", "wait0", "-a!", "wait1", "-b!"]

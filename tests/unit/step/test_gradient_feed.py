@@ -1,6 +1,6 @@
 """Backward waits for updates where more gradients than a window wait for theirs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +63,27 @@ def test_the_oldest_that_can_be_is_waited_for() -> None:
     feeds.offer(params[1], torch.ones(1))
     assert feeds.wait_for_one([0, 1])
     assert pipeline.waited == [2, 0]
+
+
+class Closed(HostFeed):
+    """A feed that learns whether it is to wait."""
+
+    waits: bool | None = None
+
+    def close(self, sent: Callable[[], None], *, waits: bool = True) -> None:
+        self.waits = waits
+        sent()
+
+
+@pytest.mark.parametrize("beside", OverlapWith)
+def test_a_step_beside_a_forward_is_closed_without_waiting(beside: OverlapWith) -> None:
+    pipeline: Any = Updated()
+    feed = Closed(pipeline)
+    feeds = StepFeeds(pipeline, [], {Tier.HOST: [feed]}, ShareTuner((0.0,)))
+    rows = [StepRow(expected=True)]
+    feeds.begin(SimpleNamespace(updates=[], rows=rows, scalars=None, commits=False), beside)
+    feeds.close()
+    assert feed.waits is (beside is not OverlapWith.FORWARD)
 
 
 class Driven(HostFeed):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from pagers import let_attributes_be_pagers
-from tensorstow.base.errors import OptionError
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
@@ -23,18 +22,6 @@ def _pagers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def table_at(directory: Path) -> ParamTable:
     return ParamTable(OffloadPolicy(Placement(1.0, (directory,), None), SMALL), lambda _: None)
-
-
-def test_weights_on_disk_are_refused_beside_forward_before_anything_changes(tmp_path: Path) -> None:
-    placement = Placement(1.0, (tmp_path,), None)
-    params = ParamTable(OffloadPolicy(placement, SMALL, "forward"), lambda _: None)
-    here, on_disk = weights(2)
-    on_disk.pager = object()  # type: ignore[attr-defined]
-    with pytest.raises(OptionError, match="parameters on disk"):
-        params.attach([here, on_disk], plain(here, on_disk))
-    assert not params.all()
-    params.attach([here], plain(here))
-    params.close()
 
 
 def weights(count: int) -> list[nn.Parameter]:

@@ -1,0 +1,229 @@
+"""Weights on disk, updated beside the next forward: what runs when, and with how many reads."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tensorstow
+from compare import all_equal
+from ranks.stowed import groups_of
+from tensorstow import PipelinePolicy, Plan
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.step.unpublished import Unpublished
+
+WIDTH = 64
+BLOCKS = 8
+UNIT = -(-4 * WIDTH * (WIDTH + 1) // 4096) * 4096
+ROOM = 3 * (UNIT + 4096)
+"""The least that is taken."""
+FORWARD = Plan(parameters="disk", states="disk", overlap="forward", prefetch=1)
+
+
+class Blocks(nn.Module):
+    """Blocks of one size; ``seen`` has what was not new yet when each began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.seen: list[int] = []
+        self.stop_before = BLOCKS
+
+    def forward(self, x: torch.Tensor, *, blocks: int = BLOCKS) -> torch.Tensor:
+        for number, block in enumerate(self.blocks[:blocks]):
+            if number == self.stop_before:
+                message = "a forward that fails"
+                raise ValueError(message)
+            x = x + torch.tanh(block(x))
+            self.seen.append(awaited(self))
+        return x
+
+
+def awaited(model: nn.Module) -> int:
+    """Return how many of the model's weights are not new yet."""
+    return sum(issubclass(type(p), Unpublished) for p in model.parameters())
+
+
+def updated(optimizer: Any) -> int:  # noqa: ANN401
+    """Return how many weights the pipeline has updated, whether anybody waited or not."""
+    params = optimizer._params()
+    return sum(params.store.pipeline.is_published(p.number) for p in params.all())
+
+
+def stowed(plan: Plan = FORWARD, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    policy = PipelinePolicy(chunk_elements=2048)
+    return tensorstow.stow(Blocks(), partial(groups_of, policy=policy, **options), plan=plan)
+
+
+def backward(model: nn.Module, step: int, **options: Any) -> None:  # noqa: ANN401
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+    model(x, **options).square().mean().backward()
+
+
+def trained(plan: Plan, steps: int = 4) -> list[torch.Tensor]:
+    model, optimizer = stowed(plan)
+    for step in range(steps):
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ended(model, optimizer)
+
+
+def ended(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    optimizer.wait()
+    weights = [p.full_tensor().clone() for p in model.parameters()]
+    optimizer.close()
+    return weights
+
+
+def test_a_step_ends_in_the_next_forward() -> None:
+    model, optimizer = stowed()
+    for step in range(3):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert awaited(model) == 2 * BLOCKS
+    model.seen.clear()
+    backward(model, 3)
+    assert model.seen == [2 * (BLOCKS - 1 - n) for n in range(BLOCKS)]
+    assert awaited(model) == 0
+    optimizer.close()
+
+
+def test_a_forward_finds_updated_weights_in_memory() -> None:
+    """A step reads each weight twice, for forward and for backward, as without an update."""
+    found = {}
+    for overlap in ("none", "forward"):
+        plan = FORWARD.but(overlap=overlap, weight_ram_budget=4 * UNIT)
+        model, optimizer = stowed(plan)
+        counts = []
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(parameter_bytes(model).bytes_read)
+        found[overlap] = counts[-1] - counts[-2]
+        assert parameter_bytes(model).most_buffer_pool_bytes <= 4 * UNIT
+        optimizer.close()
+    assert found["forward"] <= 2 * BLOCKS * UNIT
+    assert found["none"] > found["forward"]
+
+
+def test_a_forward_of_some_blocks_leaves_the_rest_to_the_next_step() -> None:
+    results = []
+    for overlap in ("none", "forward"):
+        model, optimizer = stowed(FORWARD.but(overlap=overlap))
+        for step, blocks in enumerate((8, 3, 8, 1, 5, 8)):
+            backward(model, step, blocks=blocks)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(ended(model, optimizer))
+    assert all_equal(*results)
+
+
+def test_pins_of_updates_leave_room_in_backward() -> None:
+    """Updates of units that forward left out are under way while backward pins the others."""
+    plan = FORWARD.but(weight_ram_budget=ROOM, prefetch=0)
+    model, optimizer = stowed(plan)
+    for step, blocks in enumerate((8, 2, 8, 2, 8, 2)):
+        backward(model, step, blocks=blocks)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert parameter_bytes(model).most_buffer_pool_bytes <= ROOM
+    optimizer.close()
+
+
+def test_a_read_of_a_weight_that_is_new_lets_the_updates_of_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else their pins would stay, beside those of a backward."""
+    model, optimizer = stowed()
+    backward(model, 0)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH), blocks=1)
+    path = optimizer._params().update_router.step_path
+    waits: list[Any] = []
+    monkeypatch.setattr(path, "wait", waits.append)
+    optimizer.wait([model.blocks[0].weight])
+    assert waits == [()]
+    monkeypatch.undo()
+    optimizer.wait()
+    monkeypatch.setattr(path, "wait", waits.append)
+    optimizer.wait([model.blocks[0].weight])
+    assert waits == [()]  # nothing is under way
+    monkeypatch.undo()
+    optimizer.close()
+
+
+def test_training_goes_on_behind_a_forward_that_failed_between_updates() -> None:
+    results = []
+    for overlap in ("none", "forward"):
+        model, optimizer = stowed(FORWARD.but(overlap=overlap))
+        for step in range(5):
+            if step == 2:
+                model.stop_before = 3
+                with pytest.raises(ValueError, match="fails"):
+                    backward(model, step)
+                model.stop_before = BLOCKS
+                optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(ended(model, optimizer))
+    assert all_equal(*results)
+
+
+def test_weights_can_be_read_and_written_between_steps() -> None:
+    results = []
+    for overlap in ("none", "forward"):
+        model, optimizer = stowed(FORWARD.but(overlap=overlap))
+        looks = []
+        for step in range(4):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            looks.append(model.blocks[5].weight.full_tensor().clone())  # out of order
+            with torch.no_grad():
+                model.blocks[6].bias.mul_(0.5)
+            looks += [value.clone() for value in model.state_dict().values()]
+        results.append(looks + ended(model, optimizer))
+    assert all_equal(*results)
+
+
+def test_a_step_that_commits_waits_for_its_updates_and_can_be_resumed(tmp_path: Path) -> None:
+    want = trained(FORWARD.but(overlap="none"), 5)
+    for until in (3, 5):
+        model, optimizer = stowed(dir=tmp_path / "run", commit_every=2)
+        start = optimizer.resume() or 0
+        assert start == (0 if until == 3 else 3)  # close() commits
+        for step in range(start, until):
+            backward(model, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            # Nobody passes on the rest for the thread that commits.
+            assert (step + 1) % 2 or updated(optimizer) == 2 * BLOCKS
+        if until == 3:
+            optimizer.close()
+    assert all_equal(ended(model, optimizer), want)
+
+
+def test_a_run_that_is_closed_at_once_has_ended_its_last_step(tmp_path: Path) -> None:
+    want = trained(FORWARD.but(overlap="none"), 3)
+    model, optimizer = stowed(dir=tmp_path / "run")
+    for step in range(3):
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.commit()
+    optimizer.close()
+    model, optimizer = stowed(dir=tmp_path / "run")
+    assert optimizer.resume() == 3
+    assert all_equal(ended(model, optimizer), want)
