@@ -87,8 +87,7 @@ def _plans(*, quick: bool) -> Iterator[Plan]:
     for parameters in (Tier.DEVICE, Tier.HOST, Tier.DISK):
         for states in (Tier.HOST, Tier.DISK):
             for overlap in overlaps[-1:] if quick else overlaps:
-                if parameters != Tier.DISK or overlap != "forward":  # which is refused
-                    yield Plan(parameters=parameters, states=states, overlap=overlap)
+                yield Plan(parameters=parameters, states=states, overlap=overlap)
     sides: tuple[UpdateOn, ...] = ("device", "hybrid", "auto")
     for states in (Tier.HOST, Tier.DISK):
         for update_on in sides:

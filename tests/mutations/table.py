@@ -627,6 +627,19 @@ MUTATIONS = (
         "unit/step/test_disk_feed.py::test_beside_a_forward_room_is_left_for_what_computes",
     ),
     Mutation(
+        "step/disk_feed.py",
+        "            self.wait(None)\n",
+        "            pass\n",
+        "unit/step/test_disk_feed.py::test_what_is_left_is_handed_over_unit_by_unit",
+    ),
+    Mutation(
+        "step/forward_overlap.py",
+        "                self._params.update_router.step_path.wait(())\n",
+        "                pass\n",
+        "unit/fsdp/test_forward_on_disk.py"
+        "::test_a_read_of_a_weight_that_is_new_lets_the_updates_of_others_go_on",
+    ),
+    Mutation(
         _FEED,
         "overlap_with is not OverlapWith.FORWARD\n",
         "True\n",

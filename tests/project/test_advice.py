@@ -483,12 +483,16 @@ CASES = [
         for given, plan, ways in (
             (
                 {"overlap": "forward"},
-                DISK,
+                DISK.but(overlap="none"),
                 {'overlap="forward" in': {"plan": DISK.but(overlap="forward"), **ADAM}},
             ),
             ({"states": 0.5}, Plan(), {}),
             ({"states": "disk"}, Plan(), {'states="disk" in the plan': {"plan": SCRATCH}}),
-            ({"overlap": "forward"}, Plan(), {'overlap="forward" in': {"plan": FORWARD, **ADAM}}),
+            (
+                {"overlap": "forward"},
+                Plan(overlap="none"),
+                {'overlap="forward" in': {"plan": FORWARD, **ADAM}},
+            ),
             ({"update_on": "device"}, Plan(update_on="host"), {}),
             ({"accumulation_steps": 2}, DISK, {"accumulation_steps=2 in": {"plan": TWICE, **ADAM}}),
         )

@@ -16,7 +16,7 @@ from tensorstow.fsdp.gradient_offload import HostGradient
 from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam
-from tensorstow.step.disk_feed import DiskFeed
+from tensorstow.step.disk_feed import UnitPins
 
 Mutant = Callable[[ExitStack], None]
 
@@ -63,12 +63,12 @@ def old_weights(patches: ExitStack) -> None:
 def unwritten(patches: ExitStack) -> None:
     """Forget what an update did to a weight on disk."""
 
-    def forget(self: DiskFeed, key: int) -> None:
+    def forget(self: UnitPins, key: int) -> None:
         pager: Any = self._pins.pop(key).pager
         pager.unpin()
         pager.drop_pages()
 
-    patches.enter_context(patch.object(DiskFeed, "_unpin", forget))
+    patches.enter_context(patch.object(UnitPins, "_unpin", forget))
 
 
 def unreduced(patches: ExitStack) -> None:

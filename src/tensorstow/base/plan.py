@@ -25,8 +25,10 @@ from tensorstow.base.sizes import Size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import (
     Overlap,
+    PlanOverlap,
     UpdateOn,
     keyword_of,
+    meant,
     reaches_device,
     read_update_on,
     refuse_delayed,
@@ -86,7 +88,9 @@ class Plan:
         unsharded: Under stage 3 the units whose parameters stay unsharded from forward to
             backward, as under stage 2: less communication, more memory.
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
-        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``.
+        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``. Default: "auto":
+            "forward" if weights are on disk, or in host memory beside an accelerator, and the host
+            updates all of them; else "none".
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
@@ -127,7 +131,7 @@ class Plan:
     stage: Annotated[int, whole_number(0, 3)] = 3
     unsharded: Sequence[str] = ()
     replicas: PositiveInt = 1
-    overlap: Overlap = "none"
+    overlap: PlanOverlap = "auto"
     update_on: Annotated[UpdateOn, read_update_on] | None = None
     accumulation_steps: PositiveInt = 1
     micro_batches: PositiveInt = 1
@@ -164,8 +168,25 @@ class Plan:
 
     @property
     def timing(self) -> UpdateTiming:
-        """What ``overlap`` means."""
-        return timing_of(self.overlap)
+        """What ``overlap`` means, once it is ``settled``."""
+        return timing_of(self.optimizer_overlap)
+
+    @property
+    def optimizer_overlap(self) -> Overlap:
+        """The keyword of the optimizer that ``overlap`` means, once it is ``settled``."""
+        return meant(self.overlap, "none")
+
+    def settled(self, *, device_is_host: bool) -> Self:
+        """Return the plan with "forward" in place of "auto" where that means it.
+
+        Args:
+            device_is_host: Whether the CPU computes.
+        """
+        read_before_use = {Tier.DISK} if device_is_host else {Tier.DISK, Tier.HOST}
+        is_late = bool(read_before_use & self.parameter_tiers) and not reaches_device(
+            self.update_on
+        )
+        return self.but(overlap=meant(self.overlap, "forward")) if is_late else self
 
     @property
     def parameter_tiers(self) -> set[Tier]:

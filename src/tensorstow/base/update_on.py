@@ -10,6 +10,13 @@ from tensorstow.base.keywords import names_keywords
 
 Overlap = Literal["none", "forward", "backward"]
 """What updates run during: nothing, the next forward, or the backward that makes gradients."""
+PlanOverlap = Literal["auto", "none", "forward", "backward"]
+"""``Overlap``, or "auto": what fits the places of a plan's weights."""
+
+
+def meant(overlap: PlanOverlap, by_auto: Overlap) -> Overlap:
+    """Return the overlap that a plan's means, where "auto" means ``by_auto``."""
+    return by_auto if overlap == "auto" else overlap
 
 
 @names_keywords

@@ -153,7 +153,7 @@ def _placed(
     if rank_here() == 0:
         notices.show(
             f"the DeepSpeed configuration means parameters={plan.parameters}, states={plan.states},"
-            f' stage={plan.stage}, overlap="{plan.overlap}"'
+            f' stage={plan.stage}, overlap="{plan.optimizer_overlap}"'
         )
 
     def make_placed(named: Any, **placement: Any) -> PlacedOptimizer:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import reaches_device
+from tensorstow.base.update_on import Overlap, meant, reaches_device
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
@@ -53,6 +53,7 @@ from tensorstow.fsdp.unshard import MicroBatches, UnshardHooks, reduce_with_last
 from tensorstow.fsdp.validation import (
     DEFAULTS,
     OptimizerFactory,
+    accepts,
     describe_units,
     given_keywords,
     is_of_class,
@@ -121,7 +122,7 @@ class StowRequest:
         plan = self.plan
         decided = {
             "states": "disk" if plan.states == Tier.DISK else "host",
-            "overlap": plan.overlap,
+            "overlap": plan.optimizer_overlap,
             "update_on": plan.update_on,
             "accumulation_steps": plan.accumulation_steps if plan.timing.begins_early else 1,
             "ram_budget": plan.ram_budget,
@@ -176,6 +177,16 @@ class StowRequest:
             return optimizer
 
         return on_every_rank(make, "make the optimizer")
+
+
+def with_overlap(plan: Plan, optimizer: OptimizerFactory, device: torch.device) -> Plan:
+    """Return the user's plan with what "auto" means in it: the optimizer's own overlap first."""
+    given: Any = given_keywords(optimizer).get("overlap")
+    if isinstance(given, str) and given in get_args(Overlap):
+        return plan.but(overlap=meant(plan.overlap, cast("Overlap", given)))
+    if not accepts(optimizer, "overlap"):
+        return plan
+    return plan.settled(device_is_host=device.type == "cpu")
 
 
 def choose_placement(

@@ -17,7 +17,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
 from tensorstow.fsdp.first_steps import FirstSteps, HostRoom, buffers_of
 from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
-from tensorstow.fsdp.placements import Path, StowRequest, choose_placement
+from tensorstow.fsdp.placements import Path, StowRequest, choose_placement, with_overlap
 from tensorstow.fsdp.read_only import stow_read_only
 from tensorstow.fsdp.read_sources import ReadOptions
 from tensorstow.fsdp.report import ParameterPart
@@ -53,7 +53,8 @@ def plan_of(model: nn.Module) -> Plan:
         model: A model that ``stow`` has returned.
 
     Returns:
-        The plan that was given, or that ``plan="auto"`` chose.
+        The plan that was given, or that ``plan="auto"`` chose; with "forward" where its
+        ``overlap="auto"`` meant that.
 
     Raises:
         OptionError: ``stow`` has not placed this model.
@@ -191,6 +192,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
         plan, step = choose_plan(undecided, example, budget, device, dir)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
+        plan = with_overlap(plan, optimizer, device)
     validate_units(plan, [unit.name for unit in chosen])
     if not plan.keeps_activations or plan.activation_units:
         validate_activations(plan, chosen)

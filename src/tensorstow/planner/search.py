@@ -29,7 +29,7 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, UpdateOn, reaches_device
+from tensorstow.base.update_on import Overlap, PlanOverlap, UpdateOn, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit, states_of
 from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of, work_of
@@ -121,7 +121,13 @@ def _kind_of(tried: Alternative) -> _Kind:
     if plan.activations is not ActivationPlacement.KEEP:
         return placement  # every plan is tried again with each: the best one represents them
     between = frozenset(plan.parameter_units.values())
-    return (*placement, between, plan.overlap, plan.update_on, tried.conditions.state_format)
+    return (
+        *placement,
+        between,
+        plan.optimizer_overlap,
+        plan.update_on,
+        tried.conditions.state_format,
+    )
 
 
 def _cost(tried: Alternative) -> tuple[bool, int, float]:
@@ -219,6 +225,8 @@ def _reported(tried: Sequence[Alternative]) -> list[Alternative]:
 def candidates(request: PlanRequest) -> list[Plan]:
     """Return the placements to try, from the most memory to the least.
 
+    They have ``Plan``'s own overlap, if the user requires none.
+
     1. parameters on DEVICE (HOST where the CPU is the device), states on HOST;
     2. the same, states on DISK through a ring of 48 MiB;
     3. parameters on HOST, states on HOST; 4. the same, states on DISK;
@@ -237,11 +245,13 @@ def candidates(request: PlanRequest) -> list[Plan]:
     for parameters, states in pairs:
         if request.conditions.states not in {None, states}:
             continue
-        free: tuple[Overlap, ...] = ("none", "backward") if parameters == Tier.DISK else ("none",)
+        free: tuple[PlanOverlap, ...] = (
+            ("auto", "backward") if parameters == Tier.DISK else ("auto",)
+        )
         for overlap in free if request.overlap is None else (request.overlap,):
             plan = request.base.but(states=states, overlap=overlap)
             on_device = reaches_device(request.update_on)
-            if plan.timing.waits_by_module and (on_device or parameters == Tier.DISK):
+            if plan.timing.waits_by_module and on_device:
                 continue  # Plan raises an error for it
             if on_device and parameters != Tier.DEVICE:
                 continue
@@ -355,9 +365,8 @@ def _with_some_between(plan: Plan, mixed: Plan, request: PlanRequest) -> Alterna
 
 
 def _takes_disk(plan: Plan, request: PlanRequest) -> bool:
-    """Return whether units of a plan may be on disk: states are, and stage and overlap allow it."""
-    disk_is_used = plan.states == Tier.DISK or request.widely
-    return disk_is_used and plan.stage == 3 and not plan.timing.waits_by_module
+    """Return whether units of a plan may be on disk: states are, and the stage allows it."""
+    return (plan.states == Tier.DISK or request.widely) and plan.stage == 3
 
 
 def _best_units(plan: Plan, lower: Tier, request: PlanRequest) -> Alternative | None:
@@ -429,12 +438,12 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
                 yield _try(free.but(overlap=overlap), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
         return
-    device_overlaps: tuple[Overlap, ...] = (
-        ("none", "backward") if request.overlap is None else (request.overlap,)
+    device_overlaps: tuple[PlanOverlap, ...] = (
+        ("auto", "backward") if request.overlap is None else (request.overlap,)
     )
     for update_on in ("device", "hybrid"):
-        for overlap in device_overlaps:
-            yield _try(free.but(update_on=update_on, overlap=overlap), request)
+        for given in device_overlaps:
+            yield _try(free.but(update_on=update_on, overlap=given), request)
 
 
 def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:
@@ -470,6 +479,7 @@ def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
 
 def _try(plan: Plan, request: PlanRequest) -> Alternative:
     conditions, machine, batch = request.conditions, request.machine, request.batch
+    plan = plan.settled(device_is_host=conditions.device_is_host)
     fitted = fit(plan, request.sizes, request.budget, conditions)
     if not isinstance(fitted, Plan):
         return Alternative(plan, fitted, None, conditions, batch)  # what is missing, by tier

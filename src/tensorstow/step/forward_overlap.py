@@ -39,7 +39,6 @@ class ForwardOverlap(OngoingSchedule):
 
         Weights outside of the model, for which no module waits, are new by then.
         """
-        self.wait()  # for weights that no forward has read since the last step
         self._arrange()
         if self._nan_until_published:
             write_to_copies(plan)
@@ -83,8 +82,6 @@ class ForwardOverlap(OngoingSchedule):
             publish_weight(param)
             mark_published(param.owner)  # after the copy: another thread may read it now
             del self._under_way[identity]  # last: after an interrupt, all of this is repeated
-        if not self._under_way:
-            self._params.update_router.step_path.wait()  # it ends what the step has held
 
     def finish(self) -> None:
         """End the step under way: it is the last one."""

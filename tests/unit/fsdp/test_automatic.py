@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 import tensorstow
 from machines import DISK, PROFILE, G
 from ranks.pool import Ranks
+from ranks.stowed import model_of
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
@@ -46,6 +48,40 @@ def placed(**given: object) -> tuple[Plan, nn.Module]:
     optimizer.step()
     optimizer.close()
     return tensorstow.plan_of(stowed), stowed
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "overlap"),
+    [
+        (Plan(), AdamW, "none"),
+        (Plan(states="disk"), AdamW, "none"),
+        (Plan(parameters="disk"), AdamW, "forward"),
+        (Plan(parameter_units={"blocks.1": "disk"}, states="disk"), AdamW, "forward"),
+        (Plan(parameters="disk", overlap="none"), AdamW, "none"),
+        (Plan(parameters="disk", overlap="backward"), AdamW, "backward"),
+        (Plan(parameters="disk"), partial(AdamW, overlap="backward"), "backward"),
+        (Plan(parameters="disk"), partial(AdamW, overlap="none"), "none"),
+        (Plan(), partial(AdamW, overlap="forward"), "forward"),
+    ],
+)
+def test_updates_of_weights_that_are_read_before_use_run_in_forward(
+    plan: Plan,
+    optimizer: Callable[..., Any],
+    overlap: str,
+) -> None:
+    model, placed = tensorstow.stow(model_of(torch.float32), optimizer, plan=plan)
+    assert placed.offload_policy.overlap == overlap
+    assert tensorstow.plan_of(model).optimizer_overlap == overlap
+    placed.close()
+
+
+def test_a_factory_without_the_keyword_updates_in_step() -> None:
+    def make(named: Any, *, states: str = "host", module: Any = None) -> Any:  # noqa: ANN401
+        return AdamW(named, states=states, module=module)
+
+    _, placed = tensorstow.stow(model_of(torch.float32), make, plan=Plan(parameters="disk"))
+    assert placed.offload_policy.overlap == "none"
+    placed.close()
 
 
 def test_plan_of_is_what_a_model_was_placed_by() -> None:
@@ -104,7 +140,10 @@ def test_tokens_say_how_long_computing_takes() -> None:
     slow = replace(DISK, read=1e9, write=1e9, mixed=1e9)
     write_profile(PROFILE.but(machine=identify_machine(), directories={"/": slow}))
     budget = Budget(host=4 * BYTES - 1)
-    assert [placed(budget=budget, tokens=n)[0].overlap for n in (1, 2048)] == ["none", "forward"]
+    assert [placed(budget=budget, tokens=n)[0].optimizer_overlap for n in (1, 2048)] == [
+        "none",
+        "forward",
+    ]
     for tokens in (0, 1.5, True):
         with pytest.raises(OptionError, match="tokens="):
             placed(tokens=tokens)

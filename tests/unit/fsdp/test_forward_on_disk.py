@@ -92,6 +92,7 @@ def test_a_step_ends_in_the_next_forward() -> None:
     backward(model, 3)
     assert model.seen == [2 * (BLOCKS - 1 - n) for n in range(BLOCKS)]
     assert awaited(model) == 0
+    assert not [p for p in optimizer._params().all() if p.pager.pins]
     optimizer.close()
 
 

@@ -267,7 +267,7 @@ def test_update_on_may_be_said_to_the_optimizer_where_the_plan_does_not(
 def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
     said = "^{}={!r} was given to the optimizer, and .* Say it in one place"
     with pytest.raises(OptionError, match=said.format(*next(iter(given.items())))):
-        tensorstow.stow(_model(), partial(tensorstow.AdamW, **given), plan=Plan())
+        tensorstow.stow(_model(), partial(tensorstow.AdamW, **given), plan=Plan(overlap="none"))
 
 
 def test_an_automatic_plan_keeps_its_budget_whatever_the_optimizer_was_told() -> None:

@@ -75,7 +75,7 @@ def train(
         for x in data:
             for part in x.chunk(passes):
                 (loss(model, part.clone()) / passes).backward()
-            found.append(gradients(model) if plan.overlap == "none" else {})
+            found.append(gradients(model) if plan.overlap != "backward" else {})
             optimizer.step()
             optimizer.zero_grad()
         optimizer.wait()

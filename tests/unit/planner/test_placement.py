@@ -115,7 +115,7 @@ def test_units_are_counted_where_each_is() -> None:
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
     roomy = COUNT * G + POOLED + RING
     tight = G + WINDOW_BYTES + POOLED + RING
-    assert auto_plan(sizes(1), Budget(host=roomy), HERE).overlap == "none"
+    assert auto_plan(sizes(1), Budget(host=roomy), HERE).overlap == "forward"
     assert auto_plan(sizes(1), Budget(host=tight), HERE).overlap == "backward"
     with pytest.raises(BudgetError, match=r"1 B of HOST"):
         auto_plan(sizes(1), Budget(host=tight - 1), HERE)

@@ -45,7 +45,7 @@ def test_rates_choose_when_updates_run() -> None:
     assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
     assert found.chosen.step is not None
     times = {
-        each.plan.overlap: each.step.seconds
+        each.plan.optimizer_overlap: each.step.seconds
         for each in found.tried
         if each.step is not None and each.plan.parameters == Tier.HOST
     }
@@ -126,8 +126,8 @@ def test_an_accelerator_has_updates_beside_its_forward() -> None:
 def test_the_device_updates_where_that_is_faster() -> None:
     request = PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA, on_device=True)
     found = search(request)
-    assert (found.chosen.plan.update_on, found.chosen.plan.overlap) == ("hybrid", "none")
-    tried = {(e.plan.update_on, e.plan.overlap) for e in found.tried}
+    assert (found.chosen.plan.update_on, found.chosen.plan.overlap) == ("hybrid", "auto")
+    tried = {(e.plan.update_on, e.plan.optimizer_overlap) for e in found.tried}
     assert tried >= {("device", "none"), ("device", "backward"), ("hybrid", "backward")}
     assert {e.plan.parameters for e in found.tried if e.plan.update_on} == {Tier.DEVICE}
     assert not any(e.plan.update_on for e in search(replace(request, on_device=False)).tried)
@@ -136,7 +136,7 @@ def test_the_device_updates_where_that_is_faster() -> None:
     assert {e.plan.update_on for e in search(replace(request, update_on="host")).tried} == {"host"}
     there = search(replace(request, update_on="device", budget=Budget(device=4 * UNITS * G)))
     assert {(e.plan.parameters, e.plan.update_on) for e in there.tried} == {(Tier.DEVICE, "device")}
-    assert {e.plan.overlap for e in there.tried} == {"none", "backward"}
+    assert {e.plan.optimizer_overlap for e in there.tried} == {"none", "backward"}
 
 
 def units_above(plan: Plan) -> int:
@@ -229,11 +229,11 @@ def test_activations_go_where_that_is_fastest() -> None:
     )
     # Written and read in less than 3 + 1.5 s beside 30 s of computing; or computed again in 10 s.
     found = search(request)
-    assert found.chosen.plan == Plan(Tier.HOST, Tier.HOST, activations="disk")
+    assert found.chosen.plan == Plan(overlap="none", activations="disk")
     slow = replace(CPU, disk=replace(DISK, read=G / 10, write=G / 10))
     assert search(replace(request, machine=slow)).chosen.plan.activations == "recompute"
     unlimited = search(replace(request, budget=Budget()))
-    assert unlimited.chosen.plan == Plan(Tier.HOST, Tier.HOST)
+    assert unlimited.chosen.plan == Plan(overlap="none")
     assert {each.plan.activations for each in unlimited.tried} == {"keep"}
     assert search(replace(request, machine=None)).chosen.plan.activations == "recompute"
 
