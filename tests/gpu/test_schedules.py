@@ -57,7 +57,7 @@ class Watch:
         self.up: list[DeviceEvent] = []
         self.order: list[str] = []
         self.waited: set[int] = set()
-        """Parameters for whose update somebody has waited."""
+        """Parameters for whose update somebody has waited, as it was not over."""
         self.hold_down: Callable[[], Hold] | None = None
         """What holds up streams before the next copy down, each once."""
         self.held: dict[int, Hold] = {}
@@ -76,7 +76,7 @@ class Watch:
             published(pipeline)
 
         def wait_parameters(pipeline: UpdatePipeline, numbers: Sequence[int]) -> None:
-            self.waited.update(numbers)
+            self.waited.update(n for n in numbers if not pipeline.is_published(n))
             parameters(pipeline, numbers)
 
         patch.setattr(UpdatePipeline, "wait_published", wait_published)

@@ -19,7 +19,7 @@ from training import Net, make, same_weights, spin, train
 
 from compare import all_equal
 from tensorstow import AdamW, Plan, stow
-from tensorstow.base.update_timing import IN_STEP
+from tensorstow.base.update_on import IN_STEP
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tensorstow import AdamW, PipelinePolicy
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import timing_of
 from tensorstow.states import state_store
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.native_pipeline import UpdatePipeline

@@ -27,13 +27,14 @@ from tensorstow.base.update_on import (
     Overlap,
     PlanOverlap,
     UpdateOn,
+    UpdateTiming,
     keyword_of,
     meant,
     reaches_device,
     read_update_on,
     refuse_delayed,
+    timing_of,
 )
-from tensorstow.base.update_timing import UpdateTiming, timing_of
 
 V = TypeVar("V")
 _RANGE = re.compile(r"(?P<prefix>(?:.*\.)?)(?P<first>0|[1-9]\d*)-(?P<last>0|[1-9]\d*)", re.DOTALL)
@@ -88,9 +89,8 @@ class Plan:
         unsharded: Under stage 3 the units whose parameters stay unsharded from forward to
             backward, as under stage 2: less communication, more memory.
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
-        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``. Default: "auto":
-            "forward" if weights are on disk, or in host memory beside an accelerator, and the host
-            updates all of them; else "none".
+        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``. Default: "auto",
+            "forward" if weights are on disk, else "none".
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
@@ -176,17 +176,10 @@ class Plan:
         """The keyword of the optimizer that ``overlap`` means, once it is ``settled``."""
         return meant(self.overlap, "none")
 
-    def settled(self, *, device_is_host: bool) -> Self:
-        """Return the plan with "forward" in place of "auto" where that means it.
-
-        Args:
-            device_is_host: Whether the CPU computes.
-        """
-        read_before_use = {Tier.DISK} if device_is_host else {Tier.DISK, Tier.HOST}
-        is_late = bool(read_before_use & self.parameter_tiers) and not reaches_device(
-            self.update_on
-        )
-        return self.but(overlap=meant(self.overlap, "forward")) if is_late else self
+    def settled(self) -> Self:
+        """Return the plan with "forward" in place of "auto" where that means it."""
+        on_disk = Tier.DISK in self.parameter_tiers
+        return self.but(overlap=meant(self.overlap, "forward")) if on_disk else self
 
     @property
     def parameter_tiers(self) -> set[Tier]:

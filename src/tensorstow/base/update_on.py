@@ -1,11 +1,11 @@
-"""The values of ``overlap=``, ``accumulation_steps=`` and ``update_on=``, as types."""
+"""The values of ``overlap=``, ``accumulation_steps=`` and ``update_on=``, and their meaning."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.base.fields import check_fields, whole_number
+from tensorstow.base.fields import check_fields, read_value, whole_number
 from tensorstow.base.keywords import names_keywords
 
 Overlap = Literal["none", "forward", "backward"]
@@ -103,3 +103,46 @@ def reaches_host(update_on: UpdateOn | None) -> bool:
 def keyword_of(update_on: UpdateOn | None) -> str:
     """Return the keyword as users write it."""
     return f'update_on="{update_on}"' if isinstance(update_on, str) else f"update_on={update_on}"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTiming:
+    """When the updates of a step run. Behaviour depends on this, never on the user's word."""
+
+    keyword: str
+    """``overlap=`` as users write it."""
+    in_forward: bool = False
+    """Whether updates run during the next forward: ``step()`` returns before weights are new."""
+    in_backward: bool = False
+    """Whether updates run during a backward, which moves them on."""
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether updates run outside of ``step()``, next to other work of the host."""
+        return self.in_forward or self.in_backward
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether an update uses its gradient before the norm and scale of all are known."""
+        return self.in_backward and not self.in_forward
+
+    @property
+    def waits_by_module(self) -> bool:
+        """Whether the next forward waits, module by module, until weights are new."""
+        return self.in_forward and not self.in_backward
+
+
+IN_STEP = UpdateTiming('overlap="none"')
+_TIMINGS: Mapping[Overlap, UpdateTiming] = {
+    "none": IN_STEP,
+    "forward": UpdateTiming('overlap="forward"', in_forward=True),
+    "backward": UpdateTiming('overlap="backward"', in_backward=True),
+}
+
+
+def timing_of(overlap: object) -> UpdateTiming:
+    """Return the timing that a user's ``overlap=`` means; raises OptionError if it means none."""
+    value: Any = read_value(Overlap | DelayedUpdate, overlap, "overlap")
+    if isinstance(value, DelayedUpdate):
+        return UpdateTiming(f"overlap={value}", in_forward=True, in_backward=True)
+    return _TIMINGS[value]

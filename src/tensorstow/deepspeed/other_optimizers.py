@@ -18,8 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.base.update_on import Overlap
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import Overlap, timing_of
 from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named, Settings
 from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad

@@ -12,8 +12,7 @@ from tensorstow.base.fields import read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import Bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, UpdateOn, refuse_delayed
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import Overlap, UpdateOn, refuse_delayed, timing_of
 from tensorstow.deepspeed.config.settings import Device, Settings
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.policy import PipelinePolicy

@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.sizes import round_up
-from tensorstow.base.update_timing import UpdateTiming
+from tensorstow.base.update_on import UpdateTiming
 from tensorstow.fsdp.device_cache import DeviceCache
 from tensorstow.fsdp.shard_storage import Prefetcher, ShardStorage
 from tensorstow.fsdp.units import found_in
@@ -443,7 +443,9 @@ class H2DPrefetcher:
     def _prefetch(self, unit: _Unit) -> bool:
         """Begin copying a unit ahead of its gather, unless that would have to wait."""
         if self._timing.waits_by_module and not unit.is_newest:
-            return False
+            if not all(shard.is_updated() for shard in unit.shards):
+                return False
+            self._wait_for_updates(unit)
         if not all(pager.is_ready() for pager in unit.pagers):
             return False
         buffer = self._free_buffer(unit)
@@ -454,9 +456,7 @@ class H2DPrefetcher:
 
     def _copy(self, unit: _Unit) -> _Copied | None:
         """Begin copying the unit that is gathered; return None if FSDP2 uses all buffers."""
-        for shard in unit.shards:
-            shard.before_read()
-        unit.is_newest = True
+        self._wait_for_updates(unit)
         buffer = self._free_buffer(unit)
         if buffer is None:
             shared = [c for c in self._copies.values() if not self._has_own(c)]
@@ -467,6 +467,12 @@ class H2DPrefetcher:
             buffer = guessed.buffer
         copied = self._copies[unit] = self.buffers.copy(unit, buffer)
         return copied
+
+    @staticmethod
+    def _wait_for_updates(unit: _Unit) -> None:
+        for shard in unit.shards:
+            shard.before_read()
+        unit.is_newest = True
 
     def _free_buffer(self, unit: _Unit) -> DeviceMemory | None:
         if self.cache is not None and unit in self.cache:

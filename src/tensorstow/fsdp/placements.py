@@ -179,14 +179,12 @@ class StowRequest:
         return on_every_rank(make, "make the optimizer")
 
 
-def with_overlap(plan: Plan, optimizer: OptimizerFactory, device: torch.device) -> Plan:
+def with_overlap(plan: Plan, optimizer: OptimizerFactory) -> Plan:
     """Return the user's plan with what "auto" means in it: the optimizer's own overlap first."""
     given: Any = given_keywords(optimizer).get("overlap")
     if isinstance(given, str) and given in get_args(Overlap):
         return plan.but(overlap=meant(plan.overlap, cast("Overlap", given)))
-    if not accepts(optimizer, "overlap"):
-        return plan
-    return plan.settled(device_is_host=device.type == "cpu")
+    return plan.settled() if accepts(optimizer, "overlap") else plan
 
 
 def choose_placement(
@@ -428,5 +426,12 @@ def _wait_for_updates_before_reads(
         if alive is not None:
             alive.wait([parameter])
 
+    def is_updated(parameter: torch.Tensor) -> bool:
+        alive = reference()
+        if not isinstance(alive, StowedAdam):
+            return True
+        return alive._params().is_updated(parameter)  # noqa: SLF001
+
     for parameter, storage in stored:
         storage.before_read = partial(wait, parameter)
+        storage.is_updated = partial(is_updated, parameter)

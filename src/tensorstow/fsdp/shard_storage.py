@@ -60,6 +60,8 @@ class ShardStorage:
         """Whether FSDP2 has sharded the parameter; before that the bytes must not be used."""
         self.before_read: Callable[[], None] = _do_nothing
         """Returns when the pending update of the weight is finished."""
+        self.is_updated: Callable[[], bool] = _true
+        """Whether ``before_read`` would wait for no update."""
         self.discard_copies: Callable[[], None] = _do_nothing
         """Wait for copies that read the weight, and discard those made ahead.
 
@@ -198,3 +200,7 @@ class Prefetcher:
 
 def _do_nothing() -> None:
     pass
+
+
+def _true() -> bool:
+    return True

@@ -192,7 +192,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
         plan, step = choose_plan(undecided, example, budget, device, dir)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
-        plan = with_overlap(plan, optimizer, device)
+        plan = with_overlap(plan, optimizer)
     validate_units(plan, [unit.name for unit in chosen])
     if not plan.keeps_activations or plan.activation_units:
         validate_activations(plan, chosen)

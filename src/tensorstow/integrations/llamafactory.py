@@ -15,7 +15,7 @@ from llamafactory.v1 import launcher
 from llamafactory.v1.plugins.trainer_plugins.optimizer import OptimizerPlugin
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import timing_of
 from tensorstow.integrations.late_adamw import REFERENCES, is_durable
 from tensorstow.optim.adam import AdamW
 

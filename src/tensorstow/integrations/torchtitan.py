@@ -24,7 +24,7 @@ from torchtitan.config.override import derive
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import with_new_names
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import timing_of
 from tensorstow.checkpoint.snapshot_reference import new_name
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam

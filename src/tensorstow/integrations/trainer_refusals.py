@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import timing_of
 from tensorstow.fsdp.sharding import current_device, world_size
 from tensorstow.integrations.late_adamw import is_durable
 

@@ -479,7 +479,7 @@ def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
 
 def _try(plan: Plan, request: PlanRequest) -> Alternative:
     conditions, machine, batch = request.conditions, request.machine, request.batch
-    plan = plan.settled(device_is_host=conditions.device_is_host)
+    plan = plan.settled()
     fitted = fit(plan, request.sizes, request.budget, conditions)
     if not isinstance(fitted, Plan):
         return Alternative(plan, fitted, None, conditions, batch)  # what is missing, by tier

@@ -14,7 +14,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
-from tensorstow.base.update_timing import IN_STEP, UpdateTiming
+from tensorstow.base.update_on import IN_STEP, UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import Caller, team_of

@@ -6,8 +6,14 @@ from typing import Annotated
 import torch
 
 from tensorstow.base.fields import check_fields
-from tensorstow.base.update_on import DelayedUpdate, Overlap, UpdateOn, read_update_on
-from tensorstow.base.update_timing import UpdateTiming, timing_of
+from tensorstow.base.update_on import (
+    DelayedUpdate,
+    Overlap,
+    UpdateOn,
+    UpdateTiming,
+    read_update_on,
+    timing_of,
+)
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.layout import Family
 from tensorstow.states.policy import PipelinePolicy

@@ -12,7 +12,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
-from tensorstow.base.update_timing import IN_STEP, UpdateTiming
+from tensorstow.base.update_on import IN_STEP, UpdateTiming
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import (

@@ -149,6 +149,11 @@ class ParamTable:
 
     # --- look-up ---
 
+    def is_updated(self, parameter: torch.Tensor) -> bool:
+        """Return whether a read of ``parameter`` would wait for no update."""
+        param = self.find(parameter)
+        return param is None or not self.update_router.step_path.needs(param)
+
     def find(self, parameter: torch.Tensor) -> ManagedParam | None:
         """Return the entry of ``parameter``, or None."""
         return self._by_id.get(id(parameter))

@@ -13,10 +13,10 @@ from tensorstow.base.fields import number_of, read_value
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import (
     UpdateOn,
+    UpdateTiming,
     keyword_of,
     reaches_device,
 )
-from tensorstow.base.update_timing import UpdateTiming
 from tensorstow.io import device_link
 from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
 from tensorstow.states.offload_policy import OffloadPolicy

@@ -74,20 +74,15 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "on_cpu", "on_device"),
+    ("plan", "overlap"),
     [
-        (Plan(), "none", "forward"),
-        (Plan(parameters="device"), "none", "none"),
-        (Plan(parameters="device", update_on="device"), "none", "none"),
-        (Plan(parameters="disk"), "forward", "forward"),
-        (Plan(parameters="device", parameter_units={"a": "host"}), "none", "forward"),
-        (Plan(parameters="device", parameter_units={"a": "disk"}), "forward", "forward"),
-        (Plan(parameters="disk", overlap="backward"), "backward", "backward"),
-        (Plan(parameters="disk", overlap="none"), "none", "none"),
+        (Plan(), "none"),
+        (Plan(parameters="device", update_on="device"), "none"),
+        (Plan(parameters="disk"), "forward"),
+        (Plan(parameters="device", parameter_units={"a": "disk"}), "forward"),
+        (Plan(parameters="disk", overlap="backward"), "backward"),
+        (Plan(parameters="disk", overlap="none"), "none"),
     ],
 )
-def test_auto_is_forward_for_weights_that_are_read_before_use(
-    plan: Plan, on_cpu: str, on_device: str
-) -> None:
-    assert plan.settled(device_is_host=True).optimizer_overlap == on_cpu
-    assert plan.settled(device_is_host=False).optimizer_overlap == on_device
+def test_auto_is_forward_for_weights_on_disk(plan: Plan, overlap: str) -> None:
+    assert plan.settled().optimizer_overlap == overlap

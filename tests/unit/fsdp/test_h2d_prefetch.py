@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tensorstow.base.update_on import Overlap
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import Overlap, timing_of
 from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
@@ -273,12 +272,14 @@ def test_what_a_step_is_followed_by_is_copied_at_its_end() -> None:
     assert link.copied == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_beside_forward_only_what_was_waited_for_is_copied_ahead() -> None:
+def test_beside_forward_only_what_is_updated_is_copied_ahead() -> None:
     link = Counted()
     prefetcher, shards = made(3, link=link, overlap="forward")
     waited: list[int] = []
+    updated: set[int] = set()
     for number, shard in enumerate(shards):
         shard.before_read = lambda number=number: waited.append(number)  # type: ignore[misc]
+        shard.is_updated = lambda number=number: number in updated  # type: ignore[misc]
     for _ in range(2):
         for shard in shards:
             gather(prefetcher, shard)
@@ -289,6 +290,11 @@ def test_beside_forward_only_what_was_waited_for_is_copied_ahead() -> None:
     prefetcher.all_gather_input(shards[0], torch.float32)
     assert set(waited) == {0}
     assert link.copied == [0, 1, 2, 0, 1, 2, 0]
+    prefetcher.record_copied(shards[0])
+    updated |= {2}
+    prefetcher.all_gather_input(shards[1], torch.float32)
+    assert set(waited) == {0, 1, 2}
+    assert link.copied == [0, 1, 2, 0, 1, 2, 0, 1, 2]
 
 
 def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
@@ -334,7 +340,7 @@ def test_beside_backward_a_copy_does_not_stay_behind_its_update() -> None:
 
 
 def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 1 << 20, 1 << 20)
+    pool = BufferPool([tmp_path], 1 << 20, 1 << 20)
     disk = Prefetcher(1)
     link = Counted()
     prefetcher = H2DPrefetcher(link, ahead=1, timing=timing_of("none"))

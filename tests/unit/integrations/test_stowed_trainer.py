@@ -91,7 +91,7 @@ def test_weights_are_those_of_the_plain_loop(plan: Plan, tmp_path: Path) -> None
     assert len(generates.tokens) == 3
     again = made.model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert generates.tokens[-1] == again[0].tolist()
-    assert tensorstow.plan_of(made.model) == plan.settled(device_is_host=True)
+    assert tensorstow.plan_of(made.model) == plan.settled()
     assert finish(made) == by_hand(3)
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensorstow.base.update_on import Overlap
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import Overlap, timing_of
 
 STEPS = 6
 COMMITTED = 3

@@ -4,7 +4,7 @@ import pytest
 
 from tensorstow import DelayedUpdate
 from tensorstow.base.errors import OptionError
-from tensorstow.base.update_timing import timing_of
+from tensorstow.base.update_on import timing_of
 
 
 @pytest.mark.parametrize(
