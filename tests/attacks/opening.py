@@ -40,7 +40,7 @@ def scratch(directory: Path) -> None:
 
 
 def buffer_pool(directory: Path) -> None:
-    BufferPool(directory, 1 << 16, 1 << 16).close()
+    BufferPool([directory], 1 << 16, 1 << 16).close()
 
 
 def look(directory: Path) -> None:

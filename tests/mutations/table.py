@@ -627,6 +627,24 @@ MUTATIONS = (
         "unit/step/test_disk_feed.py::test_beside_a_forward_room_is_left_for_what_computes",
     ),
     Mutation(
+        "io/scratch.py",
+        "share * total - self._ends[file]",
+        "total / len(self._shares) - self._ends[file]",
+        "unit/fsdp/test_several_drives.py::test_each_drive_has_a_share_by_its_rate",
+    ),
+    Mutation(
+        "store/store.py",
+        "parts.manifest.extents(), shares)",
+        "parts.manifest.extents())",
+        "unit/fsdp/test_several_drives.py::test_each_drive_has_a_share_by_its_rate",
+    ),
+    Mutation(
+        "states/scratch.py",
+        "sizes, shares)\n        self",
+        "sizes)\n        self",
+        "unit/states/test_scratch.py::test_chunks_follow_the_rates_of_the_drives",
+    ),
+    Mutation(
         "step/disk_feed.py",
         "            self.wait(None)\n",
         "            pass\n",

@@ -398,17 +398,6 @@ CASES = [
     ),
     # stow().
     Case(
-        "it is one directory, of weights and states",
-        placed,
-        {"dir": ["a", "b"], "plan": Plan(states="disk")},
-        {
-            "partial(AdamW, dir=[...]), and leave dir= of stow out": {
-                "dir": OUT,
-                "optimizer": partial(AdamW, dir=["a", "b"]),
-            }
-        },
-    ),
-    Case(
         "was given without an optimizer",
         read_only,
         {"tokens": 5},

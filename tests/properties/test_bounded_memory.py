@@ -26,18 +26,19 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp())
-        self.pool = BufferPool(self.directory, sum(SIZES), CAPACITY, LEAST)
+        self.pool = BufferPool([self.directory], sum(SIZES), CAPACITY, LEAST)
         self.buffers = [self.pool.add(nbytes) for nbytes in SIZES]
         self.serial = SerialPool(SIZES, CAPACITY, LEAST)
-        write = self.pool._file.write
+        write = self.pool._files.write
 
-        def write_at_once(*bytes_and_offset: Any) -> IoFuture:  # noqa: ANN401
+        def write_at_once(*stripes_and_bytes: Any) -> list[IoFuture]:  # noqa: ANN401
             """Write before the pool goes on: what is written may leave, as in the reference."""
-            future = write(*bytes_and_offset)
-            future.wait()
-            return future
+            futures = write(*stripes_and_bytes)
+            for future in futures:
+                future.wait()
+            return futures
 
-        self.pool._file.write = write_at_once  # type: ignore[method-assign]
+        self.pool._files.write = write_at_once  # type: ignore[method-assign]
 
     @rule(buffer=BUFFERS)
     def pin(self, buffer: int) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -145,6 +145,21 @@ class Profile:
                         return rates
         return None
 
+    def rates_over(self, directories: Sequence[Path]) -> DirectoryRates | None:
+        """Return the rates of several directories together, each with its share of the bytes.
+
+        None: those of one are not known. Without directories, those of the fastest.
+        """
+        found = [self.rates_of(directory) for directory in directories] or [self.rates_of(None)]
+        rates = [each for each in found if each is not None]
+        if len(rates) < len(found):
+            return None
+        mixed = sum(each.mixed for each in rates)
+        # All end when the last one ends its share.
+        read = min(each.read * mixed / each.mixed for each in rates)
+        write = min(each.write * mixed / each.mixed for each in rates)
+        return replace(rates[0], read=read, write=write, mixed=mixed)
+
     def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
         """Return a copy with other values of some fields."""
         return replace(self, **changes)
@@ -169,6 +184,20 @@ class Profile:
             if isinstance(rates, dict):
                 rates.pop("verdict", None)  # it follows from the rates
         return from_fields(cls, values, meant)
+
+
+def drive_shares(directories: Sequence[Path]) -> list[float]:
+    """Return each directory's share of the bytes that are spread over all.
+
+    Shares are in proportion to the rates that ``tensorstow calibrate`` measured, of reading and
+    writing at once. If one was not measured all are equal.
+    """
+    profile = read_profile() if len(directories) > 1 else None
+    found = [] if profile is None else [profile.rates_of(directory) for directory in directories]
+    rates = [each.mixed for each in found if each is not None]
+    if len(rates) < len(directories):
+        rates = [1.0] * len(directories)
+    return [rate / sum(rates) for rate in rates]
 
 
 def dtype_key(dtype: torch.dtype) -> str:

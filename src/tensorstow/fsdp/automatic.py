@@ -18,7 +18,7 @@ from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
-from tensorstow.base.profile import Profile, read_profile
+from tensorstow.base.profile import Profile, drive_shares, read_profile
 from tensorstow.base.regular_file import memory_bytes
 from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
@@ -80,7 +80,7 @@ def plan_request(
     device: torch.device,
     mesh: DeviceMesh | None,
     optimizer: OptimizerFactory,
-    directory: str | os.PathLike[str] | None,
+    directories: Sequence[Path],
 ) -> PlanRequest:
     """Return the input of ``plan="auto"``, with the optimizer's keywords."""
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
@@ -92,7 +92,7 @@ def plan_request(
     state_format = StateFormat(name) if name in set(StateFormat) else None  # else AdamW refuses it
     is_cpu, update_on = device.type == "cpu", keywords.get("update_on")
     is_durable = keywords.get("durability") != "none"
-    commits = is_durable and (directory or keywords.get("dir")) is not None
+    commits = is_durable and (bool(directories) or keywords.get("dir") is not None)
     return PlanRequest(
         Sizes.of(units, ranks),
         Budget(),
@@ -110,7 +110,7 @@ def choose_plan(
     example: ExampleBatch,
     budget: Budget | None,
     device: torch.device,
-    directory: str | os.PathLike[str] | None,
+    directories: Sequence[Path],
 ) -> tuple[Plan, PredictedStep | None]:
     """Return the plan that ``plan="auto"`` stands for, and log what was chosen, and why.
 
@@ -123,7 +123,7 @@ def choose_plan(
     traced, memory = example.trace(KEPT), budget
     if memory is None:
         counted = traced is not None
-        memory = machine_budget(example.units, device, directory, with_activations=counted)
+        memory = machine_budget(example.units, device, directories, with_activations=counted)
     limit = _device_limit(device) if budget is None else memory.bytes_of(Tier.DEVICE)
     facts = _agree(_RankFacts(memory, read_profile(), limit, traced, example.tokens), device)
     parameters = sum(n for _, n in request.sizes.trained) * request.sizes.ranks
@@ -131,7 +131,7 @@ def choose_plan(
     batch = MicroBatch.estimate(parameters, tokens or _TOKENS)
     request = replace(request, budget=facts.budget, batch=batch)
     request = _with_activations(request, facts, example, device)
-    machine = _machine(facts.profile, device, directory)
+    machine = _machine(facts.profile, device, directories)
     result, why_unknown = search_by_rates(request, machine)
     if why_unknown is not None:
         logger.info('plan="auto" looks at bytes only: %s', why_unknown)
@@ -186,7 +186,7 @@ def _device_limit(device: torch.device) -> Bytes | None:
 def machine_budget(
     units: Iterable[Unit],
     device: torch.device,
-    directory: str | os.PathLike[str] | None,
+    directories: Sequence[Path],
     *,
     with_activations: bool = False,
 ) -> Budget:
@@ -209,12 +209,16 @@ def machine_budget(
         free += sum(p.nbytes for p in parameters if is_remote(p))
         device_bytes = Bytes(part * headroom[Tier.DEVICE].within(free))
     try:
-        facts = choose_directory() if directory is None else check_directory(Path(directory))
+        facts = [check_directory(path) for path in directories] or [choose_directory()]
     except (
         DirectoryError
     ):  # missing, or none is usable: opening it raises the error with the reason
-        return Budget(device_bytes, Bytes(host), None if directory is not None else 0)
-    return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * facts.free_bytes / ranks))
+        return Budget(device_bytes, Bytes(host), None if directories else 0)
+    shares = dict.fromkeys((of_one.device for of_one in facts), 0.0)
+    for of_one, share in zip(facts, drive_shares(directories) or [1.0], strict=True):
+        shares[of_one.device] += share
+    room = min(of_one.free_bytes / shares[of_one.device] for of_one in facts)
+    return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * room / ranks))
 
 
 def total_host_bytes() -> int:
@@ -254,13 +258,12 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
 
 
 def _machine(
-    profile: Profile | None, device: torch.device, directory: str | os.PathLike[str] | None
+    profile: Profile | None, device: torch.device, directories: Sequence[Path]
 ) -> MachineRates | None:
     if profile is None:
         logger.info("no rates of this machine are known: `tensorstow calibrate` measures them")
         return None
-    disk = profile.rates_of(None if directory is None else Path(directory))
-    return MachineRates(profile, device.type, disk)
+    return MachineRates(profile, device.type, profile.rates_over(directories))
 
 
 def _log(result: SearchResult, request: PlanRequest, *, source: str) -> None:

@@ -1,6 +1,5 @@
 """Places the activations of a model's blocks by a plan."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
@@ -10,7 +9,7 @@ from tensorstow.activations.offload import ActivationOffload
 from tensorstow.activations.pool import ActivationBytes
 from tensorstow.activations.recompute import Recompute
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.directories import expand_path
+from tensorstow.base.directories import Paths, read_paths
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.units import ROOT, Unit
@@ -27,7 +26,7 @@ class PlacedActivations:
         model: nn.Module,
         units: Sequence[Unit],
         plan: Plan,
-        directory: str | os.PathLike[str] | None,
+        directory: Paths | None,
     ) -> None:
         """Register hooks on the blocks, which ``validate_activations`` has checked.
 
@@ -42,7 +41,7 @@ class PlacedActivations:
             if on_host := modules.get(ActivationPlacement.HOST):
                 self._add(opened, ActivationOffload(model, "host", None, (), on_host))
             if on_disk := modules.get(ActivationPlacement.DISK):
-                paths = [] if directory is None else [expand_path(directory)]
+                paths = read_paths(directory, "dir")
                 budget = plan.activation_ram_budget
                 self._add(opened, ActivationOffload(model, "disk", budget, paths, on_disk))
             if recomputed := modules.get(ActivationPlacement.RECOMPUTE):

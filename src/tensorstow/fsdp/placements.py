@@ -23,7 +23,12 @@ from torch.distributed.tensor import DTensor
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.allocator import give_back_large_blocks
-from tensorstow.base.directories import choose_directory, make_directories
+from tensorstow.base.directories import (
+    Paths,
+    choose_directory,
+    make_directories,
+    read_paths,
+)
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count, round_up
@@ -90,7 +95,7 @@ class StowRequest:
     weights: Path
     init: Init | None
     optimizer: OptimizerFactory
-    directory: Path
+    directory: Paths | None
     links: list[DeviceLink] = field(default_factory=list)
     """Every link that weights and gradients go over."""
 
@@ -408,11 +413,9 @@ def _make_disk_pool(
         raise BudgetError(message)
     if sharding.device.type == "cpu":
         give_back_large_blocks()
-    directory = request.directory
-    place = (
-        choose_directory(total) if directory is None else make_directories([directory])[0]
-    ).path
-    return DiskPool(BufferPool(place, total, capacity, least), Prefetcher(plan.prefetch), frozen)
+    named = make_directories(read_paths(request.directory, "dir")) or [choose_directory(total)]
+    places = [facts.path for facts in named]
+    return DiskPool(BufferPool(places, total, capacity, least), Prefetcher(plan.prefetch), frozen)
 
 
 def _wait_for_updates_before_reads(

@@ -70,7 +70,7 @@ def choose_read_plan(
         readable: Those that can be read from files: their bytes in host memory, and in buffers.
         options: The budget, and what computes.
     """
-    budget = options.budget or machine_budget(units, options.device, None)
+    budget = options.budget or machine_budget(units, options.device, ())
     limits = {tier: _limit(budget, tier) for tier in Tier}
     ahead, below = Plan().prefetch, dict(readable)
     on_device: set[str] = set()

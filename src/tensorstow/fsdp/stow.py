@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tensorstow.base.budget import Budget
+from tensorstow.base.directories import Paths, read_paths
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import keyword_only, names_keywords
 from tensorstow.base.plan import Plan
@@ -78,7 +79,7 @@ def stow(
     plan: Plan | Literal["auto"] = "auto",
     budget: Budget | None = None,
     compute_dtype: torch.dtype | None = None,
-    dir: Path = None,
+    dir: Paths | None = None,
     mesh: DeviceMesh | None = None,
     units: Sequence[nn.Module] | None = None,
     weights: Path = None,
@@ -110,7 +111,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     plan: Plan | Literal["auto"] = "auto",
     budget: Budget | None = None,
     compute_dtype: torch.dtype | None = None,
-    dir: Path = None,  # noqa: A002
+    dir: Paths | None = None,  # noqa: A002
     mesh: DeviceMesh | None = None,
     units: Sequence[nn.Module] | None = None,
     weights: Path = None,
@@ -144,7 +145,9 @@ def stow(  # noqa: PLR0913  # the one function for everything
             machine has free: half of the memory that computes, 0.8 of the rest and of the disk.
         compute_dtype: The dtype of forward and backward; master weights keep the parameters' dtype.
             Default: None, the parameters' dtype.
-        dir: The directory of states on disk and commits. Default: None, scratch files.
+        dir: The directory of what is on disk, and of commits; several for several drives: each has
+            a part of all weights, states and activations, by the rates that ``tensorstow
+            calibrate`` measured, or equal parts. Default: None, scratch files.
         mesh: The ranks: a mesh of dimensions (shard,) or (replicate, shard). Default: None, all
             ranks; a model on one rank that needs no casts and no transfers is not sharded.
         units: The modules whose parameters are unsharded together. Default: None, the model's
@@ -176,7 +179,8 @@ def stow(  # noqa: PLR0913  # the one function for everything
         DamageError: A file at ``weights`` is not what was written; nothing was changed.
     """
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
-    validate_arguments(model, optimizer, **types, tokens=tokens, init=init, dir=dir)
+    validate_arguments(model, optimizer, **types, tokens=tokens, init=init)
+    directories = read_paths(dir, "dir")
     device, step = current_device(), None
     optimizer = with_options(optimizer, optimizer_options, keyword_only(stow))
     if optimizer is None:
@@ -188,8 +192,8 @@ def stow(  # noqa: PLR0913  # the one function for everything
     chosen, is_auto = units_of(model, units), plan == "auto"
     if plan == "auto":
         example = ExampleBatch(model, chosen, batch, compute_dtype, tokens)
-        undecided = plan_request(chosen, device, mesh, optimizer, dir)
-        plan, step = choose_plan(undecided, example, budget, device, dir)
+        undecided = plan_request(chosen, device, mesh, optimizer, directories)
+        plan, step = choose_plan(undecided, example, budget, device, directories)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
         plan = with_overlap(plan, optimizer)

@@ -8,7 +8,6 @@ which would wait for each other for ever.
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -107,13 +106,6 @@ _ARGUMENTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "init": (
         lambda init: init is None or callable(init),
         "a function that is called with a module, as model._init_weights of transformers is",
-    ),
-    "dir": (
-        lambda directory: isinstance(directory, str | os.PathLike | None),
-        (
-            "one directory, of weights and states. For states over several give them to the"
-            " optimizer, partial(AdamW, dir=[...]), and leave dir= of stow out"
-        ),
     ),
 }
 """For each argument of ``stow``, whether a value can be used, and what values it takes."""

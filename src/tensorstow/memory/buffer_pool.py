@@ -35,9 +35,9 @@ from tensorstow.base.errors import DamageError
 from tensorstow.base.health import Health
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.arena import Arena
-from tensorstow.io.engine import open_engine
 from tensorstow.io.file_runs import Run
-from tensorstow.io.files import ALIGN, backend_for, scratch_file
+from tensorstow.io.files import ALIGN
+from tensorstow.io.scratch import FileStripe, StripedFiles
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 from tensorstow.memory.bounded_bytes import BoundedBytes
 from tensorstow.memory.moving_bytes import ByteState, MovingBytes
@@ -56,17 +56,22 @@ class PooledBuffer(MovingBytes):
     """Tensors that move as one: on disk, and in memory while they are pinned."""
 
     def __init__(
-        self, pool: "BufferPool", nbytes: int, offset: int, runs: Sequence[Run] = ()
+        self,
+        pool: "BufferPool",
+        nbytes: int,
+        stripes: Sequence[FileStripe] = (),
+        runs: Sequence[Run] = (),
     ) -> None:
-        """Take ``nbytes`` of the file from ``offset``; hold none of its memory yet.
+        """Take ``stripes`` of the pool's files; hold none of its memory yet.
 
         ``runs``: where its bytes are in other files; then it takes nothing of the pool's.
         """
         super().__init__()
         self.nbytes = nbytes
-        self.offset = offset
+        self.stripes = stripes
+        """Where it is in the pool's files."""
         self.runs = tuple(runs)
-        """Bytes of files that are only read; none: they are in the pool's file."""
+        """Bytes of files that are only read; none: they are in the pool's files."""
         self.pool = pool
         self._arena = Arena(nbytes, in_children=False)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
@@ -132,22 +137,22 @@ class PooledBuffer(MovingBytes):
 
 
 class BufferPool:
-    """Buffers in one file, and a bound on the memory that they take."""
+    """Buffers in a file of each directory, and a bound on the memory that they take."""
 
-    def __init__(self, directory: Path, nbytes: int, capacity: int, least: int = 0) -> None:
-        """Make a file of ``nbytes`` without a name; hold up to ``capacity`` bytes in memory.
+    def __init__(
+        self, directories: Sequence[Path], nbytes: int, capacity: int, least: int = 0
+    ) -> None:
+        """Make files of ``nbytes`` without names; hold up to ``capacity`` bytes in memory.
 
-        ``least`` is what ``resize`` leaves. Raises DirectoryError if the directory has no room.
+        ``least`` is what ``resize`` leaves. Raises DirectoryError if a directory has no room.
         """
-        self.directory = directory
-        self._file = scratch_file(open_engine(backend_for([directory])), directory, nbytes)
-        weakref.finalize(self, self._file.close)
+        self._files = StripedFiles(directories, nbytes)
+        self.directory = self._files.directories[0]
+        self._where = ", ".join(map(str, self._files.directories))
+        weakref.finalize(self, self._files.close)
         self.memory, self._least = BoundedBytes(capacity), least
         """The bytes of the buffers in memory."""
         self.total_bytes = self._largest = 0
-        self._reserved = nbytes
-        self._taken = 0
-        """The bytes of the file that buffers take."""
         self._recent: dict[PooledBuffer, None] = {}
         self._expected: list[PooledBuffer] = []
         """What is used next, in order ([Note: Expected buffers])."""
@@ -180,9 +185,9 @@ class BufferPool:
 
         ``runs``: bytes of files that are only read ([Note: Files that are only read]).
         """
-        buffer = PooledBuffer(self, round_up(nbytes, ALIGN), self._taken, runs)
+        padded = round_up(nbytes, ALIGN)
+        buffer = PooledBuffer(self, padded, [] if runs else self._files.allocate(padded), runs)
         self.total_bytes += buffer.nbytes
-        self._taken += 0 if buffer.is_in_files else buffer.nbytes
         self._largest = max(self._largest, buffer.nbytes)
         return buffer
 
@@ -241,8 +246,8 @@ class BufferPool:
                 buffer.dirty = False
                 buffer.checksum = _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes)
                 buffer.begun, buffer.seen_over = time.monotonic(), None
-                write = self._file.write(buffer.bytes, buffer.offset)
-                buffer.begin(ByteState.WRITING, write)
+                writes = self._files.write(buffer.stripes, buffer.bytes)
+                buffer.begin(ByteState.WRITING, *writes)
                 self.bytes_written += buffer.nbytes
             self._read_expected()
 
@@ -257,8 +262,8 @@ class BufferPool:
                     self._settle(buffer)
 
     def close(self) -> None:
-        """Let file and memory go. Idempotent."""
-        self._file.close()
+        """Let files and memory go. Idempotent."""
+        self._files.close()
         with self._lock:
             for buffer in list(self._recent):
                 self._drop(buffer)
@@ -290,7 +295,7 @@ class BufferPool:
         ]
         self.bytes_read += sum(run.nbytes for run in buffer.runs)
         if not buffer.is_in_files:
-            reads = [self._file.read(buffer.bytes, buffer.offset)]
+            reads = self._files.read(buffer.stripes, buffer.bytes)
             self.bytes_read += buffer.nbytes
         buffer.begin(ByteState.READING, *reads)
 
@@ -301,25 +306,22 @@ class BufferPool:
         end = time.monotonic() if buffer.seen_over is None else buffer.seen_over
         name = f"weights {_operation(buffer)}"
         buffer.settle(
-            partial(_check_read, buffer, self._file.path)
+            partial(_check_read, buffer, self._files.describe(buffer.stripes))
             if buffer.state is ByteState.READING
             else None
         )
         if self._log is not None:
-            lane = f"{name} ({self.directory})"
+            lane = f"{name} ({self._where})"
             self._log.add(LoggedTransfer(lane, name, buffer.begun, end, buffer.nbytes))
 
     def _leave_files(self, buffer: PooledBuffer) -> None:
         """Give a buffer that was read from files room in the pool's file, for bytes that differ."""
-        if self._taken + buffer.nbytes > self._reserved:
-            self._reserved = self._taken + buffer.nbytes
-            self._file.reserve(self._reserved)
+        buffer.stripes = self._files.allocate(buffer.nbytes)
         logger.info(
             "%s of weights that were frozen were written to: they are copied from %s to %s",
-            *(format_bytes(buffer.nbytes), buffer.runs[0].file.path.parent, self.directory),
+            *(format_bytes(buffer.nbytes), buffer.runs[0].file.path.parent, self._where),
         )
-        buffer.offset, buffer.runs = self._taken, ()
-        self._taken += buffer.nbytes
+        buffer.runs = ()
 
     def _wait(self, buffer: PooledBuffer) -> None:
         """Wait for the transfers of a buffer; called without the lock, so that others go on."""
@@ -389,7 +391,7 @@ class BufferPool:
             raise
 
 
-def _check_read(buffer: PooledBuffer, path: Path) -> None:
+def _check_read(buffer: PooledBuffer, place: str) -> None:
     """Raise DamageError unless the bytes that were read are those that were written."""
     for file in {run.file for run in buffer.runs}:
         file.validate_unchanged()
@@ -397,7 +399,7 @@ def _check_read(buffer: PooledBuffer, path: Path) -> None:
         return
     if _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
         message = (
-            f"read of {buffer.nbytes} bytes at offset {buffer.offset} of {path} gave other weights"
+            f"read of {buffer.nbytes} bytes {place} gave other weights"
             " than were written there: their checksum does not fit. Look at `dmesg` and the drive's"
             " health; go on from the last commit."
         )

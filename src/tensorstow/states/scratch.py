@@ -1,14 +1,16 @@
 """Scratch files of optimizer states: their directories, and the positions of chunks in them."""
 
 import logging
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import tensorstow._native as _native
 from tensorstow.base.directories import choose_directory
+from tensorstow.base.profile import drive_shares
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.files import ALIGN, GROWTH_BYTES, File
-from tensorstow.io.scratch import ScratchFiles
+from tensorstow.io.scratch import FileTurns, ScratchFiles
 from tensorstow.states.policy import PipelinePolicy, engine_for
 from tensorstow.states.stored_chunks import FilePosition
 
@@ -44,7 +46,7 @@ class ScratchStorage:
         return self.engine
 
     def reserve(self, widths: Sequence[int]) -> list[FilePosition]:
-        """Return a place for each of ``widths`` bytes, in files that alternate the directories.
+        """Return a place for each of ``widths`` bytes, in a file of each directory.
 
         Raises DirectoryError where one is missing, read-only, in RAM or too full.
         """
@@ -53,10 +55,11 @@ class ScratchStorage:
         directories = self._directories or (choose_scratch("optimizer states", sum(widths)),)
         if self.engine is None:
             self.engine = engine_for(directories, self._policy)
-        turns, padded = len(directories), [round_up(width, ALIGN) for width in widths]
-        scratch = ScratchFiles(
-            self.engine, directories, [sum(padded[turn::turns]) for turn in range(turns)]
-        )
+        shares, sizes = drive_shares(directories), [0] * len(directories)
+        turns = FileTurns(shares)
+        for padded in (round_up(width, ALIGN) for width in widths):
+            sizes[turns.next(padded)] += padded
+        scratch = ScratchFiles(self.engine, directories, sizes, shares)
         self._scratch.append(scratch)
         self._files |= {file.number: file for file in scratch.files}
         extents = [scratch.allocate(width) for width in widths]
@@ -92,8 +95,9 @@ def open_scratch(
     read-only, in RAM or too full.
     """
     chosen = tuple(directories) or (choose_scratch("optimizer states", expected),)
-    share = round_up(-(-expected // len(chosen)), GROWTH_BYTES)
-    return ScratchFiles(engine_for(chosen, policy), chosen, [share] * len(chosen))
+    shares = drive_shares(chosen)
+    sizes = [round_up(math.ceil(expected * share), GROWTH_BYTES) for share in shares]
+    return ScratchFiles(engine_for(chosen, policy), chosen, sizes, shares)
 
 
 def choose_scratch(what: str, nbytes: int = 0) -> Path:

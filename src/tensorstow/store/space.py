@@ -9,6 +9,7 @@ from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.io.files import GROWTH_BYTES, File, grow
 from tensorstow.io.free_list import FreeList
+from tensorstow.io.scratch import FileTurns
 from tensorstow.store.records import HEADER_BYTES, PAGE, Extent, padded
 
 
@@ -105,24 +106,33 @@ class Extents:
 class StoreSpace:
     """The extents of a store's files. Any thread may call any method, also during a commit."""
 
-    def __init__(self, files: Sequence[File], generations: Mapping[int, Iterable[Extent]]) -> None:
-        """Begin with ``files`` and the extents of each generation; all other bytes are free."""
+    def __init__(
+        self,
+        files: Sequence[File],
+        generations: Mapping[int, Iterable[Extent]],
+        shares: Sequence[float] | None = None,
+    ) -> None:
+        """Begin with ``files`` and the extents of each generation; all other bytes are free.
+
+        ``shares``: of the bytes of new extents, by file; None: equal ones.
+        """
         self._files = files
         self._extents = Extents([file.path.stat().st_size for file in files], generations)
-        self._turn = 0
+        self._turns = FileTurns(shares or [1.0] * len(files))
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent:
-        """Hand out a free extent; files go round. Raises DirectoryError if none can grow."""
+        """Hand out a free extent, of the file whose turn it is, or of another if that is full.
+
+        Raises DirectoryError if none can grow.
+        """
         if nbytes < 0:
             message = f"An extent of {nbytes} bytes was requested: give 0 or more."
             raise OptionError(message)
         if nbytes == 0:
             return Extent(0, 0, 0)
         with self._lock:
-            turn = self._turn
-            self._turn = (turn + 1) % len(self._files)
-            return self._allocate(turn, padded(nbytes))
+            return self._allocate(self._turns.next(padded(nbytes)), padded(nbytes))
 
     def adopt(self, extent: Extent) -> None:
         """Hold an extent of a generation for the caller."""

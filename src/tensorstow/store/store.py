@@ -13,6 +13,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import named
+from tensorstow.base.profile import drive_shares
 from tensorstow.io.files import File
 from tensorstow.store.bounds import check_inside
 from tensorstow.store.durability import SystemDisk
@@ -46,7 +47,8 @@ class Store:
         """One per directory, in the order of the directories. Extent.file is the place in here."""
         self._manifest = parts.manifest
         self._links = parts.links
-        self._space = StoreSpace(parts.files, parts.manifest.extents())
+        shares = drive_shares([file.path.parent for file in parts.files])
+        self._space = StoreSpace(parts.files, parts.manifest.extents(), shares)
         self._finalizer = closing = weakref.finalize(self, _release, parts.resources, os.getpid())
         self._transactions = Transactions(parts, self._space, lambda: closing.alive)
 

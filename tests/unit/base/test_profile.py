@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from machines import DISK, PROFILE
 from tensorstow.base import profile as profiles
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.profile import (
@@ -157,3 +158,27 @@ def test_a_machine_has_one_identity(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert identify_machine()["cores"] == len(os.sched_getaffinity(0))
     monkeypatch.setattr(profiles, "_CPUINFO", tmp_path / "none")
     assert identify_machine()["cpu"]  # the architecture
+
+
+def test_shares_are_in_proportion_to_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / name for name in "abc"]
+    rates = [replace(DISK, mixed=mixed) for mixed in (1.0, 2.0, 5.0)]
+    known = dict(zip(map(str, paths), rates, strict=True))
+    monkeypatch.setattr(profiles, "read_profile", lambda: PROFILE.but(directories=known))
+    assert profiles.drive_shares(paths) == [1 / 8, 2 / 8, 5 / 8]
+    assert profiles.drive_shares(paths[:1]) == [1.0]
+    assert profiles.drive_shares([]) == []
+    monkeypatch.setattr(profiles, "read_profile", lambda: None)
+    assert profiles.drive_shares(paths) == [1 / 3] * 3
+
+
+def test_drives_together_have_the_rate_of_the_last_one_that_ends(tmp_path: Path) -> None:
+    fast = replace(DISK, read=8.0, write=4.0, mixed=6.0)
+    slow = replace(DISK, read=2.0, write=2.0, mixed=3.0)
+    paths = [tmp_path / name for name in "ab"]
+    measured = PROFILE.but(directories={str(paths[0]): fast, str(paths[1]): slow})
+    together = measured.rates_over(paths)
+    assert together == replace(fast, read=6.0, write=6.0, mixed=9.0)
+    assert measured.rates_over(paths[1:]) == slow
+    assert measured.rates_over([]) == fast
+    assert PROFILE.rates_over(paths) is None

@@ -222,9 +222,9 @@ def test_a_machines_budget_leaves_the_headroom_free_that_plan_leaves(
 ) -> None:
     monkeypatch.setattr(automatic, "free_host_bytes", lambda: 100 * G)
     room = usual_headroom(device_is_host=True)[Tier.HOST]
-    counted = machine_budget([], CPU, tmp_path, with_activations=True).host
+    counted = machine_budget([], CPU, [tmp_path], with_activations=True).host
     assert counted == room.within(100 * G) < 95 * G
-    assert machine_budget([], CPU, tmp_path).host == room.within(100 * G) // 2
+    assert machine_budget([], CPU, [tmp_path]).host == room.within(100 * G) // 2
 
 
 @pytest.mark.usefixtures("_no_headroom")
@@ -232,18 +232,26 @@ def test_a_machines_budget_is_a_part_of_what_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(automatic, "free_host_bytes", lambda: 100 * G)
-    found = machine_budget([], CPU, tmp_path)
+    found = machine_budget([], CPU, [tmp_path])
     assert found.host == 50 * G
-    assert machine_budget(units_of(model()), CPU, tmp_path).host == 50 * G + BYTES // 2
+    assert machine_budget(units_of(model()), CPU, [tmp_path]).host == 50 * G + BYTES // 2
     assert found.device is None
     with monkeypatch.context() as patch:
         patch.setattr(automatic, "local_ranks", lambda: SimpleNamespace(count=4))
-        patch.setattr(automatic, "check_directory", lambda _: SimpleNamespace(free_bytes=100 * G))
-        shared = machine_budget([], CPU, tmp_path)
+        patch.setattr(
+            automatic, "check_directory", lambda _: SimpleNamespace(free_bytes=100 * G, device="a")
+        )
+        shared = machine_budget([], CPU, [tmp_path])
     assert (shared.host, shared.disk) == (50 * G // 4, 80 * G // 4)
     assert found.disk > 0  # type: ignore[operator]
-    assert machine_budget([], CPU, tmp_path / "to be made").disk is None
-    assert machine_budget([], CPU, "/dev/shm").disk is None  # refused when it is opened
+    with monkeypatch.context() as patch:
+        free = {n: SimpleNamespace(free_bytes=10 * G, device=n[0]) for n in ("a", "a2", "b")}
+        patch.setattr(automatic, "check_directory", lambda path: free[path.name])
+        for names, room in ((["a", "b"], 20), (["a", "a2"], 10), (["a", "a2", "b"], 15)):
+            disk = machine_budget([], CPU, [Path(name) for name in names]).disk
+            assert disk == int(0.8 * room * G)
+    assert machine_budget([], CPU, [tmp_path / "to be made"]).disk is None
+    assert machine_budget([], CPU, [Path("/dev/shm")]).disk is None  # refused when it is opened
 
 
 def chosen(least: int) -> str:

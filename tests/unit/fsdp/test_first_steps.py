@@ -161,7 +161,7 @@ def test_buffers_of_parameters_on_disk_follow_what_is_free(
 def test_buffers_are_resized_by_the_least_that_was_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = BufferPool(tmp_path, 8 << 20, 4 << 20, 1 << 20)
+    pool = BufferPool([tmp_path], 8 << 20, 4 << 20, 1 << 20)
     buffers = [pool.add(1 << 20) for _ in range(8)]
     for number, buffer in enumerate(buffers):
         buffer.pin()

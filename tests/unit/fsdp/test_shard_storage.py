@@ -29,7 +29,7 @@ def test_whoever_reads_waits_for_the_newest_weight() -> None:
 
 
 def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 2 * MIB, MIB)
+    pool = BufferPool([tmp_path], 2 * MIB, MIB)
     buffer, other = pool.add(MIB), pool.add(MIB)
     shard = DiskShard(buffer.tensor(0, (4, 2), torch.float32), 3, buffer, Prefetcher(0))
     with shard.access(write=True):
@@ -50,7 +50,7 @@ def test_a_shard_on_disk_is_read_when_pinned_and_written_when_dirty(tmp_path: Pa
 def test_what_could_not_be_pinned_is_not_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = BufferPool(tmp_path, MIB, MIB)
+    pool = BufferPool([tmp_path], MIB, MIB)
     buffer = pool.add(4096)
     prefetcher = Prefetcher(1)
     shard = DiskShard(buffer.tensor(0, (4, 2), torch.float32), 4, buffer, prefetcher)
@@ -78,7 +78,7 @@ def _use(buffer: PooledBuffer, prefetcher: Prefetcher) -> bool:
 
 
 def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 5 * SIZE, 3 * SIZE)
+    pool = BufferPool([tmp_path], 5 * SIZE, 3 * SIZE)
     made = [pool.add(SIZE) for _ in range(5)]
     for buffer in made:
         buffer.pin(for_write=True)
@@ -93,7 +93,7 @@ def test_units_are_fetched_in_the_order_of_forward_and_of_backward(tmp_path: Pat
 
 
 def test_one_buffer_is_pinned_at_a_time(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 2 * SIZE, 2 * SIZE)
+    pool = BufferPool([tmp_path], 2 * SIZE, 2 * SIZE)
     first, second = pool.add(SIZE), pool.add(SIZE)
     prefetcher = Prefetcher(0)
     prefetcher.pin(first)
@@ -109,7 +109,7 @@ def test_one_buffer_is_pinned_at_a_time(tmp_path: Path) -> None:
 
 
 def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 3 * SIZE, SIZE)
+    pool = BufferPool([tmp_path], 3 * SIZE, SIZE)
     made = [pool.add(SIZE) for _ in range(3)]
     for buffer in made:
         buffer.pin(for_write=True)
@@ -120,7 +120,7 @@ def test_nothing_is_fetched_ahead_where_that_was_not_asked(tmp_path: Path) -> No
 
 
 def test_both_buffers_of_a_unit_are_in_memory_for_a_copy(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 4 * SIZE, 4 * SIZE)
+    pool = BufferPool([tmp_path], 4 * SIZE, 4 * SIZE)
     trained, frozen, other = (pool.add(SIZE) for _ in range(3))
     prefetcher = Prefetcher(0)
     unit = (frozen, trained)

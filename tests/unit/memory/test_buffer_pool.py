@@ -33,7 +33,7 @@ def _all_are(buffer: PooledBuffer, value: int) -> bool:
 def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_what_is_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, awaits: str
 ) -> None:
-    pool = BufferPool(tmp_path, 3 * SIZE, 2 * SIZE)
+    pool = BufferPool([tmp_path], 3 * SIZE, 2 * SIZE)
     first, second, third = [pool.add(SIZE) for _ in range(3)]
     for value, buffer in enumerate((third, second, first)):
         _fill(buffer, value + 1)
@@ -66,7 +66,7 @@ def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_what_is_in_memory(
 
 
 def test_pages_are_given_back(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 2 * SIZE, SIZE)
+    pool = BufferPool([tmp_path], 2 * SIZE, SIZE)
     first, second = pool.add(SIZE), pool.add(SIZE)
     _fill(first, 3)
     _fill(second, 4)
@@ -75,13 +75,13 @@ def test_pages_are_given_back(tmp_path: Path) -> None:
 
 
 def test_other_bytes_on_disk_are_damage_and_nobody_goes_on(tmp_path: Path) -> None:
-    pool = BufferPool(tmp_path, 2 * SIZE, SIZE)
+    pool = BufferPool([tmp_path], 2 * SIZE, SIZE)
     first, second = pool.add(SIZE), pool.add(SIZE)
     _fill(first, 1)
     _fill(second, 2)
     pool.synchronize()
     block = torch.zeros(4096, dtype=torch.uint8)
-    pool._file.write(block, first.offset + 8192).wait()
+    pool._files._files[0].write(block, first.stripes[0].offset + 8192).wait()
     with pytest.raises(DamageError, match="checksum"):
         first.pin()
     with pytest.raises(PoisonedError, match="resume"):
@@ -93,7 +93,7 @@ def test_other_bytes_on_disk_are_damage_and_nobody_goes_on(tmp_path: Path) -> No
 
 def test_too_little_room_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError):
-        BufferPool(tmp_path, 1 << 60, SIZE)
+        BufferPool([tmp_path], 1 << 60, SIZE)
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -108,7 +108,7 @@ def test_pages_of_what_is_evicted_go_to_what_is_read_in_its_place(
         return taken[-1]
 
     monkeypatch.setattr(Arena, "take_pages", counted)
-    pool = BufferPool(tmp_path, 5 * SIZE, 2 * SIZE)
+    pool = BufferPool([tmp_path], 5 * SIZE, 2 * SIZE)
     made = [pool.add(SIZE) for _ in range(3)] + [pool.add(2 * SIZE)]
     for value, buffer in enumerate(made):
         _fill(buffer, value + 1)

@@ -7,6 +7,7 @@ import pytest
 
 from tensorstow.base.errors import DirectoryError
 from tensorstow.io.scratch import GROWTH_BYTES
+from tensorstow.states import scratch
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.scratch import ScratchStorage, open_scratch
 
@@ -20,18 +21,31 @@ def storage_in(*directories: Path) -> ScratchStorage:
     return ScratchStorage(directories, POLICY, moving=True)
 
 
-def test_chunks_go_round_the_directories_and_do_not_overlap(tmp_path: Path) -> None:
+def test_chunks_are_shared_among_the_directories_by_bytes_and_do_not_overlap(
+    tmp_path: Path,
+) -> None:
     storage = storage_in(tmp_path / "a", tmp_path / "b")
     widths = [3 * BLOCK, BLOCK, 2 * BLOCK, 5 * BLOCK, BLOCK]
     places = storage.reserve(widths)
     first, second = (file for file, _ in places[:2])
-    assert [file for file, _ in places] == [first, second, first, second, first]
+    assert [file for file, _ in places] == [first, second, second, first, second]
     ends = sorted((*place, width) for place, width in zip(places, widths, strict=True))
     for (file, offset, width), (other, later, _) in pairwise(ends):
         assert file != other or offset + width <= later
     assert storage.path(second).parent == tmp_path / "b"
     assert storage.directories == (tmp_path / "a", tmp_path / "b")
     storage.close()
+    storage.close()
+
+
+def test_chunks_follow_the_rates_of_the_drives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scratch, "drive_shares", lambda _: [0.75, 0.25])
+    storage = storage_in(tmp_path / "a", tmp_path / "b")
+    places = storage.reserve([BLOCK] * 40)
+    files = [file for file, _ in places]
+    assert [files.count(number) for number in dict.fromkeys(files)] == [30, 10]
     storage.close()
 
 
