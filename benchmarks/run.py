@@ -17,6 +17,7 @@ SUBJECTS = {
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",
     "overlap": "updates beside backward and beside the next forward",
+    "placements": "a step of GPT-2 in each placement, in fresh processes with their own allocator",
     "engine": "whole models through stow",
     "plans": "what the planner predicts against what runs hold and take",
     "plan_command": "`tensorstow plan` of a model of 70B: seconds and memory",

@@ -47,6 +47,7 @@ TITLES = {
     "optimizer": "optimizer.step() with states in memory",
     "overlap": "Updates during forward and backward",
     "peers": "The update next to DeepSpeed and TensorNVMe",
+    "placements": "GPT-2 on a CPU in each placement",
     "plan_bytes": "Predicted and measured GPU memory",
     "plan_command": "What `tensorstow plan` takes",
     "plans": "Predicted and measured plans on a CPU",

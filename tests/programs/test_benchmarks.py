@@ -162,6 +162,20 @@ def texts_of(svg: Path) -> list[str]:
     return [text.strip() for text in found]
 
 
+@pytest.mark.timeout(300)  # two trainings
+def test_each_placement_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    run_benchmarks(tmp_path, "placements", "--pairs", "1")
+    document = json.loads((tmp_path / "placements.json").read_text())
+    check_document(document, "placements")
+    base, ours = document["figures"]
+    assert base["measured"] == 1.0
+    assert ours["name"] == "everything on disk, clipped: step / torch fused"
+    for figure in (base, ours):
+        assert figure["detail"]["faults"] >= 0
+        assert figure["detail"]["rss_mib"] > 100
+
+
 @pytest.mark.timeout(300)  # four trainings
 def test_the_lecture_s_comparison_is_run_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
