@@ -122,7 +122,11 @@ def read_paths(value: Paths | None, keyword: str) -> tuple[Path, ...]:
     if any(isinstance(path, str) and not path for path in several):
         message = f'{keyword}="" was given: name a directory ("." for this one), or leave it out.'
         raise OptionError(message)
-    return tuple(expand_path(path) for path in several)
+    paths = tuple(expand_path(path) for path in several)
+    if len({resolve_path(path) for path in paths}) < len(paths):
+        message = f"{keyword}={[str(path) for path in paths]} was given: name each directory once."
+        raise OptionError(message)
+    return paths
 
 
 def resolve_path(path: str | os.PathLike[str]) -> Path:

@@ -145,14 +145,30 @@ class Profile:
                         return rates
         return None
 
+    def rates_of_each(self, directories: Sequence[Path]) -> list[DirectoryRates]:
+        """Return the rates of directories that are used at once; empty: one is not known.
+
+        Those on one drive have equal parts of its rates.
+        """
+        drives = [_drive_of(directory) for directory in directories]
+        found = []
+        for directory, drive in zip(directories, drives, strict=True):
+            rates, count = self.rates_of(directory), drives.count(drive)
+            if rates is None:
+                return []
+            part = {name: getattr(rates, name) / count for name in ("read", "write", "mixed")}
+            found.append(replace(rates, **part))
+        return found
+
     def rates_over(self, directories: Sequence[Path]) -> DirectoryRates | None:
         """Return the rates of several directories together, each with its share of the bytes.
 
         None: those of one are not known. Without directories, those of the fastest.
         """
-        found = [self.rates_of(directory) for directory in directories] or [self.rates_of(None)]
-        rates = [each for each in found if each is not None]
-        if len(rates) < len(found):
+        if not directories:
+            return self.rates_of(None)
+        rates = self.rates_of_each(directories)
+        if not rates:
             return None
         mixed = sum(each.mixed for each in rates)
         # All end when the last one ends its share.
@@ -193,11 +209,18 @@ def drive_shares(directories: Sequence[Path]) -> list[float]:
     writing at once. If one was not measured all are equal.
     """
     profile = read_profile() if len(directories) > 1 else None
-    found = [] if profile is None else [profile.rates_of(directory) for directory in directories]
-    rates = [each.mixed for each in found if each is not None]
-    if len(rates) < len(directories):
-        rates = [1.0] * len(directories)
+    found = [] if profile is None else profile.rates_of_each(directories)
+    rates = [each.mixed for each in found] or [1.0] * len(directories)
     return [rate / sum(rates) for rate in rates]
+
+
+def _drive_of(directory: Path) -> str:
+    """Return the device that a directory is on; its own path if that is not known."""
+    path = resolve_path(directory)
+    for existing in (path, *path.parents):  # it may be made later
+        with contextlib.suppress(DirectoryError):
+            return inspect_directory(existing).device
+    return str(path)
 
 
 def dtype_key(dtype: torch.dtype) -> str:

@@ -39,7 +39,7 @@ from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
 from tensorstow.tensors.dtensor import OffloadedGradient, set_gradient, shard_of
-from tensorstow.tensors.placeholder import ALIASES
+from tensorstow.tensors.placeholder import ALIASES, written_arguments
 
 _ALIGN = 128
 _OFFLOADS: "weakref.WeakKeyDictionary[torch.nn.Module, GradientOffload]" = (
@@ -301,7 +301,7 @@ class HostGradient(OffloadedGradient):
         """Run ``func`` on the elements in host memory; results are on the gradient's device."""
         named = kwargs or {}
         first = args[0]
-        if isinstance(first, cls) and func in ALIASES:
+        if isinstance(first, cls) and (func in ALIASES or _is_whole_view(func, args)):
             return cls(first, first.host)
         if isinstance(first, cls) and func == _ADD and _is_micro_batch(first, args[1]):
             first.accumulate(args[1], **named)
@@ -320,6 +320,9 @@ class HostGradient(OffloadedGradient):
         if func._schema.is_mutable:  # noqa: SLF001
             for original, copy in copies:  # found_inf, which GradScaler passes
                 original.copy_(copy)
+            for written in written_arguments(func, args, named):
+                if isinstance(written, cls):  # what runs in here does not count as a version
+                    torch.autograd.graph.increment_version(written.elements)
             return _mutated_result(func, args, named)
         leaves = tree_leaves((args, named))
         device = next(leaf.device for leaf in leaves if isinstance(leaf, cls))
@@ -331,6 +334,7 @@ class HostGradient(OffloadedGradient):
             self.host.add_on_host(other.elements, alpha)
         else:
             self.host.add(other, alpha)
+        torch.autograd.graph.increment_version(self.host.memory)
 
 
 def _is_micro_batch(total: HostGradient, other: object) -> bool:
@@ -340,6 +344,13 @@ def _is_micro_batch(total: HostGradient, other: object) -> bool:
         and other.shape == total.shape
         and torch._C._current_graph_task_id() != -1  # noqa: SLF001  # as FSDP2 asks
     )
+
+
+def _is_whole_view(func: Any, args: Sequence[Any]) -> bool:  # noqa: ANN401
+    """Return whether ``func`` passes a tensor on, as ``DTensor.to_local`` does."""
+    if func == torch.ops.aten.view_as.default:
+        return bool(args[0].shape == args[1].shape)
+    return bool(func == torch.ops.aten.view.default and [*args[1]] == [*args[0].shape])
 
 
 def _mutated_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401

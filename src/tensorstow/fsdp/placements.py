@@ -189,7 +189,9 @@ def with_overlap(plan: Plan, optimizer: OptimizerFactory) -> Plan:
     given: Any = given_keywords(optimizer).get("overlap")
     if isinstance(given, str) and given in get_args(Overlap):
         return plan.but(overlap=meant(plan.overlap, cast("Overlap", given)))
-    return plan.settled() if accepts(optimizer, "overlap") else plan
+    if is_of_class(optimizer) or not accepts(optimizer, "overlap"):
+        return plan
+    return plan.settled()
 
 
 def choose_placement(

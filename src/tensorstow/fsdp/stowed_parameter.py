@@ -28,13 +28,13 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.memory.buffer_pool import PooledBuffer
 from tensorstow.tensors.dtensor import OffloadedWeight, to_local
-from tensorstow.tensors.placeholder import ALIASES, Placeholder
+from tensorstow.tensors.placeholder import ALIASES, Placeholder, written_arguments
 
 _NEW_ZEROS = torch.ops.aten.new_zeros.default
 _PADDING = frozenset({_NEW_ZEROS, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default})
@@ -359,7 +359,11 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
 
     Those that ``func`` mutates are written back. Results have memory of their own.
     """
-    mutated = {id(p.source.storage): p for p in _mutated(func, args, kwargs)}
+    mutated = {
+        id(p.source.storage): p
+        for p in written_arguments(func, args, kwargs)
+        if isinstance(p, StowedParameter)
+    }
     storages: dict[int, ShardStorage] = {}
 
     def bytes_of(value: Any) -> Any:  # noqa: ANN401
@@ -385,16 +389,3 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         target = kwargs.get("out", args[0] if args else None)
         is_mutated = isinstance(target, StowedParameter) and id(target.source.storage) in mutated
         return target if is_mutated and out is not None else tree_map(without_alias, out)
-
-
-def _mutated(
-    func: Any,  # noqa: ANN401
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> list[StowedParameter]:
-    """Return the stowed parameters that ``func`` writes: its first, ``out=``, or those in lists."""
-    asked = func._schema.arguments  # noqa: SLF001  # no public way
-    places = [kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(asked)]
-    changes = [a.alias_info is not None and a.alias_info.is_write for a in asked]
-    values = tree_flatten([place for place, c in zip(places, changes, strict=True) if c])[0]
-    return [value for value in values if isinstance(value, StowedParameter)]

@@ -22,6 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import OptionError, abbreviated
+from tensorstow.base.fields import read_value
 from tensorstow.base.keywords import (
     keyword_only,
     keywords_of,
@@ -31,7 +32,7 @@ from tensorstow.base.keywords import (
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import keyword_of, reaches_device, refuse_delayed
+from tensorstow.base.update_on import Overlap, keyword_of, reaches_device, refuse_delayed
 from tensorstow.fsdp.sharding import from_every_rank
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
@@ -75,6 +76,8 @@ DEFAULTS: dict[str, Any] = {
 """The keywords that a plan decides, with their values if it leaves them unset."""
 _FREE = frozenset({"ram_budget", "dir", "update_on"})
 """Keywords that the user may pass to the optimizer if the plan leaves them unset."""
+_TYPES: Mapping[str, Any] = {"overlap": Overlap}
+"""Types of keywords that are checked before they are compared with the plan's."""
 _LEAVE_OUT = "Leave it out: the plan has an overlap= of its own, which is exact."
 
 
@@ -390,6 +393,8 @@ def validate_factory(
         if name in _FREE and name not in placed:
             continue
         refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
+        if name in _TYPES:
+            read_value(_TYPES[name], value, name)
         said = (Tier.named(value) or value) if name == "states" else value
         if name in DEFAULTS and placed.get(name, DEFAULTS[name]) != said:
             written, meaning = _as_written(optimizer, name, value)

@@ -152,7 +152,8 @@ class BufferPool:
         weakref.finalize(self, self._files.close)
         self.memory, self._least = BoundedBytes(capacity), least
         """The bytes of the buffers in memory."""
-        self.total_bytes = self._largest = 0
+        self.total_bytes = 0
+        self._buffers: list[PooledBuffer] = []
         self._recent: dict[PooledBuffer, None] = {}
         self._expected: list[PooledBuffer] = []
         """What is used next, in order ([Note: Expected buffers])."""
@@ -188,7 +189,7 @@ class BufferPool:
         padded = round_up(nbytes, ALIGN)
         buffer = PooledBuffer(self, padded, [] if runs else self._files.allocate(padded), runs)
         self.total_bytes += buffer.nbytes
-        self._largest = max(self._largest, buffer.nbytes)
+        self._buffers.append(buffer)
         return buffer
 
     def expect(self, buffers: Sequence[PooledBuffer]) -> None:
@@ -220,10 +221,14 @@ class BufferPool:
         return None
 
     def can_pin(self, nbytes: int) -> bool:
-        """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
+        """Return whether ``nbytes`` more can be pinned, keeping room for the largest of the others.
+
+        That is the largest buffer that is not pinned yet.
+        """
         with self._lock:
             pinned = sum(buffer.nbytes for buffer in self._recent if buffer.pins)
-            return pinned + nbytes + self._largest <= self.memory.capacity
+            largest = max((b.nbytes for b in self._buffers if not b.pins), default=0)
+            return pinned + nbytes + largest <= self.memory.capacity
 
     def unpin(self, buffer: PooledBuffer, *, dirty: bool) -> None:
         """End a pin; begin writing ``dirty`` bytes when it was the last one.

@@ -38,7 +38,8 @@ class PipelinePolicy:
         node: The NUMA node of the update and I/O threads and of their memory: a number; "any", no
             restriction; "auto", the node of this rank's accelerator, else ranks are spread over the
             nodes. It holds for the process: a number stays in force for later optimizers.
-        nan_until_published: Whether weights are NaN until their update is published, for tests.
+        nan_until_published: Whether weights in memory are NaN until their update is published, for
+            tests.
 
     Raises:
         OptionError: A value that cannot be used.

@@ -190,6 +190,8 @@ def write_to_copies(plan: StepPlan) -> None:
             if not param.updates_on_device:  # the device would write the weight in place
                 param.host = param.host_weight.host  # this is a copy already
             continue
+        if param.pager is not None:
+            continue  # it is in memory while it is updated alone: a read of it waits anyway
         param.host = param.parameter.detach().clone()
         row = plan.rows[param.number]
         plan.rows[param.number] = row._replace(weight=param.host)

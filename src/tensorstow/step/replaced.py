@@ -20,7 +20,7 @@ import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.step.managed_param import ManagedParam, ParamUpdate
-from tensorstow.tensors.dtensor import layout_of, shard_of
+from tensorstow.tensors.dtensor import is_in_storage, layout_of, shard_of
 
 _WAY_OUT = (
     ' Call optimizer.wait() first, or use overlap="none"; resume() goes back to the last commit of'
@@ -125,7 +125,8 @@ class UpdateUnderWay:
         param = self.update.param
         if self.memory.untyped_storage().nbytes() < self.nbytes:
             raise refusal(param, "was freed in place (by resize_ of its storage)")
-        if _now(param).data_ptr() != self.memory.data_ptr():
+        # A read of a weight in a storage would wait for this check.
+        if not is_in_storage(param.owner) and _now(param).data_ptr() != self.memory.data_ptr():
             raise refusal(param, "was replaced by other memory")
         if param.written_by_others:
             raise refusal(param, "was written")

@@ -135,6 +135,11 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
     return local.local_shard if isinstance(local, OffloadedWeight) else local
 
 
+def is_in_storage(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's elements are in a storage of ours, which is never replaced."""
+    return isinstance(getattr(parameter, "_local_tensor", parameter), OffloadedWeight)
+
+
 Order = tuple[int, ...]
 
 

@@ -3,15 +3,24 @@
 They stand for consumed gradients in ``.grad``, and for states on disk in ``optimizer.state``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
 
 ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
 """Operations that only pass a tensor on."""
+
+
+def written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:  # noqa: ANN401
+    """Return what an operation writes: its first argument, ``out=``, or tensors in lists."""
+    asked = func._schema.arguments  # noqa: SLF001  # no public way
+    places = [kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(asked)]
+    changes = [a.alias_info is not None and a.alias_info.is_write for a in asked]
+    return tree_leaves([place for place, c in zip(places, changes, strict=True) if c])
 
 
 class Placeholder(torch.Tensor):

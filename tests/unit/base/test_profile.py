@@ -165,14 +165,17 @@ def test_shares_are_in_proportion_to_rates(tmp_path: Path, monkeypatch: pytest.M
     rates = [replace(DISK, mixed=mixed) for mixed in (1.0, 2.0, 5.0)]
     known = dict(zip(map(str, paths), rates, strict=True))
     monkeypatch.setattr(profiles, "read_profile", lambda: PROFILE.but(directories=known))
-    assert profiles.drive_shares(paths) == [1 / 8, 2 / 8, 5 / 8]
+    assert profiles.drive_shares(paths) == pytest.approx([1 / 8, 2 / 8, 5 / 8])
     assert profiles.drive_shares(paths[:1]) == [1.0]
     assert profiles.drive_shares([]) == []
     monkeypatch.setattr(profiles, "read_profile", lambda: None)
     assert profiles.drive_shares(paths) == [1 / 3] * 3
 
 
-def test_drives_together_have_the_rate_of_the_last_one_that_ends(tmp_path: Path) -> None:
+def test_drives_together_have_the_rate_of_the_last_one_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles, "_drive_of", str)
     fast = replace(DISK, read=8.0, write=4.0, mixed=6.0)
     slow = replace(DISK, read=2.0, write=2.0, mixed=3.0)
     paths = [tmp_path / name for name in "ab"]
@@ -182,3 +185,22 @@ def test_drives_together_have_the_rate_of_the_last_one_that_ends(tmp_path: Path)
     assert measured.rates_over(paths[1:]) == slow
     assert measured.rates_over([]) == fast
     assert PROFILE.rates_over(paths) is None
+
+
+def test_directories_of_one_drive_share_its_rates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drives = {"a": "1", "b": "1", "c": "2"}
+    monkeypatch.setattr(profiles, "_drive_of", lambda path: drives[path.name])
+    paths = [tmp_path / name for name in drives]
+    measured = PROFILE.but(directories={str(path): DISK for path in paths})
+    monkeypatch.setattr(profiles, "read_profile", lambda: measured)
+    assert profiles.drive_shares(paths) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
+    assert measured.rates_over(paths[:2]) == DISK
+    together = measured.rates_over(paths)
+    assert together is not None
+    assert together.mixed == 2 * DISK.mixed
+
+
+def test_a_directory_that_is_to_be_made_is_on_the_drive_of_its_parent(tmp_path: Path) -> None:
+    assert profiles._drive_of(tmp_path / "not" / "there") == profiles._drive_of(tmp_path)

@@ -1,5 +1,7 @@
 """Weights on disk, updated beside the next forward: what runs when, and with how many reads."""
 
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import tensorstow
 from compare import all_equal
 from ranks.stowed import groups_of
 from tensorstow import PipelinePolicy, Plan
+from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.step.unpublished import Unpublished
 
@@ -228,3 +232,97 @@ def test_a_run_that_is_closed_at_once_has_ended_its_last_step(tmp_path: Path) ->
     model, optimizer = stowed(dir=tmp_path / "run")
     assert optimizer.resume() == 3
     assert all_equal(ended(model, optimizer), want)
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+    "zero_": lambda model: [p.grad.zero_() for p in model.parameters()],
+    "to_local": lambda model: [p.grad.to_local().zero_() for p in model.parameters()],
+    "foreach": lambda model: torch._foreach_mul_([p.grad for p in model.parameters()], 0.5),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_a_gradient_that_is_written_before_its_update_is_an_error(how: str, tier: str) -> None:
+    """It would be used as it is now: the step would be another one."""
+    plan = FORWARD.but(parameters=tier)
+    make = partial(groups_of, policy=PipelinePolicy(chunk_elements=2048))
+    dtype = torch.bfloat16 if tier == "host" else None  # else it would not be sharded
+    model, optimizer = tensorstow.stow(Blocks(), make, plan=plan, compute_dtype=dtype)
+    backward(model, 0)
+    optimizer.step()
+    with optimizer.updated():
+        WRITES[how](model)
+    model.zero_grad()
+    backward(model, 1)
+    optimizer.step()
+    WRITES[how](model)
+    with pytest.raises(OptionError, match="A gradient was changed in place after step"):
+        optimizer.wait()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("how", ["data", "detach", "to_local"])
+def test_a_weight_is_read_and_written_through_an_alias_from_before_the_step(how: str) -> None:
+    results = []
+    for overlap in ("none", "forward"):
+        model, optimizer = stowed(FORWARD.but(overlap=overlap))
+        weight = model.blocks[5].weight
+        alias = weight.data if how == "data" else getattr(weight, how)()
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen = alias.sum()
+            alias.mul_(0.5)
+        backward(model, 1)
+        optimizer.step()
+        whole = seen.full_tensor() if isinstance(seen, DTensor) else seen
+        results.append([whole.detach().clone(), *ended(model, optimizer)])
+    assert all_equal(*results)
+
+
+def test_other_threads_read_weights_beside_training() -> None:
+    want = trained(FORWARD.but(overlap="none"), 20)
+    model, optimizer = stowed()
+    sharded = list(model.parameters())  # a module has whole ones while it computes
+    over, errors = threading.Event(), []
+
+    def read() -> None:
+        try:
+            while not over.is_set():
+                for parameter in sharded:
+                    parameter.full_tensor()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(20):
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert all_equal(ended(model, optimizer), want)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward"])
+def test_weights_on_disk_are_not_made_nan(overlap: str) -> None:
+    results = []
+    for nan in (False, True):
+        policy = PipelinePolicy(chunk_elements=2048, nan_until_published=nan)
+        model, optimizer = tensorstow.stow(
+            Blocks(), partial(groups_of, policy=policy), plan=FORWARD.but(overlap=overlap)
+        )
+        for step in range(3):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(ended(model, optimizer))
+    assert all_equal(*results)

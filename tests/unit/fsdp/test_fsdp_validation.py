@@ -270,6 +270,23 @@ def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
         tensorstow.stow(_model(), partial(tensorstow.AdamW, **given), plan=Plan(overlap="none"))
 
 
+@pytest.mark.parametrize("plan", [Plan(), Plan(parameters="disk")])
+@pytest.mark.parametrize("overlap", ["auto", "junk", 3])
+def test_an_overlap_that_the_optimizer_does_not_have_is_refused_by_its_values(
+    plan: Plan, overlap: object
+) -> None:
+    with pytest.raises(OptionError, match=r"overlap=.*none.*forward.*backward"):
+        tensorstow.stow(_model(), tensorstow.AdamW, overlap=overlap, plan=plan)
+
+
+def test_an_error_about_a_class_of_torch_names_no_overlap_that_nobody_gave() -> None:
+    make = partial(tensorstow.StowedOptimizer, torch.optim.SGD, lr=0.1)
+    with pytest.raises(OptionError) as caught:
+        tensorstow.stow(_model(), make, plan=Plan(parameters="disk"))
+    assert "parameters on disk" in str(caught.value)
+    assert "overlap" not in str(caught.value)
+
+
 def test_an_automatic_plan_keeps_its_budget_whatever_the_optimizer_was_told() -> None:
     with pytest.raises(BudgetError):
         tensorstow.stow(

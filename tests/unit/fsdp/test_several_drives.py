@@ -30,6 +30,7 @@ def model() -> nn.Sequential:
 def measured(patch: pytest.MonkeyPatch, rates: dict[Path, float]) -> None:
     """Let the directories have these rates."""
     found = {str(path): replace(DISK, mixed=rate) for path, rate in rates.items()}
+    patch.setattr(profile, "_drive_of", str)
     patch.setattr(profile, "read_profile", lambda: PROFILE.but(directories=found))
 
 
@@ -112,7 +113,12 @@ def test_scratch_states_and_activations_are_shared_too(
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [([], "empty list"), (3, "name a directory, or a list"), ([""], "name a directory")],
+    [
+        ([], "empty list"),
+        (3, "name a directory, or a list"),
+        ([""], "name a directory"),
+        (["a", "./a"], "name each directory once"),
+    ],
 )
 def test_what_is_no_directory_is_refused(given: Any, message: str) -> None:  # noqa: ANN401
     with pytest.raises(OptionError, match=message):
