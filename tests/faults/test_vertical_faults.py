@@ -178,7 +178,7 @@ def test_weights_that_a_disk_failed_for_are_not_gone_on_with(
         step(model, optimizer, 0)
         (pool,) = part_of(optimizer, ParameterPart).pools
         pool.synchronize()
-        pool._file.engine.inject_fault(operation, after=1, times=1, error=errno.EIO)
+        pool._files._files[0].engine.inject_fault(operation, after=1, times=1, error=errno.EIO)
         with pytest.raises((TransferError, PoisonedError)):
             _steps(model, optimizer)
         with pytest.raises((OptionError, PoisonedError), match=r"resume\(\)"):

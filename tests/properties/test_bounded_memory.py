@@ -81,7 +81,8 @@ class PoolMachine(RuleBasedStateMachine):
     def ask(self, pages: int) -> None:
         pins = zip(SIZES, self.serial.pins, strict=True)
         pinned = sum(nbytes for nbytes, count in pins if count)
-        fits = pinned + pages * PAGE + max(SIZES) <= self.serial.capacity
+        others = (n for n, pins in zip(SIZES, self.serial.pins, strict=True) if not pins)
+        fits = pinned + pages * PAGE + max(others, default=0) <= self.serial.capacity
         assert self.buffers[0].can_pin(pages * PAGE) is fits
 
     @invariant()
