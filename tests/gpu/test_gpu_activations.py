@@ -1,6 +1,8 @@
 """What forward saves for backward leaves the device: the bits, the memory, the waits."""
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -82,6 +84,20 @@ def test_the_device_s_memory_is_free_behind_the_copy(device: torch.device, tmp_p
     assert held["host"] == held["disk"] <= 0.15 * held["device"]
 
 
+@contextmanager
+def late(device: torch.device) -> Iterator[None]:
+    """Keep the device from what is given to it inside, until all of that is given."""
+    if device.type != "simulated":
+        torch.cuda._sleep(1_000_000_000)
+        yield
+        return
+    import simulated  # noqa: PLC0415  # registers the device
+
+    hold = simulated.hold(60.0)
+    yield
+    assert hold.release()
+
+
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_write_behind_the_copy_is_told(where: str, device: torch.device, tmp_path: Path) -> None:
     class Exp(nn.Module):
@@ -94,8 +110,9 @@ def test_a_write_behind_the_copy_is_told(where: str, device: torch.device, tmp_p
 
     model = Exp().to(device)
     with to(where, model, tmp_path):
-        out = model()
-        out.detach().zero_()
+        with late(device):  # else the copy may be over before the write, which then harms nothing
+            out = model()
+            out.detach().zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
         torch.accelerator.synchronize(device)

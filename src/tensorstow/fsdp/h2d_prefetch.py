@@ -387,10 +387,11 @@ class H2DPrefetcher:
 
     @torch.no_grad()
     def prefetch(self) -> None:
-        """Begin copying the first units of the next forward."""
+        """Begin copying the first units of the next forward, unless their updates run in it."""
         with self._alone():
             self._in_backward = False
-            self._prefetch_following()
+            if not self._timing.waits_by_module:
+                self._prefetch_following()
 
     def _pre_step(self, optimizer: StowedAdam, *_: object) -> None:
         # Under overlap="backward" the last copies complete after most of its gradients, and updates
