@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -211,6 +212,18 @@ def use_all_cores() -> None:
     """Give torch and our pool the same number of threads."""
     torch.set_num_threads(usable_cores())
     _native.set_pool_threads(usable_cores())
+
+
+def run_alone(module: str, *arguments: str, quick: bool) -> dict[str, Any]:
+    """Run a benchmark's module in a process of its own; return the JSON of its last line."""
+    command = [sys.executable, "-m", module, *arguments, *(["--quick"] if quick else [])]
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def machine_facts(directory: Path | None) -> dict[str, Any]:

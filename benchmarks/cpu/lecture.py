@@ -12,8 +12,6 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -23,7 +21,15 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.seed_example import scratch_files
-from benchmarks.measure import Figure, Sample, Settings, exactly, not_available, use_all_cores
+from benchmarks.measure import (
+    Figure,
+    Sample,
+    Settings,
+    exactly,
+    not_available,
+    run_alone,
+    use_all_cores,
+)
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
@@ -53,7 +59,9 @@ def figures(settings: Settings) -> Iterator[Figure]:
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for turn in range(min(settings.pairs, _MOST_PAIRS)):
         for way in list(WAYS)[:: -1 if turn % 2 else 1]:
-            runs[way].append(_run(way, directory, quick=settings.quick))
+            runs[way].append(
+                run_alone("benchmarks.cpu.lecture", way, str(directory), quick=settings.quick)
+            )
     yield from judge(runs)
 
 
@@ -68,18 +76,6 @@ def judge(runs: Mapping[str, list[dict[str, Any]]]) -> Iterator[Figure]:
             yield Figure(f"{way}: peak bytes, {tier}", None, nbytes / _MIB, "MiB")
     losses = {tuple(run["losses"]) for of_way in runs.values() for run in of_way}
     yield Figure("the lecture's comparison: different loss curves", exactly(1), len(losses), "")
-
-
-def _run(way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.lecture", way, str(directory)]
-    command += ["--quick"] if quick else []
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # --- the child ---

@@ -9,11 +9,8 @@ import argparse
 import importlib
 import importlib.util
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, not_available
+from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, not_available, run_alone
 from tensorstow import AdamW, Plan, stow
 
 COMMAND = "python benchmarks/run.py placements"
@@ -66,7 +63,9 @@ def figures(settings: Settings) -> Iterator[Figure]:
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for turn in range(min(settings.pairs, _MOST_TURNS)):
         for name in names[:: -1 if turn % 2 else 1]:
-            runs[name].append(_run(name, directory, quick=settings.quick))
+            runs[name].append(
+                run_alone("benchmarks.cpu.placements", name, str(directory), quick=settings.quick)
+            )
     for name in names:
         _, clips, asked = PLACEMENTS[name]
         base = f"{_TORCH}, clipped" if clips else _TORCH
@@ -88,18 +87,6 @@ def _figure(
         f" {medians['user']:.2f} s user, {medians['system']:.2f} s system"
     )
     return Figure(f"{name}: step / torch fused", limit, ours.median / base.median, "x", detail)
-
-
-def _run(name: str, directory: Path, *, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.placements", name, str(directory)]
-    command += ["--quick"] if quick else []
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # --- the child ---

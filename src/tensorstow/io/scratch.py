@@ -120,7 +120,7 @@ class FileTurns:
         self._given = [0] * len(self._shares)
 
     def next(self, nbytes: int) -> int:
-        """Return the file of the next extent: the one that is the most behind its share."""
+        """Return the file of the next extent: the one that lacks most of its share."""
         loads = [(n + nbytes) / share for n, share in zip(self._given, self._shares, strict=True)]
         file = loads.index(min(loads))
         self._given[file] += nbytes

@@ -125,7 +125,7 @@ class UnitPins:
         """Have room for the largest unit: what computes pins its own next."""
         self.end_done()
         while self._pins and not next(iter(self._pins.values())).pager.can_pin(0):
-            if not self._wait_for_one(()):
+            if not self._end_one(()):
                 return
 
     def end(self) -> None:
@@ -140,18 +140,20 @@ class UnitPins:
         """End other pins until there is memory for the ``needed`` ones."""
         self.end_done()
         while not self._is_room_for(needed):
-            free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)
-            key = next(free, None)
-            if key is not None:
-                self._unpin(key)
-            elif not self._wait_for_one(needed.keys()):
+            if not self._end_one(needed.keys()):
                 return
 
-    def _wait_for_one(self, needed: Collection[int]) -> bool:
-        """Wait for the oldest chunk that has other units than these; return False if none has.
+    def _end_one(self, needed: Collection[int]) -> bool:
+        """End a pin that no chunk in flight needs, or wait for the oldest chunk; False: neither.
 
-        A chunk that awaits a copy from a device may take as long as the step: it is left out.
+        Pins of ``needed`` stay. A chunk that awaits a copy from a device may take as long as the
+        step: it is left out.
         """
+        free = (k for k, pin in self._pins.items() if k not in needed and not pin.users)
+        key = next(free, None)
+        if key is not None:
+            self._unpin(key)
+            return True
         chunks = (c for c in self._chunks if c.pagers.difference(needed) and not c.crosses)
         oldest = next(chunks, None)
         if oldest is None:
