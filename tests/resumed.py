@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 _PASSED = "resumed_passed"
-_LONGEST_WHY = 2000
+_LONGEST_WHY = 6000
 """Characters of the end of a failure or skip: all that a run that is cut off leaves of it."""
 
 

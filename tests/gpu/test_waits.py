@@ -104,14 +104,19 @@ def test_nothing_is_under_way_on_a_settled_link(way: str, link: StreamLink) -> N
 
 
 def test_copies_run_beside_the_caller_s_stream(link: StreamLink) -> None:
-    away, host, back = torch.ones(COUNT, device=link.device), pinned(2), pinned(0)
-    there = link.record_event()
-    spin(link.device, 5 * LATE)
-    end = link.record_event()
-    up = link.h2d([(away, host)], [there])
-    link.d2h([(back, away)], [up]).synchronize()
-    assert back.eq(2).all()
-    assert not end.query(), "the copies were behind what the caller's stream computes"
+    """On a device that others use too, a copy may take its time: so the caller gets more work."""
+    for late in (5 * LATE, 20 * LATE, 80 * LATE):
+        away, host, back = torch.ones(COUNT, device=link.device), pinned(2), pinned(0)
+        there = link.record_event()
+        spin(link.device, late)
+        end = link.record_event()
+        up = link.h2d([(away, host)], [there])
+        link.d2h([(back, away)], [up]).synchronize()
+        is_beside = not end.query()
+        assert back.eq(2).all()
+        if is_beside:
+            return
+    pytest.fail("the copies were behind what the caller's stream computes")
 
 
 # --- weights ---
