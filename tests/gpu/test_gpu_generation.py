@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig
+from transformers.cache_utils import Cache
 
 import tensorstow
 import tensorstow.deepspeed as deepspeed
@@ -131,12 +132,36 @@ def test_deepspeeds_engine_without_an_optimizer_generates(
     engine.destroy()
 
 
+def test_a_model_whose_weights_are_streamed_is_not_compiled(
+    device: torch.device, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers compiles on its own, with a static cache on a GPU; here on all devices."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("it was compiled"))
+    model = stowed(folder, PLANS["both"])
+    static = {"do_sample": False, "cache_implementation": "static"}
+    generated(model, device, **static)
+    everywhere = CompileConfig()
+    everywhere._compile_all_devices = True
+    with pytest.raises(OptionError, match="compile_config"):
+        generated(model, device, **static, compile_config=everywhere)
+    with pytest.raises(pytest.fail.Exception, match="compiled"):  # of what is in memory, it is
+        generated(made().to(device), device, **static, compile_config=everywhere)
+
+
 @pytest.mark.parametrize("name", ["offloaded", "offloaded_static"])
 def test_a_cache_that_calls_cuda_is_refused_elsewhere(
-    device: torch.device, folder: Path, name: str
+    device: torch.device, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = stowed(folder, PLANS["disk"])
     if device.type == "cuda":
+        prefetch = Cache.prefetch
+
+        def ordered(*given: Any) -> None:  # noqa: ANN401
+            """Until transformers 5 it did not wait for the copy down of what it copies up."""
+            torch.accelerator.synchronize()
+            prefetch(*given)
+
+        monkeypatch.setattr(Cache, "prefetch", ordered)
         want = generated(made().to(device), device, do_sample=False)
         assert torch.equal(generated(model, device, cache_implementation=name), want)
         return

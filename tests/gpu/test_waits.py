@@ -28,6 +28,7 @@ from tensorstow.fsdp.shard_storage import HostShard
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
+from tensorstow.step import backward_overlap
 from tensorstow.step.gradient_feed import StepFeeds
 from tensorstow.step.host_weight import HostWeight, make_host_weights, refresh, upload
 from tensorstow.step.segment_update import Update
@@ -337,6 +338,29 @@ def test_updates_begin_before_all_weights_have_gone_up(
         order.clear()
         optimizer.step()
     assert order[: LAYERS + 1] == ["_offer_now"] * LAYERS + ["wait_for_copies"]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("parameters", ["host", "disk"])
+def test_backward_waits_for_no_gradient_that_is_on_its_way(
+    parameters: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window is for those that have arrived: a host that waited would leave no work behind."""
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 0)
+    plan = Plan(parameters=parameters, overlap="backward")  # type: ignore[arg-type]  # text
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    for _ in range(3):
+        y = model(x).float().square().sum()
+        torch.accelerator.synchronize()
+        spin(device, 5 * LATE)
+        mark = torch.Event(device)
+        mark.record()
+        y.backward()
+        is_ahead = not mark.query()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert is_ahead  # the first step pins memory, which may wait for the device
     optimizer.close()
 
 

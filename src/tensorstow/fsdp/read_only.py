@@ -93,6 +93,7 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
         calls = [Call(module, streamed[u.name]) for u in moving for module in u.modules]
         stream = WeightStream(calls, limits, link)
         _register(stream)
+        _decline_compilation(model)
     for module in model.modules():
         refuse_copies(module)
     if options.device.type != "cuda":
@@ -237,6 +238,29 @@ def _enter(
         )
         raise OptionError(message)
     apart_from_graphs(stream.enter, call)
+
+
+def _decline_compilation(model: nn.Module) -> None:
+    """Let ``generate()`` not compile the model on its own, as for weights that others offload.
+
+    With a static cache on a GPU transformers would, and a CUDA graph keeps the addresses of weights
+    that are in other memory at each call.
+    """
+    name = "_valid_auto_compile_criteria"
+    if hasattr(model, name):
+        setattr(model, name, _refuse_compilation)
+
+
+def _refuse_compilation(_: object, generation_config: Any) -> bool:  # noqa: ANN401  # transformers'
+    """Return False: what ``generate()`` asks before it compiles the model."""
+    if generation_config.compile_config is not None:
+        message = (
+            "generate() was given compile_config=, and weights of this model are in memory only"
+            " while their unit runs, which a CUDA graph cannot follow. Leave it out, or compile"
+            " single blocks before stow()."
+        )
+        raise OptionError(message)
+    return False
 
 
 def _refuse_cache_of_cuda(

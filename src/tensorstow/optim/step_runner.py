@@ -387,7 +387,7 @@ class StepRunner:
         if self._early is None or self._early.phase is not Phase.OPEN:
             return False
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
-            return self._params.update_router.step_path.wait_for_one(())
+            return self._params.update_router.step_path.wait_for_copy()
 
     def _end_open_step(self, schedule: BackwardOverlap) -> None:
         params = self._params

@@ -345,7 +345,8 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     if in_backward and not several and not on_device:
         # Backward waits for updates. (With several micro-batches, updates begin in the last.)
         most = max((_waiting([unit], wide=wide) for unit in units), default=0)
-        waiting = min(waiting, WINDOW_BYTES + most)
+        arriving = MAX_IN_FLIGHT_BYTES + most if away else 0
+        waiting = min(waiting, WINDOW_BYTES + most + arriving)
     yield Item(Tier.HOST, "gradients", waiting)
     if not away:
         return

@@ -3,7 +3,9 @@
 [Note: Backpressure] With a small batch, backward makes gradients faster than a disk moves states,
 and waiting gradients would fill host memory. Backward blocks while they take more than a window of
 bytes. The window is several times what the ring works on, so the disk is never idle because of it,
-and the time that backward loses would otherwise be lost at the end of the step.
+and the time that backward loses would otherwise be lost at the end of the step. Gradients that a
+device is still computing or copying are not in the window (``D2HQueue`` bounds them): a host that
+waited for those would leave the device without work.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
 of the step. ``accumulation_steps`` identifies the last backward: by count, or by a function, as the
@@ -45,7 +47,7 @@ from tensorstow.tensors.placeholder import (
 )
 
 WINDOW_BYTES = 64 << 20
-"""The most bytes of gradients that wait for their update."""
+"""The most bytes of gradients in host memory that wait for their update."""
 _CHECK_BYTES = 1 << 20
 """Bytes of new gradients after which those no longer needed are freed."""
 
@@ -163,15 +165,17 @@ class ConsumedGradients:
         self.arrived.append(number)
         use(contiguous, copied)
 
-    def limit_bytes(self, window: int, wait_for_one: Callable[[Sequence[int]], bool]) -> None:
-        """Block until the held gradients have at most ``window`` bytes.
+    def limit_bytes(
+        self, window: Callable[[], int], wait_for_one: Callable[[Sequence[int]], bool]
+    ) -> None:
+        """Block until the held gradients have at most ``window()`` bytes.
 
         ``wait_for_one`` gets their parameters' numbers, the oldest first, and waits for an update.
         Return as well if it returns False.
         """
-        if self._bytes > window:
+        if self._bytes > window():
             self.free_published()
-        while self._bytes > window and wait_for_one([n for n, _ in self._held]):
+        while self._bytes > window() and wait_for_one([n for n, _ in self._held]):
             self.free_published()
 
     def free_published(self) -> None:
@@ -353,7 +357,9 @@ class BackwardOverlap(Schedule):
             if self.norms is not None and gradient is not None:
                 self.norms.take(param.number, gradient, copied)
             self.gradients.consume(param.number, param.owner, use)
-            self.gradients.limit_bytes(WINDOW_BYTES, path.wait_for_one)
+            self.gradients.limit_bytes(
+                lambda: WINDOW_BYTES + path.arriving_bytes, path.wait_for_one
+            )
         except BaseException as error:  # an interrupt: a gradient may be removed and not used
             self._params.store.pipeline.poison(error)
             self.gradients.remove_placeholders()

@@ -245,6 +245,8 @@ class StepFeeds:
         """Whether ``close`` waits for memory, rather than each read of a weight for its part."""
         self._unsent = 0
         self._arriving: CopyQueue[tuple[ManagedParam, torch.Tensor]] = CopyQueue()
+        self.arriving_bytes = 0
+        """Bytes of gradients that were offered and are still being copied to host memory."""
 
     def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
         """Begin a step, with the gradients that ``plan`` has.
@@ -309,8 +311,8 @@ class StepFeeds:
             self._offer_now(param, gradient)
             return
         self._arriving.add((param, gradient), copied or COMPLETE)
-        for arrived in self._arriving.pop_complete():
-            self._offer_now(*arrived)
+        self.arriving_bytes += gradient.nbytes
+        self._take_arrived()
 
     def close(self) -> None:
         """Send the rest of an open step: no more gradients come.
@@ -322,8 +324,8 @@ class StepFeeds:
         self._is_open = False
         try:
             with poisoning(self._pipeline):
-                while self._arriving:
-                    self._offer_now(*self._arriving.pop())
+                while self.wait_for_copy():
+                    pass
                 if self._runs_to_end:
                     self._run_to_end()
                 else:
@@ -359,20 +361,25 @@ class StepFeeds:
             self.move_on()
 
     def wait_for_one(self, numbers: Sequence[int]) -> bool:
-        """Wait until one more gradient is used or copied; return False if there is none.
+        """Wait until one more gradient in host memory is used; return False if none can be.
 
-        ``numbers``: parameters whose gradients are in host memory; the first that awaits no other
-        gradient is waited for.
+        ``numbers``: parameters whose gradients are there, or are being copied there; the first that
+        awaits no other gradient is waited for. No copy is: the device may have far to go to it.
         """
         if self._feeds_of.get(Tier.DEVICE):  # they hold few gradients in host memory at once
             return False
+        self._take_arrived()
         for number in numbers:
             if self._gate.is_complete(number):
                 self._pipeline.wait_parameters([number])
                 return True
+        return False
+
+    def wait_for_copy(self) -> bool:
+        """Wait for the oldest gradient that is being copied; return False if there is none."""
         if not self._arriving:
             return False
-        self._offer_now(*self._arriving.pop())
+        self._take(*self._arriving.pop())
         return True
 
     def needs(self, param: ManagedParam) -> bool:
@@ -403,10 +410,20 @@ class StepFeeds:
         """Free what the step holds: it has failed, or its store is closed."""
         self._is_open = False
         self._arriving.clear()
+        self.arriving_bytes = 0
         for feed in self._feeds:
             feed.abort()
 
     # --- inside ---
+
+    def _take_arrived(self) -> None:
+        """Take the gradients whose copies are complete."""
+        for arrived in self._arriving.pop_complete():
+            self._take(*arrived)
+
+    def _take(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        self.arriving_bytes -= gradient.nbytes
+        self._offer_now(param, gradient)
 
     def _offer_now(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         complete = self._gate.arrive(param.number)

@@ -688,7 +688,7 @@ def test_which_gradients_are_used_is_not_asked_for_each_that_comes() -> None:
         parameter = nn.Parameter(torch.ones(4))
         parameter.grad = torch.ones(4)
         consumed.consume(number, parameter, lambda *_: None)
-        consumed.limit_bytes(1 << 20, lambda _: False)
+        consumed.limit_bytes(lambda: 1 << 20, lambda _: False)
     assert len(asked) <= 10 * 300
     assert consumed.most_bytes == 300 * 16
 

@@ -65,6 +65,39 @@ def test_the_oldest_that_can_be_is_waited_for() -> None:
     assert pipeline.waited == [2, 0]
 
 
+class Copying:
+    """The event of a copy."""
+
+    is_complete = False
+
+    def query(self) -> bool:
+        return self.is_complete
+
+    def synchronize(self) -> None:
+        pytest.fail("nobody waits for a copy before the step is closed")
+
+
+def test_a_gradient_that_is_being_copied_is_counted_apart_and_not_waited_for() -> None:
+    pipeline: Any = Updated()
+    chunks: Any = [Of(0, [0]), Of(1, [1])]
+    feeds = StepFeeds(pipeline, chunks, {Tier.HOST: [HostFeed(pipeline)]}, ShareTuner((0.0,)))
+    params: Any = [SimpleNamespace(number=n, tier=Tier.HOST, **BY_HOST) for n in range(2)]
+    updates = [SimpleNamespace(param=param, gradient=None) for param in params]
+    rows = [StepRow(expected=True) for _ in params]
+    plan: Any = SimpleNamespace(updates=updates, rows=rows, scalars=None, commits=False)
+    feeds.begin(plan, OverlapWith.BACKWARD)
+    copies: Any = [Copying(), Copying()]
+    for param, copied in zip(params, copies, strict=True):
+        feeds.offer(param, torch.ones(5), copied)
+    assert feeds.arriving_bytes == 2 * 20
+    assert not feeds.wait_for_one([0, 1])
+    copies[0].is_complete = True
+    assert feeds.wait_for_one([0, 1])
+    assert feeds.arriving_bytes == 20
+    assert not feeds.wait_for_one([1])
+    assert pipeline.waited == [0]
+
+
 class Closed(HostFeed):
     """A feed that learns whether it is to wait."""
 
