@@ -84,11 +84,20 @@ def test_the_device_s_memory_is_free_behind_the_copy(device: torch.device, tmp_p
     assert held["host"] == held["disk"] <= 0.15 * held["device"]
 
 
+LATE = 0.5
+"""Seconds; longer than the host takes for a forward."""
+
+
+def keep_busy(device: torch.device) -> None:
+    """Give the device work for longer; others may use its machine, and keep the host waiting."""
+    spin(device, LATE if device.type == "simulated" else 4 * LATE)
+
+
 @contextmanager
 def late(device: torch.device) -> Iterator[None]:
     """Keep the device from what is given to it inside, until all of that is given."""
     if device.type != "simulated":
-        torch.cuda._sleep(1_000_000_000)
+        keep_busy(device)
         yield
         return
     import simulated  # noqa: PLC0415  # registers the device
@@ -145,15 +154,11 @@ def test_forward_and_backward_to_host_memory_do_not_wait(device: torch.device) -
 
 # --- a link that is behind ---
 
-LATE = 0.5
-"""Seconds; longer than the host takes for a forward."""
-
-
 def test_a_forward_that_is_dropped_while_its_copies_are_late(device: torch.device) -> None:
     model, x = net(device), rows(device)
     want = gradients(model, x)
     with offload_activations(model, to="host"):
-        spin(device, LATE)
+        keep_busy(device)
         loss = model(x).square().sum()
         del loss
         assert all(map(torch.equal, gradients(model, x), want))
@@ -165,7 +170,7 @@ def test_memory_that_late_copies_use_outlives_the_offload(device: torch.device) 
     offload = offload_activations(model, to="host")
     loss = model(x).square().sum()
     torch.accelerator.synchronize(device)
-    spin(device, LATE)
+    keep_busy(device)
     loss.backward()
     uploads = list(offload._pool._blocks._uploads._copies)
     ready = uploads[-1][1]
@@ -182,7 +187,7 @@ def test_a_tensor_that_a_late_copy_reads_outlives_the_offload(device: torch.devi
     model, x = net(device), rows(device)
     gradients(model, x)  # the first calls take long
     offload = offload_activations(model, to="host")
-    spin(device, LATE)
+    keep_busy(device)
     loss = model(x).square().sum()
     copied = offload._pool._copying[-1].copied
     assert copied is not None
@@ -218,7 +223,7 @@ def test_a_backward_whose_copies_are_late(
             model.zero_grad()
             loss = model(x).square().sum()
             torch.accelerator.synchronize(device)
-            spin(device, LATE)
+            keep_busy(device)
             loss.backward()
             assert all(map(torch.equal, (p.grad for p in model.parameters()), want))
         assert offload._pool.nbytes().bytes_read > 0
@@ -229,7 +234,7 @@ def test_a_block_that_is_still_copied_up_is_given_to_no_read(device: torch.devic
     blocks, link = HostBlocks(1 << 20), open_link(device)
     block = blocks.take(BLOCK, device, link)
     target = torch.empty(BLOCK, dtype=torch.uint8, device=device)
-    spin(device, LATE)
+    keep_busy(device)
     ready = link.h2d([(target, block.tensor(0, BLOCK, torch.uint8))], [link.record_event()])
     blocks.give_back(block, device, ready)
     blocks.settle()
@@ -249,7 +254,7 @@ def test_forward_to_disk_does_not_wait_for_the_link_while_there_is_room(
     model, x = net(device), rows(device)
     saved = BLOCKS * 10 * BLOCK  # its input, the norm's output, two of four times the width
     with offload_activations(model, to="disk", dir=tmp_path, ram_budget=saved * 3 // 2) as offload:
-        spin(device, LATE)
+        keep_busy(device)
         simulated.take_counts()
         loss = model(x).square().sum()
         assert simulated.take_counts()["host_waits"] == 0

@@ -87,7 +87,7 @@ def hazards() -> set[str]:
 def test_tokens_are_those_of_the_model_on_the_device(
     device: torch.device, folder: Path, way: str, plan: str
 ) -> None:
-    want = generated(made().to(device), device, **WAYS[way])
+    want = generated(made().to(device), device, **WAYS[way], disable_compile=True)
     theirs = hazards()  # of beam search, which changes what it copies up before the copy is over
     assert way == "beams" or not theirs
     model = stowed(folder, PLANS[plan])

@@ -139,4 +139,5 @@ def test_predicted_bytes_of_the_device_are_its_peak(plan: Plan, device: torch.de
             optimizer.zero_grad()
     torch.accelerator.synchronize()
     measured = torch.accelerator.max_memory_allocated() - before
-    assert predicted / 2 <= measured <= 1.01 * predicted
+    library = 1 << 20 if device.type == "cuda" else 0  # that cuBLASLt takes during a product
+    assert predicted / 2 <= measured <= 1.01 * predicted + library

@@ -364,6 +364,33 @@ def test_backward_waits_for_no_gradient_that_is_on_its_way(
     optimizer.close()
 
 
+def test_gradients_of_three_units_wait_for_updates_before_backward_does(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer, and updates have none left while the device computes the next unit."""
+    held: list[int] = []
+
+    def counted(_: object, numbers: Sequence[int]) -> bool:
+        held.append(len(numbers))
+        return False
+
+    def arrived(total: gradient_offload.HostSum) -> bool:
+        total.synchronize()
+        return True
+
+    monkeypatch.setattr(gradient_offload.HostSum, "query", arrived)
+    monkeypatch.setattr(StepFeeds, "wait_for_one", counted)
+    monkeypatch.setattr(StepFeeds, "needs", lambda *_: True)  # no update is over
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 0)
+    plan = Plan(parameters="host", overlap="backward")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    model(x).float().square().sum().backward()
+    assert held == [4, 5, 6]
+    optimizer.step()
+    optimizer.close()
+
+
 def test_few_gradients_of_a_stowed_model_are_on_their_way(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

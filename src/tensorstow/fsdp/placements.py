@@ -285,6 +285,7 @@ def _place_shared(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
 def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
     model, plan, sharding = request.model, request.plan, _sharding(request, mesh)
+    sizes = [UnitSizes.of(unit, sharding.ranks) for unit in request.units]
     values = request.first_values(host_group())
     scalars = _take_scalars(request, values)
     if scalars is not None:
@@ -301,6 +302,10 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     if sharding.h2d_prefetcher is not None and isinstance(optimizer, StowedAdam):
         sharding.h2d_prefetcher.register(model, optimizer)
         request.links.append(sharding.h2d_prefetcher.link)
+        if plan.timing.begins_early:
+            wide = plan.micro_batches > 1
+            nbytes = (4 * u.trained_elements if wide else u.gradient_bytes for u in sizes)
+            optimizer._expect_units_of(max(nbytes, default=0))  # noqa: SLF001  # a hook of the engine
     if whole is not None:
         whole.register(optimizer)
     unshard.register(optimizer, stage=2 if plan.unsharded else plan.stage)

@@ -307,6 +307,10 @@ class StowedAdam(PlacedOptimizer):
         """
         return self._call_lock.alone
 
+    def _expect_units_of(self, nbytes: int) -> None:
+        """Learn that a device copies ``nbytes`` of gradients to host memory together."""
+        self._runtime.steps.expect_units_of(nbytes)
+
     def _wait_for_gradient(self) -> bool:
         """Wait until one gradient has arrived in host memory, and begin updates that it completes.
 

@@ -46,7 +46,7 @@ from tensorstow.states.memory import (
 )
 from tensorstow.states.offload_policy import format_of
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.step.backward_overlap import WINDOW_BYTES
+from tensorstow.step.backward_overlap import window_of
 
 HEADROOM = "headroom, left free"
 """The purpose of the memory that no tensor takes."""
@@ -346,7 +346,7 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
         # Backward waits for updates. (With several micro-batches, updates begin in the last.)
         most = max((_waiting([unit], wide=wide) for unit in units), default=0)
         arriving = MAX_IN_FLIGHT_BYTES + most if away else 0
-        waiting = min(waiting, WINDOW_BYTES + most + arriving)
+        waiting = min(waiting, window_of(most if away else 0) + most + arriving)
     yield Item(Tier.HOST, "gradients", waiting)
     if not away:
         return

@@ -5,7 +5,8 @@ and waiting gradients would fill host memory. Backward blocks while they take mo
 bytes. The window is several times what the ring works on, so the disk is never idle because of it,
 and the time that backward loses would otherwise be lost at the end of the step. Gradients that a
 device is still computing or copying are not in the window (``D2HQueue`` bounds them): a host that
-waited for those would leave the device without work.
+waited for those would leave the device without work. Where units are large the window has room for
+several of them: updates would run out of gradients while the device computes the next unit's.
 
 [Note: Final] A parameter's gradient is final when autograd has accumulated it in the last backward
 of the step. ``accumulation_steps`` identifies the last backward: by count, or by a function, as the
@@ -47,9 +48,17 @@ from tensorstow.tensors.placeholder import (
 )
 
 WINDOW_BYTES = 64 << 20
-"""The most bytes of gradients in host memory that wait for their update."""
+_UNITS_IN_WINDOW = 3
 _CHECK_BYTES = 1 << 20
 """Bytes of new gradients after which those no longer needed are freed."""
+
+
+def window_of(unit_bytes: int) -> int:
+    """Return the most bytes of gradients in host memory that wait for their update.
+
+    ``unit_bytes``: of the gradients that a device copies down together; 0: there is no device.
+    """
+    return max(WINDOW_BYTES, _UNITS_IN_WINDOW * unit_bytes)
 
 
 @torch.inference_mode(mode=False)
@@ -254,6 +263,8 @@ class BackwardOverlap(Schedule):
 
         self.gradients = ConsumedGradients(accumulation_steps, is_published)
         self._has_module = has_module
+        self.unit_bytes = 0
+        """Of the gradients that a device copies down together; 0: there is no device."""
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
@@ -357,9 +368,8 @@ class BackwardOverlap(Schedule):
             if self.norms is not None and gradient is not None:
                 self.norms.take(param.number, gradient, copied)
             self.gradients.consume(param.number, param.owner, use)
-            self.gradients.limit_bytes(
-                lambda: WINDOW_BYTES + path.arriving_bytes, path.wait_for_one
-            )
+            window = window_of(self.unit_bytes)
+            self.gradients.limit_bytes(lambda: window + path.arriving_bytes, path.wait_for_one)
         except BaseException as error:  # an interrupt: a gradient may be removed and not used
             self._params.store.pipeline.poison(error)
             self.gradients.remove_placeholders()

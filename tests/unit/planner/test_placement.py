@@ -16,7 +16,6 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.io.files import ALIGN
-from tensorstow.planner import placement
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES
 from tensorstow.planner.placement import (
     Conditions,
@@ -121,6 +120,24 @@ def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
         auto_plan(sizes(1), Budget(host=tight - 1), HERE)
 
 
+def test_beside_a_device_gradients_of_several_units_wait() -> None:
+    plan = Plan(Tier.HOST, overlap="backward")
+    many = Sizes.of(units_of(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(40)))), 1)
+    unit = many.units[0].gradient_bytes
+    held = {
+        away: next(
+            item.nbytes
+            for item in items_of(plan, many, where)
+            if (item.tier, item.purpose) == (Tier.HOST, "gradients")
+        )
+        for away, where in ((False, HERE), (True, AWAY))
+    }
+    assert held == {
+        False: WINDOW_BYTES + unit,
+        True: 3 * unit + unit + MAX_IN_FLIGHT_BYTES + unit,
+    }
+
+
 def test_units_on_disk_have_what_the_budget_leaves() -> None:
     least = COUNT * G + POOLED + RING
     for host, in_memory in (
@@ -145,8 +162,7 @@ def deep() -> ResidualStack:
 
 
 def test_a_run_holds_no_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (placement, schedule):
-        monkeypatch.setattr(module, "WINDOW_BYTES", 2 << 20)
+    monkeypatch.setattr(schedule, "WINDOW_BYTES", 2 << 20)
     budget = (48 << 20) + (7 << 20)  # the window and a unit of gradients, three units, some more
     model, optimizer = stow(deep(), partial(AdamW, lr=1e-3), budget=Budget(host=budget))
     for _ in range(3):
