@@ -23,6 +23,7 @@ SUBJECTS = {
     "plan_command": "`tensorstow plan` of a model of 70B: seconds and memory",
     "plan_bytes": "peak bytes predicted for an accelerator, on the simulated one",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",
+    "gpu_overlap": "when updates run beside an accelerator, where there is one",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
     "activations": "saved activations of GPT-2 at 4 x 1024: kept, on disk, recomputed",
     "vertical": "eight micro-batches with weights on disk: vertical order, and accumulation",
@@ -38,7 +39,7 @@ SUBJECTS = {
     "peers": "DeepSpeed and TensorNVMe, where installed",
 }
 
-FOLDERS = dict.fromkeys(("gpu", "accelerator_model", "plan_bytes"), "accelerator")
+FOLDERS = dict.fromkeys(("gpu", "gpu_overlap", "accelerator_model", "plan_bytes"), "accelerator")
 """Of the others: cpu."""
 
 PICTURES = {"lecture": "lecture_picture", "delayed": "delayed_picture"}

@@ -9,6 +9,7 @@
 #   tests      tests/gpu
 #   parity     tests/gpu, the files that compare bits
 #   peers      other projects' packages, and what they compile
+#   overlap    1 billion parameters: when updates run, none, forward, backward
 #   bench-1B   1 billion parameters: ours, no offload, peers
 #   traces     of one step of each
 #   sanitize   compute-sanitizer over a few short tests
@@ -30,7 +31,7 @@
 #   SIMULATED=1                  a rehearsal: the simulated accelerator of the tests, tiny sizes
 set -eu
 
-STAGES="build tests parity peers bench-1B traces sanitize bench-8B bench-3B"
+STAGES="build tests parity peers overlap bench-1B traces sanitize bench-8B bench-3B"
 WHEELS=${ACCELERATOR_WHEELS:-.wheels}
 MOST_WHEELS=$((60 << 20)) # bytes: more does not travel to such a machine in one go
 AGAIN=75 # benchmarks/accelerator/rounds.py: a process that is to be started once more
@@ -239,6 +240,10 @@ bench() {
 
 traces() {
   "$(python)" -m benchmarks.accelerator.traces --out "$STATE/traces-$DIGEST" ${SIMULATED:+--simulated --quick}
+}
+
+overlap() {
+  "$(python)" benchmarks/run.py gpu_overlap --out "$STATE/figures" ${SIMULATED:+--simulated --quick}
 }
 
 sanitize() {

@@ -197,7 +197,8 @@ def _ours(site: Site, model: nn.Module, optimizer: StowedAdam) -> Training:
     return Training(step, finish, optimizer.close, moved, optimizer.trace, is_warm)
 
 
-def _stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
+def stow_way(parameters: Tier, states: Tier, overlap: Overlap) -> Way:
+    """Return the way of ``stow`` with weights and states on these tiers."""
     return Way(
         f"ours, stow, parameters {parameters.name}, states {states.name}, {overlap}",
         partial(_stowed, plan=Plan(parameters=parameters, states=states, overlap=overlap)),
@@ -230,17 +231,17 @@ OURS = (
         on_device=True,
         host_bytes=_PARAMETER + _STATES,
     ),
-    _stow_way(Tier.DEVICE, Tier.HOST, "backward"),
-    _stow_way(Tier.DEVICE, Tier.HOST, "forward"),
+    stow_way(Tier.DEVICE, Tier.HOST, "backward"),
+    stow_way(Tier.DEVICE, Tier.HOST, "forward"),
     _updated_on("device", "on the device", _STREAMED_DRAM),
     # Of both sides' bytes the more; what moves over the link is counted.
     _updated_on("hybrid", "on both sides", _OURS_DRAM),
     _updated_on("auto", "on the faster side", _OURS_DRAM),
     _updated_on("device", "on the device", _STREAMED_DRAM, "backward"),
     _updated_on("hybrid", "on both sides", _OURS_DRAM, "backward"),
-    _stow_way(Tier.HOST, Tier.HOST, "forward"),
-    _stow_way(Tier.HOST, Tier.DISK, "backward"),
-    _stow_way(Tier.DISK, Tier.DISK, "backward"),
+    stow_way(Tier.HOST, Tier.HOST, "forward"),
+    stow_way(Tier.HOST, Tier.DISK, "backward"),
+    stow_way(Tier.DISK, Tier.DISK, "backward"),
 )
 
 

@@ -154,6 +154,7 @@ def test_forward_and_backward_to_host_memory_do_not_wait(device: torch.device) -
 
 # --- a link that is behind ---
 
+
 def test_a_forward_that_is_dropped_while_its_copies_are_late(device: torch.device) -> None:
     model, x = net(device), rows(device)
     want = gradients(model, x)

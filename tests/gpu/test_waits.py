@@ -326,7 +326,7 @@ def test_updates_begin_before_all_weights_have_gone_up(
 
         monkeypatch.setattr(kind, name, told)
 
-    watch(StepFeeds, "_offer_now")
+    watch(StepFeeds, "_take")
     watch(DeviceBuffers, "wait_for_copies")
     model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED["host-backward"])
     x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
@@ -337,7 +337,7 @@ def test_updates_begin_before_all_weights_have_gone_up(
         y.backward()
         order.clear()
         optimizer.step()
-    assert order[: LAYERS + 1] == ["_offer_now"] * LAYERS + ["wait_for_copies"]
+    assert order[: LAYERS + 1] == ["_take"] * LAYERS + ["wait_for_copies"]
     optimizer.close()
 
 

@@ -13,7 +13,7 @@ import torch
 from tree import ROOT
 
 SCRIPT = ROOT / "tools" / "accelerator.sh"
-REHEARSED = ["build", "tests", "parity", "bench-1B", "sanitize"]
+REHEARSED = ["build", "tests", "parity", "overlap", "bench-1B", "sanitize"]
 SELECTED = "-k 'copies_there_and_back or goes_from_device_to_host'"
 
 
@@ -56,7 +56,7 @@ def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert results(tmp_path) == dict.fromkeys(REHEARSED, "done")
     found = {path.name for path in (tmp_path / "out").iterdir()}
-    assert found == {"stages.json", "table.md", "gpu.json", "results.tar.gz"}
+    assert found == {"stages.json", "table.md", "gpu.json", "gpu_overlap.json", "results.tar.gz"}
     figures = json.loads((tmp_path / "out" / "gpu.json").read_text())
     assert figures["machine"]["accelerator"] == "simulated"
     measured = {figure["name"]: figure["measured"] for figure in figures["figures"]}

@@ -808,6 +808,7 @@ ELSEWHERE = {
     "Updates on the device were requested during the next": "an accelerator: test_gradient_feed",
     "parameters are in host memory, and": "an accelerator: test_optimizer_links",
     "of a slice of": "the probe finds such a class first: test_packing",
+    "generate() was given compile_config=": "the model without it: test_gpu_generation",
 }
 """Errors with an advice that has no case, and where it is tested."""
 UNTRIED = (

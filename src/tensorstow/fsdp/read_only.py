@@ -256,8 +256,7 @@ def _refuse_compilation(_: object, generation_config: Any) -> bool:  # noqa: ANN
     if generation_config.compile_config is not None:
         message = (
             "generate() was given compile_config=, and weights of this model are in memory only"
-            " while their unit runs, which a CUDA graph cannot follow. Leave it out, or compile"
-            " single blocks before stow()."
+            " while their unit runs, which a CUDA graph cannot follow. Leave it out."
         )
         raise OptionError(message)
     return False

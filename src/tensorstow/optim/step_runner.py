@@ -382,11 +382,6 @@ class StepRunner:
                 )
         schedule.begin(make_plan(updates, params, self.contents.states, 1.0, commits=commits))
 
-    def expect_units_of(self, nbytes: int) -> None:
-        """Learn that a device copies ``nbytes`` of gradients down together."""
-        if self._early is not None:
-            self._early.unit_bytes = nbytes
-
     def wait_for_gradient(self) -> bool:
         """Wait for a gradient of the open step that is still being copied; False: there is none."""
         if self._early is None or self._early.phase is not Phase.OPEN:

@@ -309,7 +309,7 @@ class StowedAdam(PlacedOptimizer):
 
     def _expect_units_of(self, nbytes: int) -> None:
         """Learn that a device copies ``nbytes`` of gradients to host memory together."""
-        self._runtime.steps.expect_units_of(nbytes)
+        self._runtime.schedule.unit_bytes = nbytes
 
     def _wait_for_gradient(self) -> bool:
         """Wait until one gradient has arrived in host memory, and begin updates that it completes.

@@ -233,7 +233,7 @@ def candidates(request: PlanRequest) -> list[Plan]:
     5. parameters and states on DISK, three units at a time in memory, and as many more as are
        fetched ahead if there is room (``weight_ram_budget``);
     6. the same with overlap="backward", with at most a window of 64 MiB and one unit of gradients
-       that wait for their update;
+       that wait for their update (beside an accelerator a few units, if those are more);
     7. ``request.widely``: parameters on DISK, states on HOST.
     """
     away = not request.conditions.device_is_host

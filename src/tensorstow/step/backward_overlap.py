@@ -263,8 +263,6 @@ class BackwardOverlap(Schedule):
 
         self.gradients = ConsumedGradients(accumulation_steps, is_published)
         self._has_module = has_module
-        self.unit_bytes = 0
-        """Of the gradients that a device copies down together; 0: there is no device."""
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []

@@ -307,11 +307,11 @@ class StepFeeds:
         if copied is not None and self._has_updater:
             message = "A gradient in host memory was offered to a step that updates on the device."
             raise StowError(message)
+        self.arriving_bytes += gradient.nbytes
         if copied is None and not self._arriving:
-            self._offer_now(param, gradient)
+            self._take(param, gradient)
             return
         self._arriving.add((param, gradient), copied or COMPLETE)
-        self.arriving_bytes += gradient.nbytes
         self._take_arrived()
 
     def close(self) -> None:
@@ -423,9 +423,6 @@ class StepFeeds:
 
     def _take(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         self.arriving_bytes -= gradient.nbytes
-        self._offer_now(param, gradient)
-
-    def _offer_now(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         complete = self._gate.arrive(param.number)
         is_of = {True: param.updates_on_device, False: param.updates_on_host}
         for feed in self._feeds_of[param.tier]:

@@ -47,6 +47,8 @@ class Schedule:
         """Norms of gradients that are used before ``step()``; None: they are not needed."""
         self.beside_backward: Callable[[], None] | None = None
         """Called with each gradient that autograd has accumulated, if none begins the step."""
+        self.unit_bytes = 0
+        """Of the gradients that a device copies down together; 0: there is no device."""
 
     # --- state of a step ---
 
