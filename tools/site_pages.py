@@ -46,6 +46,7 @@ TITLES = {
     "offload": "The offloaded step against disk and kernel alone",
     "optimizer": "optimizer.step() with states in memory",
     "overlap": "Updates during forward and backward",
+    "gpu_overlap": "When updates run beside a GPU",
     "peers": "The update next to DeepSpeed and TensorNVMe",
     "placements": "GPT-2 on a CPU in each placement",
     "plan_bytes": "Predicted and measured GPU memory",
