@@ -26,9 +26,8 @@ void ReadOrder::set_next_order() {
   next_ = 0;
 }
 
-void ReadOrder::restart(bool newest_first) {
+void ReadOrder::restart() {
   ready_to_read_.clear();
-  ready_to_read_.set_newest_first(newest_first);
   next_ = 0;
 }
 
