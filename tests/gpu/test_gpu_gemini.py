@@ -106,9 +106,12 @@ MIXED: list[dict[str, Any]] = [
 def test_fractions_of_bytes_are_where_they_were_asked(
     device: torch.device, policy: dict[str, Any], precision: str
 ) -> None:
-    """Torch's rule updates what stays on the device: a few ULP, which 16 bits round apart later."""
+    """Torch's rule updates what stays on the device, a few ULP apart.
+
+    On CUDA the third step's gradients in 16 bits have rounded apart by that.
+    """
     clip = {"max_norm": 0.05, "initial_scale": 64}
-    steps = 3 if precision == "fp32" else 2
+    steps = 2 if device.type == "cuda" and precision != "fp32" else 3
     model, optimizer = train(device, steps, precision=precision, **policy, **clip)
     total = sum(p.numel() for p in model.parameters())
     optim, param = (policy.get(f"offload_{n}_frac", 0.0) for n in ("optim", "param"))

@@ -49,6 +49,7 @@ from tensorstow.tensors.placeholder import (
 
 WINDOW_BYTES = 64 << 20
 _UNITS_IN_WINDOW = 3
+"""One is updated, one waits, and the device copies the next one down."""
 _CHECK_BYTES = 1 << 20
 """Bytes of new gradients after which those no longer needed are freed."""
 
@@ -56,7 +57,7 @@ _CHECK_BYTES = 1 << 20
 def window_of(unit_bytes: int) -> int:
     """Return the most bytes of gradients in host memory that wait for their update.
 
-    ``unit_bytes``: of the gradients that a device copies down together; 0: there is no device.
+    ``unit_bytes``: bytes of the gradients that a device copies down together; 0: no device.
     """
     return max(WINDOW_BYTES, _UNITS_IN_WINDOW * unit_bytes)
 

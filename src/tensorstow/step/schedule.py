@@ -48,7 +48,7 @@ class Schedule:
         self.beside_backward: Callable[[], None] | None = None
         """Called with each gradient that autograd has accumulated, if none begins the step."""
         self.unit_bytes = 0
-        """Of the gradients that a device copies down together; 0: there is no device."""
+        """Bytes of the gradients that a device copies down together; 0: there is no device."""
 
     # --- state of a step ---
 
