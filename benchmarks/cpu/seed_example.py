@@ -16,8 +16,6 @@ import mmap
 import os
 import stat
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +33,7 @@ from benchmarks.measure import (
     exactly,
     not_available,
     ratio,
+    run_alone,
     use_all_cores,
 )
 from tensorstow import usage
@@ -101,15 +100,8 @@ def _run_all(settings: Settings) -> Runs:
 
 def _run(row: Row, settings: Settings) -> dict[str, Any]:
     directory = settings.scratch(2 << 30)
-    command = [sys.executable, "-m", "benchmarks.cpu.seed_example", f"--directory={directory}"]
-    command += [*row.arguments(), *(["--quick"] if settings.quick else [])]
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    arguments = [f"--directory={directory}", *row.arguments()]
+    return run_alone("benchmarks.cpu.seed_example", *arguments, quick=settings.quick)
 
 
 # --- what the rows say ---
