@@ -391,6 +391,34 @@ def test_gradients_of_three_units_wait_for_updates_before_backward_does(
     optimizer.close()
 
 
+def test_gradients_on_their_way_take_no_room_of_those_that_wait(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has arrived and waits for its update, five are being copied: nobody waits."""
+    asked: list[int] = []
+    arrived: list[gradient_offload.HostSum] = []
+
+    def is_first(total: gradient_offload.HostSum) -> bool:
+        if not arrived:
+            total.synchronize()
+            arrived.append(total)
+        return total is arrived[0]
+
+    monkeypatch.setattr(gradient_offload.HostSum, "query", is_first)
+    monkeypatch.setattr(
+        StepFeeds, "wait_for_one", lambda _, numbers: bool(asked.append(len(numbers)))
+    )
+    monkeypatch.setattr(StepFeeds, "needs", lambda *_: True)  # no update is over
+    monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 0)
+    plan = Plan(parameters="host", overlap="backward")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    model(x).float().square().sum().backward()
+    assert asked == []
+    optimizer.step()
+    optimizer.close()
+
+
 def test_few_gradients_of_a_stowed_model_are_on_their_way(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
