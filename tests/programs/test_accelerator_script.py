@@ -73,7 +73,6 @@ def test_a_rehearsal_leaves_figures_and_is_not_repeated(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_a_trace_of_each_way_is_made_once(tmp_path: Path) -> None:
     done = call(tmp_path, "traces")
     assert done.returncode == 0, done.stderr

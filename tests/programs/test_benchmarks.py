@@ -66,7 +66,6 @@ def test_quick_run_saves_and_prints_every_figure(tmp_path: Path) -> None:
             assert f"| {figure['name']} |" in table
 
 
-@pytest.mark.timeout(300)  # thirteen trainings
 def test_a_model_on_an_accelerator_runs_with_the_cpu_in_its_place(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "gpu", "--cpu-as-device")
     document = json.loads((tmp_path / "gpu.json").read_text())
@@ -162,7 +161,6 @@ def texts_of(svg: Path) -> list[str]:
     return [text.strip() for text in found]
 
 
-@pytest.mark.timeout(300)  # two trainings
 def test_each_placement_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     run_benchmarks(tmp_path, "placements", "--pairs", "1")
@@ -176,7 +174,6 @@ def test_each_placement_is_measured_in_a_process_of_its_own(tmp_path: Path) -> N
         assert figure["detail"]["rss_mib"] > 100
 
 
-@pytest.mark.timeout(300)  # four trainings
 def test_the_lecture_s_comparison_is_run_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
