@@ -133,6 +133,8 @@ def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa:
         _WARM_UP + _MEASURED * (Plan.from_json(config.plan).update_on is not None),
     ):
         pass
+    optimizer.wait()
+    torch.accelerator.synchronize()
     simulated.take_counts()
     before = _on_disk(model, optimizer)
     optimizer.start_trace()

@@ -37,7 +37,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _TRACES = _ROOT / "build" / "accelerator_model"
 _RATES = {"link": 25e6, "dram": 100e6, "disk": 14e6}
 _WINDOW = {"none": 1.0, "forward": 3.0, "backward": 1.5}
-"""Compute over the part of it that updates run beside."""
+"""Compute over the part of it that updates run beside; 1: what is left of backward's goes on."""
 _STATE_BYTES = 20
 """Of a bf16 parameter, read and written."""
 _WEIGHT_BYTES = 8
@@ -111,7 +111,9 @@ def _config(plan: Plan, *, quick: bool) -> RunConfig:
     nbytes = _STATE_BYTES * (plan.states == Tier.DISK) + _WEIGHT_BYTES * (
         plan.parameters == Tier.DISK
     )
-    beside = _WINDOW[plan.overlap] * _update_seconds(config)
+    goes_on = plan.parameters != Tier.DISK and plan.update_on is None
+    window = 1.0 if plan.timing.begins_early and goes_on else _WINDOW[plan.overlap]
+    beside = window * _update_seconds(config)
     compute = max(link, beside, nbytes * elements / config.disk)
     return RunConfig(**{**asdict(config), "compute": compute})
 

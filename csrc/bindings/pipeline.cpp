@@ -153,7 +153,7 @@ struct PyPipeline {
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
       Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
-      bool capture, bool resident_first, const std::string& caller) {
+      bool capture, bool resident_first, bool newest_first, const std::string& caller) {
     if (rows.shape(1) != 7 || table.shape(1) != 9) {
       throw std::invalid_argument("begin: rows have seven columns and hypers nine");
     }
@@ -179,6 +179,7 @@ struct PyPipeline {
     const StepSpec step{.open = open,
                         .capture = capture,
                         .resident_first = resident_first,
+                        .newest_first = newest_first,
                         .caller = parse_caller(caller)};
     const bool goes_on = open || step.caller != Caller::waits;
     get().begin(parameters, hypers, step, expected, goes_on);
@@ -322,7 +323,7 @@ void bind_pipeline(nb::module_& m) {
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
-           nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "caller"_a,
+           nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "newest_first"_a, "caller"_a,
            "`weights` and `gradients`: each row's owners, or None")
       .def(
           "add_gradient",

@@ -97,7 +97,8 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   }
   data_.step.start(parameters, hypers, step, expected);
   data_.queues.clear();
-  data_.order.restart();
+  data_.queues.set_newest_first(step.newest_first);
+  data_.order.restart(step.newest_first);
   for (int number : data_.order.numbers()) scheduler_.plan_chunk(data_.chunks.at(number));
   if (!data_.step.has_unfinished()) data_.step.end();
   if (runs) data_.monitor.wake_scheduler();

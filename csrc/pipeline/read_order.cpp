@@ -26,8 +26,9 @@ void ReadOrder::set_next_order() {
   next_ = 0;
 }
 
-void ReadOrder::restart() {
+void ReadOrder::restart(bool newest_first) {
   ready_to_read_.clear();
+  ready_to_read_.set_newest_first(newest_first);
   next_ = 0;
 }
 

@@ -23,8 +23,8 @@ class ReadOrder {
   // Whether the next step begins with what this one ends with.
   bool alternates() const { return kind_ == Order::alternating; }
 
-  // From the first chunk on.
-  void restart();
+  // From the first chunk on. `newest_first`: of those whose gradients are there.
+  void restart(bool newest_first = false);
   // Gradients of a chunk that waits are there: it is read before those in turn.
   void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
   // The chunk to read next; null where there is none, or where the first that needs a slot must

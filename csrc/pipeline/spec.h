@@ -45,6 +45,7 @@ struct StepSpec {
   bool capture = false;  // what is written also holds the new weights, and chunks that have no
                          // gradient are written too where the disk has not all of them
   bool resident_first = false;  // resident chunks before those in slots
+  bool newest_first = false;    // of the chunks that are ready, the last that became so
   Caller caller = Caller::waits;
 };
 

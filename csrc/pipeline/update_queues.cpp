@@ -12,6 +12,11 @@ void UpdateQueues::clear() {
   for (ChunkQueue* queue : {&in_slots_, &resident_, &acquirable_, &released_}) queue->clear();
 }
 
+void UpdateQueues::set_newest_first(bool newest_first) {
+  in_slots_.set_newest_first(newest_first);
+  resident_.set_newest_first(newest_first);
+}
+
 void UpdateQueues::push_ready(PipelineChunk& chunk) {
   chunk.stage = StepStage::queued;
   (chunk.state == ChunkState::resident ? resident_ : in_slots_).push(chunk);

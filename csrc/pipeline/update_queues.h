@@ -11,6 +11,8 @@ class UpdateQueues {
  public:
   void reserve(std::size_t count);
   void clear();
+  // For the step that begins: among those that are ready.
+  void set_newest_first(bool newest_first);
 
   // States and gradients are there: in a slot, or in the chunk's own memory.
   void push_ready(PipelineChunk& chunk);

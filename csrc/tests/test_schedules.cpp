@@ -89,6 +89,7 @@ class Schedule {
     StepSpec spec{.open = chance(2),
                   .capture = options_.durable && chance(2),
                   .resident_first = chance(2),
+                  .newest_first = chance(2),
                   .caller = chance(3) ? Caller::computes : Caller::waits};
     if (!spec.open && chance(2)) spec.caller = Caller::updates;
     return spec;
@@ -210,6 +211,7 @@ void run_with_a_failure(Make make, unsigned long seed) {
     const StepSpec spec{.open = draw(2) == 0,
                         .capture = options.durable && draw(2),
                         .resident_first = draw(2) == 0,
+                        .newest_first = draw(2) == 0,
                         .caller = draw(2) == 0 ? Caller::computes : Caller::waits};
     rig.begin(number, rig.training().all_but(), spec);
     if (spec.open) {

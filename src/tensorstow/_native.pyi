@@ -112,7 +112,7 @@ class Pipeline:
 
     def prefetch(self) -> None: ...
 
-    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, caller: str) -> tuple[int, str, int, int, int, int]:
+    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, newest_first: bool, caller: str) -> tuple[int, str, int, int, int, int]:
         """`weights` and `gradients`: each row's owners, or None"""
 
     def add_gradient(self, parameter: int, grad: int, dtype: int, owner: object | None) -> None: ...

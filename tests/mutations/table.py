@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 _DELAYED = "step/delayed_overlap.py"
 _DEVICE = "io/device_link.py"
+_REST = "unit/fsdp/test_backward_and_forward.py"
 _DEVICE_FEED = "step/device_feed.py"
 _HOST_WEIGHT = "step/host_weight.py"
 _UPDATER = "step/device_updater.py"
@@ -589,32 +590,32 @@ MUTATIONS = (
         f"{_STEPS}[backward-host-bf16]",
     ),
     Mutation(
-        "step/forward_overlap.py",
-        "self.wait([i for i in self._under_way if not self._waits.covers(i)])",
+        "step/schedule.py",
+        "self.wait([i for i in self._under_way if not waits.covers(i)])",
         "pass",
         "unit/step/test_forward_waits.py"
         "::test_a_parameter_outside_of_the_module_is_new_when_step_returns",
     ),
     Mutation(
-        "step/forward_overlap.py",
+        "step/schedule.py",
         "self._params.update_router.step_path.join()  # also",
         "pass  # also",
         f"{_ASKS}",
     ),
     Mutation(
-        "step/forward_overlap.py",
+        "step/schedule.py",
         "self._params.update_router.step_path.wait(None if ids is None else numbers)",
         "pass",
         f"{_STEPS}[forward-host-bf16]",
     ),
     Mutation(
-        "step/forward_overlap.py",
-        "        self.wait()\n",
-        "        pass\n",
+        "step/schedule.py",
+        "            self.wait()\n\n\n",
+        "            pass\n\n\n",
         "unit/step/test_forward_waits.py::test_closing_ends_the_step_that_is_under_way",
     ),
     Mutation(
-        "step/forward_overlap.py",
+        "step/schedule.py",
         "elif self._params.update_router.step_path.pins_weights:",
         "elif False:",
         "unit/fsdp/test_forward_on_disk.py"
@@ -671,7 +672,7 @@ MUTATIONS = (
         "unit/step/test_disk_feed.py::test_what_is_left_is_handed_over_unit_by_unit",
     ),
     Mutation(
-        "step/forward_overlap.py",
+        "step/schedule.py",
         "                self._params.update_router.step_path.wait(())\n",
         "                pass\n",
         "unit/fsdp/test_forward_on_disk.py"
@@ -679,8 +680,8 @@ MUTATIONS = (
     ),
     Mutation(
         _FEED,
-        "overlap_with is not OverlapWith.FORWARD\n",
-        "True\n",
+        "self._close_waits = not overlap_with.goes_on_in_forward",
+        "self._close_waits = True",
         "unit/step/test_gradient_feed.py::test_a_step_beside_a_forward_is_closed_without_waiting",
     ),
     Mutation(_FEED, "            feed.join()\n", "            pass\n", f"{_ASKS}"),
@@ -775,6 +776,42 @@ MUTATIONS = (
     ),
     Mutation(
         _FEED,
+        "self._newest_first = is_early and overlap_with.goes_on_in_forward",
+        "self._newest_first = False",
+        f"{_REST}::test_what_forward_needs_first_is_updated_before_what_has_waited_longer",
+    ),
+    Mutation(
+        _DEVICE_FEED,
+        "event is None or event.query() for event in events",
+        "True for _ in events",
+        "unit/step/test_device_feed.py::test_the_newest_that_is_computed_goes_first",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "        super().wait(ids)\n",
+        "        pass\n",
+        f"{_REST}::test_the_next_forward_waits_for_what_is_left_block_by_block",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "still_read = self.gradients.held_by_number",
+        "still_read = {}",
+        f"{_REST}::test_gradients_that_are_read_still_are_not_given_to_others",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "not waits.blind and not plan.commits",
+        "not waits.blind",
+        f"{_REST}::test_others_are_new_when_step_returns",
+    ),
+    Mutation(
+        "step/backward_overlap.py",
+        "            self._go_on(left, self._going_on)",
+        "            pass",
+        f"{_REST}::test_the_next_forward_waits_for_what_is_left_block_by_block",
+    ),
+    Mutation(
+        _FEED,
         "for arrived in self._arriving.pop_complete():",
         "for arrived in ():",
         f"{_BESIDE}[host, backward]",
@@ -799,13 +836,13 @@ MUTATIONS = (
         f"{_SCHEDULES}::test_gradients_come_down_before_others_are_used",
     ),
     Mutation(
-        "step/forward_overlap.py",
-        "self.wait([i for i in self._under_way if not self._waits.covers(i)])",
+        "step/schedule.py",
+        "self.wait([i for i in self._under_way if not waits.covers(i)])",
         "self.wait()",
         f"{_SCHEDULES}::test_a_forward_begins_while_gradients_of_later_units_are_held_up",
     ),
     Mutation(
-        "step/forward_overlap.py",
+        "step/schedule.py",
         "self._params.update_router.step_path.wait(None if ids is None else numbers)",
         "self._params.update_router.step_path.wait(None)",
         f"{_BESIDE}[host, forward]",

@@ -18,7 +18,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step import backward_overlap, forward_overlap, forward_waits, schedule
+from tensorstow.step import backward_overlap, forward_waits, schedule
 from tensorstow.step.backward_overlap import ConsumedGradients
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.store.records import ChunkRecord
@@ -51,7 +51,7 @@ def weights_not_published(patch: pytest.MonkeyPatch, _: Path) -> None:
     def forget(param: ManagedParam) -> None:
         param.host = None
 
-    for module in (forward_overlap, backward_overlap):
+    for module in (schedule, backward_overlap):
         patch.setattr(module, "publish_weight", forget)
 
 

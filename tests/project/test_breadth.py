@@ -120,7 +120,10 @@ def test_a_step_with_states_on_disk_runs_through_few_modules(
 
 IN_HOST_MEMORY = [
     (Plan(parameters="host", states="disk"), 5),
-    (Plan(parameters="host", states="disk", overlap="backward"), 5),
+    (
+        Plan(parameters="host", states="disk", overlap="backward"),
+        6,
+    ),  # what is left waits as in forward
     (Plan(parameters="disk", states="disk"), 7),
     (Plan(parameters="disk", states="disk", overlap="backward"), 7),
 ]

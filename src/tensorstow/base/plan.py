@@ -89,7 +89,8 @@ class Plan:
         unsharded: Under stage 3 the units whose parameters stay unsharded from forward to
             backward, as under stage 2: less communication, more memory.
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
-        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``. Default: "auto",
+        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``; what "backward"
+            leaves, if weights are not on disk, goes on in the next forward. Default: "auto",
             "forward" if weights are on disk, else "none".
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.

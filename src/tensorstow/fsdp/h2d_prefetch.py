@@ -443,7 +443,7 @@ class H2DPrefetcher:
 
     def _prefetch(self, unit: _Unit) -> bool:
         """Begin copying a unit ahead of its gather, unless that would have to wait."""
-        if self._timing.waits_by_module and not unit.is_newest:
+        if self._timing.is_overlapped and not unit.is_newest:
             if not all(shard.is_updated() for shard in unit.shards):
                 return False
             self._wait_for_updates(unit)

@@ -179,6 +179,8 @@ class StowRequest:
             if isinstance(optimizer, StowedOptimizer):
                 validate_class(self.plan, self.device, optimizer)
             note_placed(validate_optimizer(optimizer, placed))
+            if isinstance(optimizer, StowedAdam) and self.plan.timing.begins_early:
+                optimizer._let_steps_go_on()  # noqa: SLF001  # a hook of the engine
             return optimizer
 
         return on_every_rank(make, "make the optimizer")

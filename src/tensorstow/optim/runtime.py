@@ -36,10 +36,9 @@ from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock
 from tensorstow.step.delayed_overlap import DelayedOverlap
-from tensorstow.step.forward_overlap import ForwardOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule, Synchronous, weakly
+from tensorstow.step.schedule import ForwardOverlap, Schedule, Synchronous, weakly
 
 logger = logging.getLogger("tensorstow")
 
@@ -106,8 +105,7 @@ class OptimizerRuntime:
         if offload_policy.timing.is_overlapped and run.module is not None:
             self.waits = ForwardWaits(run.module, weakly(self._wait))
         if offload_policy.timing.begins_early:
-            has_module = self.waits is not None
-            return BackwardOverlap(self.params, run.accumulation_steps, has_module=has_module)
+            return BackwardOverlap(self.params, run.accumulation_steps, self.waits)
         if self.waits is None:
             return Synchronous(self.params)
         return ForwardOverlap(self.params, self.waits)

@@ -307,6 +307,10 @@ class StowedAdam(PlacedOptimizer):
         """
         return self._call_lock.alone
 
+    def _let_steps_go_on(self) -> None:
+        """Let steps that begin in backward go on in the next forward, which waits by module."""
+        self._runtime.schedule.may_go_on = True
+
     def _expect_units_of(self, nbytes: int) -> None:
         """Learn that a device copies ``nbytes`` of gradients to host memory together."""
         self._runtime.schedule.unit_bytes = nbytes

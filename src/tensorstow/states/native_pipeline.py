@@ -101,6 +101,8 @@ class StepKind:
     """The writes include the new weights: a commit."""
     resident_first: bool = False
     """Resident chunks come before the others: the next forward needs them first."""
+    newest_first: bool = False
+    """Of the chunks whose gradients are there, the newest come first, and the oldest last."""
     caller: Caller = "waits"
 
     @property
@@ -240,6 +242,7 @@ class UpdatePipeline:
                 open=kind.open,
                 capture=kind.capture,
                 resident_first=kind.resident_first,
+                newest_first=kind.newest_first,
                 caller=kind.caller,
             )
             # The next wait raises a failure of a step that still runs. This call never does,

@@ -1,5 +1,12 @@
 """``overlap="backward"``: updates run during the backward that computes their gradients.
 
+[Note: The rest] Where updates take longer than backward, some are left at ``step()``. Of a model
+that ``stow`` placed, the next forward waits for each, module by module, as with
+``overlap="forward"``. It needs first what backward computed last, so the newest gradients are used
+first, and what is left is what forward needs last. ``step()`` waits for the rest of a step that
+commits, of updates on the device, and of weights on disk, which are read again in forward; and of
+other models, whose scripts may have views of weights from before.
+
 [Note: Backpressure] With a small batch, backward makes gradients faster than a disk moves states,
 and waiting gradients would fill host memory. Backward blocks while they take more than a window of
 bytes. The window is several times what the ring works on, so the disk is never idle because of it,
@@ -27,6 +34,7 @@ from tensorstow.base.update_on import AccumulationSteps, reaches_device
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
+from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import LEGAL, Phase, PublicCall, refuse
 from tensorstow.step.managed_param import (
@@ -37,7 +45,7 @@ from tensorstow.step.managed_param import (
     write_to_copies,
 )
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Schedule, by_last
+from tensorstow.step.schedule import UpdatesInForward, by_last
 from tensorstow.step.step_plan import States, record_step, scalar_table
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (
@@ -227,6 +235,11 @@ class ConsumedGradients:
         return [gradient for _, gradient in self._held]
 
     @property
+    def held_by_number(self) -> dict[int, torch.Tensor]:
+        """The same by the numbers of their parameters."""
+        return dict(self._held)
+
+    @property
     def has_placeholders(self) -> bool:
         """Whether each consumed gradient still has its placeholder in ``.grad``."""
         return all(parameter.grad is placeholder for parameter, placeholder in self._placeholders)
@@ -247,15 +260,18 @@ class ConsumedGradients:
         self.arrived = []
 
 
-class BackwardOverlap(Schedule):
+class BackwardOverlap(UpdatesInForward):
     """``overlap="backward"``: a step begins with its first final gradient."""
 
     def __init__(
-        self, params: ParamTable, accumulation_steps: AccumulationSteps, *, has_module: bool = False
+        self,
+        params: ParamTable,
+        accumulation_steps: AccumulationSteps,
+        waits: ForwardWaits | None = None,
     ) -> None:
         """``accumulation_steps`` decides which gradients are final ([Note: Final]).
 
-        ``has_module``: the optimizer has a model, which ``overlap="forward"`` needs.
+        ``waits`` blocks modules until their weights are new; None: the optimizer has no model.
         """
         super().__init__(params)
 
@@ -263,10 +279,15 @@ class BackwardOverlap(Schedule):
             return not params.update_router.step_path.needs(params.all()[number])
 
         self.gradients = ConsumedGradients(accumulation_steps, is_published)
-        self._has_module = has_module
+        self._waits = waits
+        self._going_on: ForwardWaits | None = None
+        """Waits for what is left of the open step ([Note: The rest]); None: ``step()`` waits."""
         self._plan: StepPlan | None = None
         self._written: dict[int, tuple[int, int]] = {}
         self._last_order: list[int] = []
+        """The order of arrival that the pipeline's order is of."""
+        self._next_order: list[int] = []
+        """That of the last step; the pipeline takes it when the next one begins."""
         self._task = -1
         self._has_ended = False
         self._given_up = -1
@@ -336,14 +357,21 @@ class BackwardOverlap(Schedule):
         pipeline = params.store.pipeline
         if self.norms is not None:
             self.norms.clear()
-        if not self._last_order:
+        if self._next_order != self._last_order:
+            pipeline.order(by_last(params.store.chunks, self._next_order))
+            self._last_order = self._next_order
+        elif not self._last_order:
             # The model's order is not known yet: backward mostly runs from its last layer.
             last_first = range(len(params.all()) - 1, -1, -1)
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._nan_until_published:
             write_to_copies(plan)
+        waits = self._waits
+        can_wait = self.may_go_on and waits is not None and not waits.blind and not plan.commits
+        beside = OverlapWith.BACKWARD_AND_FORWARD if can_wait else OverlapWith.BACKWARD
         with poisoning(pipeline):  # an interrupt may leave the step open in the pipeline alone
-            params.update_router.step_path.begin(plan, OverlapWith.BACKWARD)
+            goes_on = params.update_router.step_path.begin(plan, beside)
+            self._going_on = waits if goes_on else None
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan
@@ -407,32 +435,40 @@ class BackwardOverlap(Schedule):
         self._plan = None
         try:
             path.close()
-            path.wait()
+            if self._going_on is None:
+                path.wait()
         except BaseException:
             self.gradients.remove_placeholders()  # the next backward would add to them
             params.store.pipeline.memory.append(self.gradients.held)  # they may be read still
             raise
         finally:
+            still_read = self.gradients.held_by_number
             self.gradients.restart()
-        if order != self._last_order and on_time == len(order):
-            params.store.pipeline.order(by_last(params.store.chunks, order))
-            self._last_order = order
+        if on_time == len(order):
+            self._next_order = order  # from the next step on: this one may go on
         for update in opened.updates:
-            if update.param.number in arrived:
+            if update.param.number not in arrived:
+                update.param.host = None
+            elif self._going_on is None:
                 publish_weight(update.param)
-            update.param.host = None
         updated = [param for param, _ in ended]
         record_step(updated, [count for _, count in ended], states, commits=opened.commits)
+        if self._going_on is not None:
+            left = [u for u in opened.updates if u.param.number in arrived]
+            left = [u._replace(gradient=still_read.get(u.param.number)) for u in left]
+            self._go_on(left, self._going_on)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
-        """Return: ``step()`` has waited. Raises OptionError before that, outside of backward.
+        """Return once these weights, or all, are new. Raises OptionError before ``step()``.
 
         During backward, a checkpoint runs its forward again. Its weights are not updated yet; if
         they are, autograd raises an error.
         """
-        del ids
-        if self.is_open and torch._C._current_graph_task_id() == -1:  # noqa: SLF001
-            self.require(PublicCall.FORWARD)
+        if self.is_open:
+            if torch._C._current_graph_task_id() == -1:  # noqa: SLF001
+                self.require(PublicCall.FORWARD)
+            return
+        super().wait(ids)
 
     def abort(self) -> None:
         """Drop the open step and its gradients: its store is closed.
@@ -443,14 +479,15 @@ class BackwardOverlap(Schedule):
         super().abort()
         self._given_up = newest_backward()
         self._plan = None
-        self._last_order = []
+        self._last_order, self._next_order = [], []
         self.gradients.remove_placeholders()
         self.gradients.restart()
 
     @property
     def held(self) -> Sequence[torch.Tensor]:
         """Gradients that were taken out of ``.grad`` and may still be read."""
-        return self.gradients.held
+        left = (under_way.update.gradient for under_way in self._under_way.values())
+        return [*self.gradients.held, *(gradient for gradient in left if gradient is not None)]
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
         """Return ``memory`` with the peak bytes of ``held``."""
@@ -471,7 +508,7 @@ class BackwardOverlap(Schedule):
 
     def check_clipping(self) -> None:
         """Raise OptionError: gradients are used before their norm is known."""
-        advice = _exact_overlaps(self._params, has_module=self._has_module)
+        advice = _exact_overlaps(self._params, has_module=self._waits is not None)
         message = (
             'clip_grad_norm_ was called, and with overlap="backward" gradients are used before'
             f" their norm is known. Use {advice}, which is exact under clipping."
@@ -481,7 +518,7 @@ class BackwardOverlap(Schedule):
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:
         """Raise OptionError if gradients would have to be scaled or skipped after their use."""
         if may_skip or factor != 1.0:
-            advice = _exact_overlaps(self._params, has_module=self._has_module)
+            advice = _exact_overlaps(self._params, has_module=self._waits is not None)
             message = (
                 'A GradScaler (or div_scale) was used with overlap="backward": updates by the'
                 f" scaled gradients have begun. Use {advice}, or bfloat16 without a"

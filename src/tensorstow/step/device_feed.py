@@ -9,8 +9,9 @@ updated its slot is free again, and its new weights are copied up from host memo
     gradients final -> d2h (a copy down) -> updating (the pipeline's) -> h2d (a copy up)
 """
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,17 +121,35 @@ class DeviceFeed(LinkFeed):
     def _move_on(self) -> None:
         for flight in self._d2h.pop_complete():
             self._update(flight)
-        while self._updating and self._pipeline.is_updated(self._updating[0].chunk.number):
-            self._start_h2d()
+        for flight in self._take_updated():
+            self._start_h2d(flight)
         while self._ready and self._free:
-            self._start_d2h(self._chunks[self._ready.popleft()])
+            self._start_d2h(self._chunks[self._next_ready()])
         self._report_progress(all_sent=not (self._ready or self._d2h))
+
+    def _next_ready(self) -> int:
+        """Return the chunk to send next, and take it out.
+
+        Copies are in one stream: behind a gradient that the device has yet to compute, all wait. So
+        the newest are the newest that are computed. They are computed in the order of ``_ready``.
+        """
+        computed = 0
+        if self.newest_first:
+            computed = bisect_left(self._ready, 1, key=lambda n: 1 - self._is_computed(n))
+        number = self._ready[computed - 1] if computed else self._ready[0]
+        self._ready.remove(number)
+        return number
+
+    def _is_computed(self, chunk: int) -> bool:
+        gradients = map(self._gradients.get, self._chunks[chunk].owners)
+        events = (gradient.computed for gradient in gradients if gradient is not None)
+        return all(event is None or event.query() for event in events)
 
     def _wait_for_one(self) -> None:
         if self._d2h:
             self._update(self._d2h.pop())
         else:
-            self._pipeline.wait_chunk(self._updating[0].chunk.number)
+            self._pipeline.wait_chunk(self._updating[-self.newest_first].chunk.number)
 
     def _update(self, flight: _ChunkInFlight) -> None:
         """Pass a chunk's gradients, which are in host memory, to the pipeline."""
@@ -175,9 +194,19 @@ class DeviceFeed(LinkFeed):
             if (gradient.computed is None) == updated:
                 self._drop_gradient(number)
 
-    def _start_h2d(self) -> None:
+    def _take_updated(self) -> Iterator[_ChunkInFlight]:
+        """Return the chunks that are updated, and take them out."""
+        if self.newest_first:  # the oldest may be the last to be updated
+            updated = [f for f in self._updating if self._pipeline.is_updated(f.chunk.number)]
+            for flight in updated:
+                self._updating.remove(flight)
+                yield flight
+            return
+        while self._updating and self._pipeline.is_updated(self._updating[0].chunk.number):
+            yield self._updating.popleft()
+
+    def _start_h2d(self, flight: _ChunkInFlight) -> None:
         """Copy a chunk's new weights to the device; free its slot."""
-        flight = self._updating.popleft()
         self._free_gradients(flight, updated=True)
         updated = {number for number, gradient in flight.pieces if gradient is not None}
         pairs = []

@@ -52,6 +52,17 @@ class OverlapWith(Enum):
     FORWARD = "it computes the next forward; all gradients are known"
     BOTH = "it computes the next forward and backward with the old weights"
     BACKWARD = "it computes the backward from which the gradients come"
+    BACKWARD_AND_FORWARD = "it computes that backward, and then the next forward"
+
+    @property
+    def is_early(self) -> bool:
+        """Whether gradients come while the step runs."""
+        return self in {OverlapWith.BACKWARD, OverlapWith.BACKWARD_AND_FORWARD}
+
+    @property
+    def goes_on_in_forward(self) -> bool:
+        """Whether the next forward waits for each weight, and ``close`` for nothing."""
+        return self in {OverlapWith.FORWARD, OverlapWith.BACKWARD_AND_FORWARD}
 
 
 class GradientFeed:
@@ -62,6 +73,8 @@ class GradientFeed:
 
     updates_chunks: ClassVar[bool] = False
     """Whether the feed updates chunks in the pipeline's place: then ``close`` ends the step."""
+    newest_first = False
+    """Whether the step that begins uses the newest gradients first."""
 
     def __init__(self, pipeline: UpdatePipeline) -> None:
         """Feed ``pipeline``."""
@@ -243,18 +256,25 @@ class StepFeeds:
         """Whether nothing is sent before ``close``."""
         self._close_waits = True
         """Whether ``close`` waits for memory, rather than each read of a weight for its part."""
+        self._newest_first = False
+        """Whether newest gradients are used first: the next forward needs their weights first."""
         self._unsent = 0
         self._arriving: CopyQueue[tuple[ManagedParam, torch.Tensor]] = CopyQueue()
         self.arriving_bytes = 0
         """Bytes of gradients that were offered and are still being copied to host memory."""
 
-    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> None:
+    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> bool:
         """Begin a step, with the gradients that ``plan`` has.
 
         If the caller waits and all weights are in host memory, the step is over when this returns.
-        Otherwise more gradients may be offered, until ``close``. Raises OptionError if the device
-        updates, and ``overlap_with`` is FORWARD or BOTH.
+        Otherwise more gradients may be offered, until ``close``. Return whether the step goes on
+        when that returns: BACKWARD_AND_FORWARD is BACKWARD where the device updates or weights are
+        on disk. Raises OptionError if the device updates, and ``overlap_with`` is FORWARD or BOTH.
         """
+        if overlap_with is OverlapWith.BACKWARD_AND_FORWARD and (
+            self._has_updater or self.pins_weights
+        ):
+            overlap_with = OverlapWith.BACKWARD
         if self._has_updater and overlap_with in {OverlapWith.FORWARD, OverlapWith.BOTH}:
             message = (
                 "Updates on the device were requested during the next forward, which would have to"
@@ -264,10 +284,11 @@ class StepFeeds:
         for feed in self._feeds:
             feed.prepare(plan)
         rows = plan.rows
-        is_early = overlap_with is OverlapWith.BACKWARD
+        is_early = overlap_with.is_early
         self._is_open = is_early or any(row.expected for row in rows)
         self._commits = plan.commits
-        self._close_waits = overlap_with is not OverlapWith.FORWARD
+        self._close_waits = not overlap_with.goes_on_in_forward
+        self._newest_first = is_early and overlap_with.goes_on_in_forward
         self._runs_to_end = self._has_updater and bool(plan.updates)
         self._is_held = self._runs_to_end and not (is_early and self._share_tuner.is_final)
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
@@ -279,22 +300,25 @@ class StepFeeds:
         kind = StepKind(
             open=self._is_open,
             capture=plan.commits,
-            resident_first=overlap_with is OverlapWith.FORWARD,
+            resident_first=overlap_with.goes_on_in_forward,
+            newest_first=self._newest_first,
             caller=caller,
         )
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:
-            return
+            return overlap_with.goes_on_in_forward
         with poisoning(self._pipeline):
             due = [u.param.number for u in plan.updates if rows[u.param.number].expected]
             final = [n for n, row in enumerate(rows) if row.gradient is not None]
             self._gate.begin(due, final)
             for feed in self._feeds:
+                feed.newest_first = self._newest_first
                 feed.begin(plan, self._gate)
             for update in plan.updates:
                 # Counted only: ``close`` sends them, in the best order.
                 if update.gradient is not None and rows[update.param.number].expected:
                     self._gate.arrive(update.param.number)
+        return overlap_with.goes_on_in_forward
 
     def offer(
         self, param: ManagedParam, gradient: torch.Tensor, copied: DeviceEvent | None = None
@@ -363,13 +387,14 @@ class StepFeeds:
     def wait_for_one(self, numbers: Sequence[int]) -> bool:
         """Wait until one more gradient in host memory is used; return False if none can be.
 
-        ``numbers``: parameters whose gradients are there, or are being copied there; the first that
-        awaits no other gradient is waited for. No copy is: the device may have far to go to it.
+        ``numbers``: parameters whose gradients are there, or are being copied there, the oldest
+        first; that which is used next, of those that await no other gradient, is waited for. No
+        copy is: the device may have far to go to it.
         """
         if self._feeds_of.get(Tier.DEVICE):  # they hold few gradients in host memory at once
             return False
         self._take_arrived()
-        for number in numbers:
+        for number in reversed(numbers) if self._newest_first else numbers:
             if self._gate.is_complete(number):
                 self._pipeline.wait_parameters([number])
                 return True

@@ -1,4 +1,4 @@
-"""The interface of schedules, what two of them share, and the plain one.
+"""The interface of schedules, what they share, and two of them: "none" and "forward".
 
 [Note: Schedules] All of them take the same steps by the same path ([Note: Feeds]). They differ only
 in when a weight is published. The first three publish it before it is read.
@@ -7,11 +7,13 @@ none      ``step()`` returns when every weight is new (``Synchronous``).
 forward   ``step()`` returns at once; a read of a weight waits for it (``ForwardOverlap``, and
           [Note: Unpublished]).
 backward  a step is open while backward runs; each gradient is offered when it is final, and
-          ``step()`` closes it and waits for the rest (``BackwardOverlap``).
+          ``step()`` closes it. Where modules can wait, a read of a weight waits for what is left,
+          else ``step()`` does (``BackwardOverlap``).
 delayed   ``step()`` returns at once; the next forward and backward read the old weights, and the
           next ``step()`` publishes the new ones (``DelayedOverlap``).
 """
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +27,15 @@ from tensorstow.base.signals import SignalsDeferred
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.managed_param import StepPlan
+from tensorstow.step.forward_waits import ForwardWaits
+from tensorstow.step.gradient_feed import OverlapWith
+from tensorstow.step.managed_param import (
+    ParamUpdate,
+    StepPlan,
+    fill_with_nan,
+    publish_weight,
+    write_to_copies,
+)
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay
@@ -33,6 +43,12 @@ from tensorstow.step.step_plan import States, record_step
 from tensorstow.step.unpublished import mark_published, mark_unpublished
 
 _P = ParamSpec("_P")
+logger = logging.getLogger("tensorstow")
+_BLIND = (
+    'overlap="forward" overlaps nothing: the model is compiled as one graph, which cannot wait for'
+    " a weight while it runs, so step() returns when all are new. Compile its blocks instead,"
+    " before you create the optimizer: model.layers[i] = torch.compile(model.layers[i])."
+)
 
 
 class Schedule:
@@ -47,6 +63,8 @@ class Schedule:
         """Norms of gradients that are used before ``step()``; None: they are not needed."""
         self.beside_backward: Callable[[], None] | None = None
         """Called with each gradient that autograd has accumulated, if none begins the step."""
+        self.may_go_on = False
+        """Whether a step that begins in backward may go on in the next forward."""
         self.unit_bytes = 0
         """Bytes of the gradients that a device copies down together; 0: there is no device."""
 
@@ -152,6 +170,94 @@ class OngoingSchedule(Schedule):
         for under_way in self._under_way.values():
             mark_published(under_way.update.param.owner)
         self._under_way = {}
+
+
+class UpdatesInForward(OngoingSchedule):
+    """Base of the schedules whose steps go on in the next forward, where each read waits."""
+
+    def _go_on(self, updates: Iterable[ParamUpdate], waits: ForwardWaits) -> None:
+        """Let reads of the weights of a closed step wait for their updates.
+
+        Weights outside of the model, for which no module waits, are new when this returns.
+        """
+        self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in updates}
+        self._hide(self.wait)
+        self.wait([i for i in self._under_way if not waits.covers(i)])
+
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return once the parameters with these ids, or all, have their new weights."""
+        self._params.update_router.step_path.join()  # also if another stream has joined
+        wanted = None if ids is None else list(ids)
+        under_way = self._under_way.keys()
+        if not under_way:
+            return
+        if wanted is None or not under_way.isdisjoint(wanted):
+            with self._publishing():
+                self._wait(wanted)
+        elif self._params.update_router.step_path.pins_weights:  # one that is new is pinned next
+            with self._publishing():
+                self._params.update_router.step_path.wait(())
+
+    def _wait(self, ids: Iterable[int] | None) -> None:
+        wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
+        if not wanted:
+            return
+        numbers = [self._under_way[i].update.param.number for i in wanted]
+        self._params.update_router.step_path.wait(None if ids is None else numbers)
+        for identity in wanted:
+            self._under_way[identity].check()
+            param = self._under_way[identity].update.param
+            publish_weight(param)
+            mark_published(param.owner)  # after the copy: another thread may read it now
+            del self._under_way[identity]  # last: after an interrupt, all of this is repeated
+
+    def finish(self) -> None:
+        """End the step under way: it is the last one. One that is open can only be dropped."""
+        if not self.is_open:
+            self.wait()
+
+
+class ForwardOverlap(UpdatesInForward):
+    """``overlap="forward"``: updates run during the next forward, whose reads wait for them.
+
+    With gradients on an accelerator the device feed moves on whenever a weight is waited for: the
+    device still works on what is queued, so the caller's thread is free for that.
+    """
+
+    def __init__(self, params: ParamTable, waits: ForwardWaits) -> None:
+        """``waits`` blocks modules until their weights are new, and records their order."""
+        super().__init__(params)
+        self._waits = waits
+        self._last_order: tuple[int, list[int]] = (0, [])
+        self._has_said = False
+
+    def step(self, plan: StepPlan, states: States) -> None:
+        """Return at once; weights and gradients stay alive until they are used.
+
+        Weights outside of the model, for which no module waits, are new by then.
+        """
+        self._arrange()
+        if self._nan_until_published:
+            write_to_copies(plan)
+            for update in plan.updates:
+                fill_with_nan(update.param)
+        path = self._params.update_router.step_path
+        path.begin(plan, OverlapWith.FORWARD)
+        path.close()
+        params = [update.param for update in plan.updates]
+        record_step(params, plan.counts, states, commits=plan.commits)
+        self._go_on(plan.updates, self._waits)
+        if self._waits.blind and not self._has_said:
+            self._has_said = True
+            logger.warning(_BLIND)
+
+    def _arrange(self) -> None:
+        params = self._params
+        order = (id(params.store), self._waits.order())
+        if order != self._last_order:
+            first = [param.number for i in order[1] if (param := params.by_id(i)) is not None]
+            params.store.pipeline.order(by_first(params.store.chunks, first))
+            self._last_order = order
 
 
 def weakly(method: Callable[_P, None]) -> Callable[_P, None]:

@@ -2,7 +2,10 @@
 
 import gc
 import weakref
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import can_update
 from tensorstow.step import validation
 from tensorstow.step.device_feed import DeviceFeed
+from tensorstow.step.link_feed import LinkGradient
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 OVERLAPS = ("none", "forward", "backward")
@@ -91,6 +95,42 @@ def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
     after = optimizer._traffic()
     assert after.bytes_down - before.bytes_down == 2 * sum(SIZES)
     assert after.bytes_up - before.bytes_up == 4 * sum(SIZES)
+
+
+class Computed:
+    """The event of a gradient."""
+
+    def __init__(self, *, over: bool) -> None:
+        self.over = over
+
+    def query(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize(
+    ("computed", "order"), [(0, [9, 8, 7, 6]), (2, [8, 9, 7, 6]), (4, [6, 7, 8, 9])]
+)
+def test_the_newest_that_is_computed_goes_first(computed: int, order: list[int]) -> None:
+    """Copies wait for each other: one that is to be computed yet would hold up all others."""
+    feed: Any = DeviceFeed.__new__(DeviceFeed)
+    feed.newest_first = True
+    feed._ready = deque([9, 8, 7, 6])
+    feed._chunks = {number: SimpleNamespace(owners=[number]) for number in feed._ready}
+    feed._gradients = {
+        number: LinkGradient(torch.ones(1), Computed(over=place < computed), 1)  # type: ignore[arg-type]  # an event
+        for place, number in enumerate(feed._ready)
+    }
+    assert [feed._next_ready() for _ in range(4)] == order
+
+
+def test_new_weights_go_up_as_they_are_updated_in_whatever_order() -> None:
+    feed: Any = DeviceFeed.__new__(DeviceFeed)
+    flights = [SimpleNamespace(chunk=SimpleNamespace(number=n)) for n in range(4)]
+    feed._pipeline = SimpleNamespace(is_updated=lambda number: number in {1, 3})
+    for newest_first, gone in ((True, [1, 3]), (False, [])):
+        feed.newest_first, feed._updating = newest_first, deque(flights)
+        assert [f.chunk.number for f in feed._take_updated()] == gone
+        assert len(feed._updating) == 4 - len(gone)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)

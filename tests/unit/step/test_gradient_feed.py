@@ -116,7 +116,7 @@ def test_a_step_beside_a_forward_is_closed_without_waiting(beside: OverlapWith) 
     rows = [StepRow(expected=True)]
     feeds.begin(SimpleNamespace(updates=[], rows=rows, scalars=None, commits=False), beside)
     feeds.close()
-    assert feed.waits is (beside is not OverlapWith.FORWARD)
+    assert feed.waits is not beside.goes_on_in_forward
 
 
 class Driven(HostFeed):
