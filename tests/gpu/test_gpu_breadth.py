@@ -14,13 +14,13 @@ STOWED = [
     # fp32_sums is one of them: sums in host memory and in fp32 are put aside by one class.
     (Plan(parameters="device", states="disk"), 10),
     (Plan(parameters="device", states="disk", overlap="forward"), 10),
-    (Plan(parameters="device", states="disk", overlap="backward"), 8),
+    (Plan(parameters="device", states="disk", overlap="backward"), 9),
     (Plan(parameters="device", states="disk", update_on="device"), 9),
     (Plan(parameters="device", states="disk", update_on="hybrid"), 9),
     (Plan(parameters="device", states="disk", update_on="hybrid", overlap="backward"), 9),
     (Plan(parameters="host", states="disk"), 7),
     (Plan(parameters="host", states="disk", overlap="forward"), 7),
-    (Plan(parameters="host", states="disk", overlap="backward"), 7),
+    (Plan(parameters="host", states="disk", overlap="backward"), 8),
     (Plan(parameters="disk", states="disk"), 8),
     (Plan(parameters="disk", states="disk", overlap="backward"), 8),
 ]

@@ -124,7 +124,7 @@ def test_the_model_says_how_much_compute_its_verdicts_need(
     names = {model._name_of(config): config for config in configs}
     assert len(names) == len(configs)
     update = "parameters HOST, states HOST, {}, compute {} x the update"
-    times = {"backward": "1.5"} if quick else {"none": "1", "forward": "3", "backward": "1.5"}
+    times = {"backward": "1"} if quick else {"none": "1", "forward": "3", "backward": "1"}
     assert {update.format(*each) for each in times.items()} <= names.keys()
     for name, config in names.items():
         said = float(name.rpartition("compute ")[2].removesuffix(" x the update"))
