@@ -18,7 +18,6 @@ PROFILE = Profile(
     memory_read=20e9,
     memory_write=10e9,
     memory_copy=15e9,
-    memory_fresh=1e30,
     checksums=1e30,  # of no weight where a test does not say so
     update={"float32/fp32": G / 4},
     device_update={"float32/fp32": 5 * G},

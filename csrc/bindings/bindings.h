@@ -57,6 +57,7 @@ const char* op_name(Op op);
 
 void bind_kernels(nb::module_& m);
 void bind_io(nb::module_& m);
+void bind_memory(nb::module_& m);
 void bind_pipeline(nb::module_& m);
 
 }  // namespace stow

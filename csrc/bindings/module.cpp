@@ -29,5 +29,6 @@ NB_MODULE(_native, m) {
   nb::register_exception_translator(stow::translate_system_error);
   stow::bind_kernels(m);
   stow::bind_io(m);
+  stow::bind_memory(m);
   stow::bind_pipeline(m);
 }

@@ -90,6 +90,19 @@ class Engine:
 
     def clear_faults(self) -> None: ...
 
+def cache_blocks_of(library: str) -> bool:
+    """
+    let a loaded library allocate large blocks from a cache of freed ones; False where that cannot be
+    """
+
+def allocator_bytes() -> tuple[int, int, int]:
+    """
+    (used, cached, fresh): of blocks in use, of freed ones, and of all that came from the system so far
+    """
+
+def empty_cache() -> None:
+    """return freed blocks to the system"""
+
 def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
     """
     (width, per, offset in a file, offset in a slot, bytes) of each stream and the weight

@@ -108,8 +108,6 @@ class Profile:
     memory_write: PositiveFloat
     memory_copy: PositiveFloat
     """Read and written, both together."""
-    memory_fresh: PositiveFloat
-    """Written for the first time: the system finds and clears each page."""
     checksums: PositiveFloat
     """Bytes per second of which all cores compute checksums."""
     update: Mapping[str, PositiveFloat] = field(default_factory=dict)

@@ -65,8 +65,7 @@ def _lines(profile: Profile) -> Iterator[tuple[str, str]]:
         f" copy {format_rate(profile.memory_copy)} (both ways together)"
     )
     yield "host memory", memory
-    fresh = f"new from the system {format_rate(profile.memory_fresh)}"
-    yield "", f"{fresh}, checksums {format_rate(profile.checksums)}"
+    yield "", f"checksums {format_rate(profile.checksums)}"
     for label, rates_by_key, place in (
         ("updates", profile.update, ""),
         ("updates there", profile.device_update, ", on the accelerator"),

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.allocator import give_back_large_blocks
 from tensorstow.base.directories import (
     Paths,
     choose_directory,
@@ -420,8 +419,6 @@ def _make_disk_pool(
             f" have {format_bytes(least)}: give at least that, or smaller units."
         )
         raise BudgetError(message)
-    if sharding.device.type == "cpu":
-        give_back_large_blocks()
     named = make_directories(read_paths(request.directory, "dir")) or [choose_directory(total)]
     places = [facts.path for facts in named]
     return DiskPool(BufferPool(places, total, capacity, least), Prefetcher(plan.prefetch), frozen)

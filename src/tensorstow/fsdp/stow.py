@@ -37,6 +37,7 @@ from tensorstow.fsdp.validation import (
     with_options,
 )
 from tensorstow.fsdp.vertical_order import VerticalOrder
+from tensorstow.io.allocator import cache_large_blocks
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.planner.placement import Conditions, Item, items_of
@@ -180,6 +181,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     """
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init)
+    cache_large_blocks()
     directories = read_paths(dir, "dir")
     device, step = current_device(), None
     optimizer = with_options(optimizer, optimizer_options, keyword_only(stow))

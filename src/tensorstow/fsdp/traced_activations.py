@@ -22,7 +22,6 @@ from tensorstow.activations.offload import LEAST_BYTES
 from tensorstow.activations.recompute import Recompute
 from tensorstow.activations.saved import StorageIdentity, address_of, version_of
 from tensorstow.base.activation_placement import ActivationPlacement
-from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import TracedPlacement
@@ -63,8 +62,6 @@ class Activations:
     """Operations of either kind."""
     random_elements: int = 0
     """Random numbers drawn, for dropout."""
-    large_bytes: int = 0
-    """Bytes of all large tensors that operations make."""
     saved_bytes: int = 0
     """Bytes that blocks move elsewhere in forward and back in backward; the peaks exclude them."""
     largest_saved_bytes: int = 0
@@ -94,12 +91,7 @@ class Activations:
     def micro_batch(self, tokens: int) -> MicroBatch:
         """Return the counts, for ``planner.seconds``."""
         return MicroBatch(
-            tokens,
-            self.operations,
-            self.tensor_bytes,
-            self.calls,
-            self.random_elements,
-            self.large_bytes,
+            tokens, self.operations, self.tensor_bytes, self.calls, self.random_elements
         )
 
 
@@ -209,9 +201,6 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
             return  # a view, or no tensor
         self.seen.calls += 1
         kind = func._overloadpacket  # noqa: SLF001
-        self.seen.large_bytes += sum(
-            nbytes for key, nbytes in written.items() if key not in read and nbytes >= LARGE_BLOCK
-        )
         if kind in _RANDOM:
             self.seen.random_elements += sum(
                 value.numel() for value in tree_leaves(result) if isinstance(value, torch.Tensor)

@@ -17,7 +17,6 @@ from tensorstow.measure.host_rates import (
     fastest,
     measure_checksums,
     measure_compute,
-    measure_fresh_memory,
     measure_memory,
     measure_updates,
     waited,
@@ -88,7 +87,7 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         disks[str(path)] = measure_directory(path)
     tell("host memory")
     read, write, copy = measure_memory()
-    fresh, checksums = measure_fresh_memory(), measure_checksums()
+    checksums = measure_checksums()
     tell("updates")
     update = measure_updates()
     tell("computing")
@@ -106,7 +105,6 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         memory_read=read,
         memory_write=write,
         memory_copy=copy,
-        memory_fresh=fresh,
         checksums=checksums,
         update=update,
         device_update=device_update,

@@ -139,7 +139,6 @@ def _nominal(card: Card) -> Profile:
         memory_read=_HOST,
         memory_write=_HOST,
         memory_copy=_HOST,
-        memory_fresh=_HOST / 4,
         checksums=_HOST / 2,
         update=_updates(_HOST),
         device_update=_updates(memory),

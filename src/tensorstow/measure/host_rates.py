@@ -23,7 +23,6 @@ _ELEMENTWISE_BYTES = 4 << 20
 _COLUMNS = 512
 _ROW = 30
 """Elementwise operations in a row: their tensors exceed a cache."""
-_FRESH_BYTES = 64 << 20
 """More than glibc keeps after a free."""
 _CHECKSUM_BYTES = 4 << 20
 _CHAIN = 100
@@ -52,15 +51,6 @@ def measure_memory(seconds: float = 0.6) -> tuple[float, float, float]:
         whole.nbytes / fastest(lambda: whole.fill_(1.0), turn),
         whole.nbytes / fastest(lambda: high.copy_(low), turn),
     )
-
-
-def measure_fresh_memory(seconds: float = 0.2) -> float:
-    """Return bytes per second that all cores write to memory that is new from the system."""
-
-    def write() -> None:
-        torch.empty(_FRESH_BYTES // 4, dtype=torch.float32).fill_(1.0)
-
-    return _FRESH_BYTES / fastest(write, seconds)
 
 
 def measure_checksums(seconds: float = 0.1) -> float:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.keywords import warn_renamed
+from tensorstow.io.allocator import empty_cache
 from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -302,6 +303,7 @@ class PlacedOptimizer(Optimizer):
         end of the last step, as without ``close()``. A failure is raised after all is closed.
         """
         self._close()
+        empty_cache()
 
     # --- hooks of the engine ---
 

@@ -52,8 +52,6 @@ class MicroBatch:
     """Number of operations."""
     random_elements: int = 0
     """Random numbers drawn, for dropout."""
-    large_bytes: int = 0
-    """Bytes of all large tensors that operations make; ``base.allocator`` defines large."""
     is_estimate: bool = False
     """Whether nothing was traced, so that only ratios of the seconds are meaningful."""
 
@@ -230,9 +228,6 @@ def time_of(
     compute = compute_seconds(batch, sizes.compute_dtype, machine)
     on = "cores" if conditions.device_is_host else "accelerator"
     profile = machine.profile
-    if conditions.device_is_host and units_on(Tier.DISK, plan, sizes):
-        # Units on disk: freed memory returns to the system (base.allocator), so each is new.
-        compute += batch.large_bytes / profile.memory_fresh
     compute *= plan.accumulation_steps
     reads, writes, states = _disk_seconds(work, machine)
     up = _over_link("up", work.up, machine)
@@ -246,9 +241,9 @@ def time_of(
     states_and_weights = work.state_read + work.state_written + work.parameters_written
     on_cores = {"cores": states_and_weights / profile.checksums}
     step = _sum([update.loads, on_cores, {"disk": states + writes}])
-    # So do parameters, and their memory is new each time.
+    # So do parameters, half of them in either direction.
     for loads in (forward, backward):
-        seconds = work.parameters_read * (1 / profile.checksums + 1 / profile.memory_fresh)
+        seconds = work.parameters_read / profile.checksums
         loads["cores"] = loads.get("cores", 0.0) + seconds / 2
     saved, brought = _activation_loads(work.activations, machine)
     forward, backward = _sum([forward, saved]), _sum([backward, brought])

@@ -40,7 +40,6 @@ def made(**directories: DirectoryRates) -> Profile:
         memory_read=20e9,
         memory_write=10e9,
         memory_copy=15e9,
-        memory_fresh=5e9,
         checksums=10e9,
         update={update_key(torch.bfloat16, "split"): 1e9},
         compute={"cpu": ComputeRates({"float32": 1e11}, 5e9, 1e-5, 1e9)},

@@ -31,7 +31,6 @@ def measured(directories: list[Path], tell: object) -> Profile:
         memory_read=20e9,
         memory_write=10e9,
         memory_copy=15e9,
-        memory_fresh=5e9,
         checksums=10e9,
         update={"bfloat16/split": 1e9},
         compute={"cpu": ComputeRates({"float32": 1e11}, 5e9, 1e-5, 1e9)},

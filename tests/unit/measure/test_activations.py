@@ -72,19 +72,12 @@ def test_more_tokens_hold_more_and_a_matrix_takes_six_operations(tmp_path: Path)
     assert 6 * weights * 64 <= one.operations <= 1.3 * 6 * weights * 64
 
 
-def test_dropout_draws_a_number_for_each_element_and_large_results_are_counted(
-    tmp_path: Path,
-) -> None:
+def test_dropout_draws_a_number_for_each_element(tmp_path: Path) -> None:
     model = _model(TIED, 2, tmp_path)
     found = trace(model, 4, 128)
     rows, width = 4 * 128, 64
     # behind the embeddings, attention's weights, attention and the feed-forward part
     assert found.random_elements == rows * width + 2 * (2 * rows * width + 2 * rows * 128)
-    logits = rows * 512 * 4
-    assert logits == 1 << 20
-    assert found.large_bytes % logits == 0
-    assert found.large_bytes >= 2 * logits
-    assert trace(model, 2, 128).large_bytes == 0
 
 
 def test_what_is_held_is_what_torchs_memory_tracker_says(tmp_path: Path) -> None:

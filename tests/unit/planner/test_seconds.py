@@ -10,7 +10,7 @@ from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, STATES,
 from tensorstow import Plan, Tier
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
-from tensorstow.planner.placement import Conditions, HeldActivations
+from tensorstow.planner.placement import HeldActivations
 from tensorstow.planner.seconds import (
     MachineRates,
     MicroBatch,
@@ -50,29 +50,14 @@ def test_everything_in_host_memory_is_computing_and_updating() -> None:
     assert break_even_tokens(step, BATCH.tokens) is None
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("parameters", [Tier.HOST, Tier.DISK])
-@pytest.mark.parametrize("conditions", [HERE, AWAY])
-def test_memory_comes_new_each_time_where_freed_memory_goes_back(
-    conditions: Conditions, parameters: Tier, steps: int
-) -> None:
-    machine = replace(CPU if conditions is HERE else CUDA, profile=PROFILE.but(memory_fresh=1e9))
-    plan = Plan(parameters, accumulation_steps=steps)
-    with_large = replace(BATCH, large_bytes=4 * 10**9)
-    before = time_of(plan, SIZES, conditions, BATCH, machine).compute
-    after = time_of(plan, SIZES, conditions, with_large, machine).compute
-    goes_back = parameters == Tier.DISK and conditions is HERE
-    assert after - before == pytest.approx(4 * steps if goes_back else 0)
-
-
 def test_checksums_take_cores_from_computing() -> None:
     plan = Plan(Tier.DISK, Tier.DISK, overlap="backward")
-    slow = replace(CPU, profile=PROFILE.but(checksums=1e9, memory_fresh=2e9))
+    slow = replace(CPU, profile=PROFILE.but(checksums=1e9))
     work = work_of(plan, SIZES, HERE)
     step = time_of(plan, SIZES, HERE, BATCH, slow)
     forward, backward, first = (phase.loads["cores"] for phase in step.phases)
     update = UPDATE + (work.state_read + work.written) / 1e9
-    read = work.parameters_read / 2 * (1e-9 + 0.5e-9)
+    read = work.parameters_read / 2 * 1e-9
     assert forward == pytest.approx(10 + read)
     assert backward == pytest.approx(20 + REST * update + read)
     assert first == pytest.approx((1 - REST) * update)

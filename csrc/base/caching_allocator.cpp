@@ -1,0 +1,242 @@
+#include "base/caching_allocator.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/imports.h"
+
+namespace stow {
+namespace {
+
+// Of 65,530 mappings that a process may have by default. Beyond, pages are returned and not moved.
+constexpr std::size_t kMostMappings = 16384;
+constexpr std::size_t kHugePage = CachingAllocator::kHugePage;
+constexpr std::size_t kLeast = kHugePage / 4 * 3;  // of blocks that a library gets from here
+
+std::size_t round_up(std::size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
+
+std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+}  // namespace
+
+void* CachingAllocator::allocate(std::size_t bytes) {
+  if (bytes > SIZE_MAX / 2) return nullptr;
+  const std::size_t size = round_up(std::max<std::size_t>(bytes, 1));
+  const std::lock_guard guard(mutex_);
+  MappedBlock block = take_same_size(size);
+  if (block.begin == nullptr) block = map(size);
+  if (block.begin == nullptr) return nullptr;
+
+  bytes_.used += size;
+  most_used_ = std::max(most_used_, bytes_.used);
+  in_window_ += size;
+  if (in_window_ > kWindow * (bytes_.used + bytes_.cached)) end_window();
+
+  void* begin = block.begin;
+  if (number(begin) < lowest_) lowest_ = number(begin);
+  if (number(begin) > highest_) highest_ = number(begin);
+  used_.emplace(begin, std::move(block));
+  return begin;
+}
+
+bool CachingAllocator::free(void* block) {
+  const std::uintptr_t address = number(block);
+  if (address % kHugePage != 0 || address < lowest_ || address > highest_) return false;
+  const std::lock_guard guard(mutex_);
+  const auto found = used_.find(block);
+  if (found == used_.end()) return false;
+  bytes_.used -= found->second.size;
+  cache(std::move(found->second));
+  used_.erase(found);
+  return true;
+}
+
+void CachingAllocator::empty_cache() {
+  const std::lock_guard guard(mutex_);
+  drop_cached(bytes_.cached);
+}
+
+CachingAllocator::BlockBytes CachingAllocator::bytes() const {
+  const std::lock_guard guard(mutex_);
+  return bytes_;
+}
+
+// The one that was freed last: its pages are the likeliest to be in the processor's caches.
+CachingAllocator::MappedBlock CachingAllocator::take_same_size(std::size_t size) {
+  auto found = by_size_.upper_bound({size, UINT64_MAX});
+  if (found == by_size_.begin() || std::prev(found)->first != size) return {};
+  --found;
+  auto node = cached_.extract(found->second);
+  by_size_.erase(found);
+  bytes_.cached -= size;
+  return std::move(node.mapped());
+}
+
+CachingAllocator::MappedBlock CachingAllocator::map(std::size_t size) {
+  MappedBlock block{reserve(size), size, {}};
+  if (block.begin == nullptr) return {};
+  char* to = block.begin;
+  move_cached(block, to);
+  const auto rest = static_cast<std::size_t>(block.begin + size - to);
+  if (rest == 0) return block;
+
+  // Over what is reserved. Where a move has failed, the kernel may have unmapped its target.
+  if (mmap(to, rest, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
+      MAP_FAILED) {
+    mappings_ -= block.mappings.size();
+    munmap(block.begin, size);
+    return {};
+  }
+  madvise(to, rest, MADV_HUGEPAGE);  // refused where there are none: small ones do
+  block.mappings.push_back({to, rest});
+  ++mappings_;
+  bytes_.fresh += rest;
+  return block;
+}
+
+// Addresses without memory. Where a limit of addresses is reached, kept blocks give theirs.
+char* CachingAllocator::reserve(std::size_t size) {
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  const std::size_t around = size + kHugePage;  // some range in it begins at a huge page
+  void* reserved = mmap(nullptr, around, PROT_NONE, kFlags, -1, 0);
+  if (reserved == MAP_FAILED) {
+    drop_cached(bytes_.cached);
+    reserved = mmap(nullptr, around, PROT_NONE, kFlags, -1, 0);
+  }
+  if (reserved == MAP_FAILED) return nullptr;
+  char* const start = static_cast<char*>(reserved);
+  const std::size_t before = round_up(number(start)) - number(start);
+  if (before > 0) munmap(start, before);
+  munmap(start + before + size, kHugePage - before);
+  return start + before;
+}
+
+// Takes as many cached bytes as the block has, and advances `to` past those whose pages were moved.
+void CachingAllocator::move_cached(MappedBlock& block, char*& to) {
+  for (std::size_t left = block.size; left > 0 && bytes_.cached > 0;) {
+    const Mapping from = cut_oldest(left);
+    left -= from.size;
+    if (!move(from, to)) {
+      munmap(from.begin, from.size);
+      continue;
+    }
+    block.mappings.push_back({to, from.size});
+    ++mappings_;
+    to += from.size;
+  }
+}
+
+bool CachingAllocator::move(Mapping from, char* to) {
+  return mappings_ < kMostMappings &&
+         mremap(from.begin, from.size, from.size, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
+}
+
+void CachingAllocator::cache(MappedBlock block) {
+  bytes_.cached += block.size;
+  by_size_.emplace(block.size, next_age_);
+  cached_.emplace(next_age_, std::move(block));
+  ++next_age_;
+}
+
+void CachingAllocator::drop_cached(std::size_t bytes) {
+  for (std::size_t left = bytes; left > 0 && bytes_.cached > 0;) {
+    const Mapping from = cut_oldest(left);
+    left -= from.size;
+    munmap(from.begin, from.size);
+  }
+}
+
+// Cuts a mapping, or the end of one, off the block that has been cached longest.
+CachingAllocator::Mapping CachingAllocator::cut_oldest(std::size_t most) {
+  const auto oldest = cached_.begin();
+  const auto [age, block] = std::pair{oldest->first, &oldest->second};
+  by_size_.erase({block->size, age});
+
+  Mapping& last = block->mappings.back();
+  const std::size_t size = std::min(last.size, most);
+  last.size -= size;
+  const Mapping cut{last.begin + last.size, size};
+  block->size -= size;
+  bytes_.cached -= size;
+  if (last.size == 0) {
+    block->mappings.pop_back();
+    --mappings_;
+  }
+  if (block->mappings.empty()) {
+    cached_.erase(oldest);
+  } else {
+    by_size_.emplace(block->size, age);
+  }
+  return cut;
+}
+
+void CachingAllocator::end_window() {
+  const std::size_t held = bytes_.used + bytes_.cached;
+  const std::size_t most = std::max(most_used_, most_used_before_);
+  if (held > most) drop_cached(held - most);
+  most_used_before_ = most_used_;
+  most_used_ = bytes_.used;
+  in_window_ = 0;
+}
+
+namespace {
+
+std::atomic<CachingAllocator*> g_allocator{nullptr};  // never deleted: tensors outlive statics
+
+int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
+  if (bytes < kLeast || alignment > kHugePage) {
+    return posix_memalign(block, alignment, bytes);
+  }
+  void* begin = installed_allocator()->allocate(bytes);
+  if (begin == nullptr) return ENOMEM;
+  *block = begin;
+  return 0;
+}
+
+void free_block(void* block) {
+  if (!installed_allocator()->free(block)) std::free(block);
+}
+
+bool is_of_c_library(const char* function) {
+  Dl_info info{};
+  return dladdr(dlsym(RTLD_DEFAULT, function), &info) != 0 && info.dli_fname != nullptr &&
+         std::strstr(info.dli_fname, "/libc.so") != nullptr;
+}
+
+}  // namespace
+
+CachingAllocator* installed_allocator() { return g_allocator.load(std::memory_order_acquire); }
+
+bool cache_blocks_of(const char* library) {
+  static std::mutex mutex;
+  static bool done = false;
+  const std::lock_guard guard(mutex);
+  if (done) return true;
+  const auto frees = imports_of(library, "free");
+  const auto allocations = imports_of(library, "posix_memalign");
+  if (frees.empty() || allocations.empty()) return false;
+  if (!is_of_c_library("free") || !is_of_c_library("posix_memalign")) return false;
+
+  if (installed_allocator() == nullptr) {
+    g_allocator.store(new CachingAllocator, std::memory_order_release);
+    pthread_atfork([] { installed_allocator()->lock(); }, [] { installed_allocator()->unlock(); },
+                   [] { installed_allocator()->unlock(); });
+  }
+  // `free` first: a block that is allocated in between is the C library's.
+  for (const Import& import : frees) {
+    if (!replace_import(import, reinterpret_cast<void*>(free_block))) return false;
+  }
+  for (const Import& import : allocations) {
+    if (!replace_import(import, reinterpret_cast<void*>(allocate_aligned))) return false;
+  }
+  done = true;
+  return true;
+}
+
+}  // namespace stow

@@ -1,0 +1,28 @@
+// Python's view of the allocator of large blocks.
+#include "base/caching_allocator.h"
+#include "bindings/bindings.h"
+
+namespace stow {
+
+void bind_memory(nb::module_& m) {
+  m.def("cache_blocks_of", &cache_blocks_of, "library"_a,
+        "let a loaded library allocate large blocks from a cache of freed ones; False where that"
+        " cannot be");
+  m.def(
+      "allocator_bytes",
+      [] {
+        const CachingAllocator* allocator = installed_allocator();
+        const auto bytes = allocator ? allocator->bytes() : CachingAllocator::BlockBytes{};
+        return std::tuple{bytes.used, bytes.cached, bytes.fresh};
+      },
+      "(used, cached, fresh): of blocks in use, of freed ones, and of all that came from the"
+      " system so far");
+  m.def(
+      "empty_cache",
+      [] {
+        if (CachingAllocator* allocator = installed_allocator()) allocator->empty_cache();
+      },
+      "return freed blocks to the system");
+}
+
+}  // namespace stow

@@ -1,0 +1,121 @@
+"""Freed blocks of torch's are kept, and their pages become those of the next ones."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from shutil import which
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import AdamW, Plan, _native, stow
+from tensorstow.io.allocator import cache_large_blocks, empty_cache
+
+_CODE = """
+import resource
+import torch
+from tensorstow import _native
+from tensorstow.io.allocator import cache_large_blocks
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * 4096
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+{call}
+start = resident()
+for step in range(6):
+    if step == 2:
+        before = faults()
+    blocks = [torch.ones(6 << 20, dtype=torch.uint8) for _ in range(20)]
+    del blocks[:-1]  # the last one is above all others in a heap
+    large = [torch.ones(19 << 20, dtype=torch.uint8) for _ in range(6)]
+    del blocks, large
+print(resident() - start, faults() - before)
+"""
+_IN_USE = 120 << 20
+_IS_KEPT = "assert not cache_large_blocks(); assert _native.allocator_bytes() == (0, 0, 0)"
+
+
+def _measured(call: str, **environment: str) -> tuple[int, int]:
+    """Return what is resident more in the end, and the page faults of four rounds."""
+    code = _CODE.format(call=call)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment,
+    )
+    held, faults = done.stdout.split()
+    return int(held), int(faults)
+
+
+def test_no_page_is_new_in_later_rounds_and_no_more_is_held_than_was_in_use() -> None:
+    held, faults = _measured("assert cache_large_blocks()")
+    assert held < 1.1 * _IN_USE
+    assert faults < 500
+    given_back = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    assert _measured("", **given_back)[1] > 50_000  # else there would be nothing to mend
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MALLOC_MMAP_THRESHOLD_", "33554432"),
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=33554432"),
+    ],
+)
+def test_a_threshold_of_the_user_s_is_kept(name: str, value: str) -> None:
+    _measured(_IS_KEPT, **{name: value})
+
+
+def test_an_allocator_that_is_preloaded_is_kept(tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text(
+        """
+        #include <stddef.h>
+        void *aligned_alloc(size_t, size_t);
+        int posix_memalign(void **block, size_t alignment, size_t bytes) {
+            *block = aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+            return *block == NULL;
+        }
+        """,
+        encoding="utf-8",
+    )
+    subprocess.run([which("cc") or "cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    _measured(_IS_KEPT, LD_PRELOAD=str(library))
+
+
+def test_stow_keeps_blocks_of_every_model_and_close_returns_them() -> None:
+    assert cache_large_blocks()
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    model, optimizer = stow(model, partial(AdamW, lr=1e-3), plan=Plan())
+    model(torch.ones(2, 1024)).sum().backward()
+    optimizer.step()
+    used, _, _ = _native.allocator_bytes()
+    optimizer.zero_grad()
+    now, cached, _ = _native.allocator_bytes()
+    assert used - now == 2 * (4 << 20)  # gradients
+    assert cached >= 2 * (4 << 20)
+    optimizer.close()
+    assert _native.allocator_bytes()[1] == 0
+
+
+def test_tensors_of_a_forked_child_are_its_own() -> None:
+    assert cache_large_blocks()
+    kept = torch.arange(1 << 20)
+    torch.ones(4 << 20)
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)  # the others are not there
+        mine = [torch.full((1 << 20,), float(k)) for k in range(8)]
+        os._exit(0 if all(bool((t == k).all()) for k, t in enumerate(mine)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(kept, torch.arange(1 << 20))
+    empty_cache()
