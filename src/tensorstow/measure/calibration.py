@@ -10,6 +10,7 @@ from tensorstow.base.directories import resolve_path
 from tensorstow.base.profile import LinkRates, Profile, identify_machine, update_key
 from tensorstow.formats.reference import adam_scalars
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.io.allocator import cache_large_blocks
 from tensorstow.io.device_link import open_link
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.measure.disk_rates import measure_directory
@@ -85,6 +86,7 @@ def calibrate(directories: Iterable[Path], tell: Callable[[str], None] = lambda 
         tell(f"{directory}: reading and writing")
         path = resolve_path(directory)
         disks[str(path)] = measure_directory(path)
+    cache_large_blocks()  # as a model's run has it
     tell("host memory")
     read, write, copy = measure_memory()
     checksums = measure_checksums()

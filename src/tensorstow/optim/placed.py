@@ -19,7 +19,7 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.keywords import warn_renamed
-from tensorstow.io.allocator import empty_cache
+from tensorstow.io.allocator import cache_large_blocks, empty_cache
 from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -42,6 +42,7 @@ class PlacedOptimizer(Optimizer):
         self._after_updates: list[Callable[[], None]] = []
         self._around_resume: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
+        cache_large_blocks()
         super().__init__(params, defaults)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
 
