@@ -3,7 +3,6 @@
 Contenders take turns of a few steps in one process; a turn's first step is not counted.
 """
 
-import ctypes
 import gc
 import importlib
 import importlib.util
@@ -32,7 +31,6 @@ from benchmarks.measure import (
     use_all_cores,
 )
 from tensorstow import usage
-from tensorstow.base.allocator import LARGE_BLOCK
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
 from tensorstow.fsdp.sharding import make_mesh
@@ -46,8 +44,6 @@ _BATCH = (4, 128)
 _STEPS = 2  # of a turn, the first one left out
 _BLOCKS_HELD = 3
 _PIECE = 4 << 20
-_M_MMAP_THRESHOLD, _GLIBC_THRESHOLD = -3, 32 << 20
-"""glibc's own grows to this where such blocks are freed."""
 
 
 @dataclass
@@ -58,14 +54,11 @@ class Contender:
     model: nn.Module
     optimizer: AdamW
     ids: torch.Tensor
-    threshold: int = _GLIBC_THRESHOLD
-    """Bytes from which on freed memory goes back to the system, as in a process of its own."""
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
     def turn(self) -> None:
         """Take ``_STEPS`` steps and count all but the first."""
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, self.threshold)
         for step in range(_STEPS):
             start = time.perf_counter()
             torch.manual_seed(len(self.losses))  # the same dropout for all
@@ -135,12 +128,10 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     plan = Plan(
         parameters="disk", states="disk", overlap="backward", weight_ram_budget=_held(model())
     )
-    for name, threshold in ((_GLIBC, _GLIBC_THRESHOLD), ("stowed, DISK", LARGE_BLOCK)):
-        placed = stow(model(), partial(make, **scratch), plan=plan)
-        yield Contender(name, *placed, ids, threshold)
+    placed = stow(model(), partial(make, **scratch), plan=plan)
+    yield Contender("stowed, DISK", *placed, ids)
 
 
-_GLIBC = "stowed, DISK, glibc's threshold"
 _QUICK = {"n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 _LARGE = {"n_layer": 36, "n_embd": 1280, "n_head": 20}
 
@@ -200,8 +191,6 @@ def _times(samples: dict[str, Sample], raw: Sample) -> Iterator[Figure]:
             "seconds": {name: sample.summary() for name, sample in samples.items()},
         },
     )
-    glibc = "seed example, the same with glibc's own threshold for freed memory"
-    yield Figure(glibc, at_most(1.15), samples[_GLIBC].median / bound)
     for over, under in (("RAM, sharded", "RAM"), ("stowed, DISK", "RAM, sharded")):
         yield ratio(f"seed example, step: {over} / {under}", None, samples, over, under)
 

@@ -17,7 +17,6 @@ namespace {
 // Of 65,530 mappings that a process may have by default. Beyond, pages are returned and not moved.
 constexpr std::size_t kMostMappings = 16384;
 constexpr std::size_t kHugePage = CachingAllocator::kHugePage;
-constexpr std::size_t kLeast = kHugePage / 4 * 3;  // of blocks that a library gets from here
 
 std::size_t round_up(std::size_t bytes) { return (bytes + kHugePage - 1) / kHugePage * kHugePage; }
 
@@ -57,6 +56,11 @@ bool CachingAllocator::free(void* block) {
   return true;
 }
 
+void CachingAllocator::unlock_in_child() {
+  drop_cached(bytes_.cached);
+  mutex_.unlock();
+}
+
 void CachingAllocator::empty_cache() {
   const std::lock_guard guard(mutex_);
   drop_cached(bytes_.cached);
@@ -79,30 +83,29 @@ CachingAllocator::MappedBlock CachingAllocator::take_same_size(std::size_t size)
 }
 
 CachingAllocator::MappedBlock CachingAllocator::map(std::size_t size) {
-  MappedBlock block{reserve(size), size, {}};
-  if (block.begin == nullptr) return {};
-  char* to = block.begin;
-  move_cached(block, to);
-  const auto rest = static_cast<std::size_t>(block.begin + size - to);
-  if (rest == 0) return block;
-
-  // Over what is reserved. Where a move has failed, the kernel may have unmapped its target.
-  if (mmap(to, rest, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-      MAP_FAILED) {
-    mappings_ -= block.mappings.size();
-    munmap(block.begin, size);
-    return {};
+  for (;;) {
+    MappedBlock block{reserve(size), size, {}};
+    if (block.begin == nullptr) return {};
+    char* to = block.begin;
+    if (!move_cached(block, to)) continue;  // with less cached
+    const auto rest = static_cast<std::size_t>(block.begin + size - to);
+    if (rest == 0) return block;
+    if (mprotect(to, rest, PROT_READ | PROT_WRITE) != 0) {
+      mappings_ -= block.mappings.size();
+      munmap(block.begin, size);
+      return {};
+    }
+    madvise(to, rest, MADV_HUGEPAGE);  // refused where there are none: small ones do
+    block.mappings.push_back({to, rest});
+    ++mappings_;
+    bytes_.fresh += rest;
+    return block;
   }
-  madvise(to, rest, MADV_HUGEPAGE);  // refused where there are none: small ones do
-  block.mappings.push_back({to, rest});
-  ++mappings_;
-  bytes_.fresh += rest;
-  return block;
 }
 
 // Addresses without memory. Where a limit of addresses is reached, kept blocks give theirs.
 char* CachingAllocator::reserve(std::size_t size) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
   const std::size_t around = size + kHugePage;  // some range in it begins at a huge page
   void* reserved = mmap(nullptr, around, PROT_NONE, kFlags, -1, 0);
   if (reserved == MAP_FAILED) {
@@ -118,23 +121,30 @@ char* CachingAllocator::reserve(std::size_t size) {
 }
 
 // Takes as many cached bytes as the block has, and advances `to` past those whose pages were moved.
-void CachingAllocator::move_cached(MappedBlock& block, char*& to) {
+// Returns false if the kernel has refused a move; the block is gone then.
+bool CachingAllocator::move_cached(MappedBlock& block, char*& to) {
   for (std::size_t left = block.size; left > 0 && bytes_.cached > 0;) {
     const Mapping from = cut_oldest(left);
     left -= from.size;
-    if (!move(from, to)) {
+    if (mappings_ >= kMostMappings) {
       munmap(from.begin, from.size);
       continue;
+    }
+    if (mremap(from.begin, from.size, from.size, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
+      // A caller has locked or bound a part of it, say. Older kernels have unmapped the target
+      // before they refuse: it may be another thread's by now, and is left alone.
+      munmap(from.begin, from.size);
+      munmap(block.begin, static_cast<std::size_t>(to - block.begin));
+      char* const behind = to + from.size;
+      munmap(behind, static_cast<std::size_t>(block.begin + block.size - behind));
+      mappings_ -= block.mappings.size();
+      return false;
     }
     block.mappings.push_back({to, from.size});
     ++mappings_;
     to += from.size;
   }
-}
-
-bool CachingAllocator::move(Mapping from, char* to) {
-  return mappings_ < kMostMappings &&
-         mremap(from.begin, from.size, from.size, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED;
+  return true;
 }
 
 void CachingAllocator::cache(MappedBlock block) {
@@ -189,24 +199,43 @@ namespace {
 
 std::atomic<CachingAllocator*> g_allocator{nullptr};  // never deleted: tensors outlive statics
 
+// Blocks that whole huge pages would enlarge by more than a third stay with the C library.
+bool is_large(std::size_t bytes) { return round_up(bytes) - bytes <= bytes / 3; }
+
 int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
-  if (bytes < kLeast || alignment > kHugePage) {
-    return posix_memalign(block, alignment, bytes);
+  CachingAllocator& allocator = *installed_allocator();
+  if (is_large(bytes) && alignment <= kHugePage) {
+    if (void* begin = allocator.allocate(bytes); begin != nullptr) {
+      *block = begin;
+      return 0;
+    }
   }
-  void* begin = installed_allocator()->allocate(bytes);
-  if (begin == nullptr) return ENOMEM;
-  *block = begin;
-  return 0;
+  const int error = posix_memalign(block, alignment, bytes);
+  if (error != ENOMEM) return error;
+  allocator.empty_cache();  // which may have had what is missing
+  return posix_memalign(block, alignment, bytes);
 }
 
 void free_block(void* block) {
   if (!installed_allocator()->free(block)) std::free(block);
 }
 
-bool is_of_c_library(const char* function) {
+const char* library_of(const void* function) {
   Dl_info info{};
-  return dladdr(dlsym(RTLD_DEFAULT, function), &info) != 0 && info.dli_fname != nullptr &&
-         std::strstr(info.dli_fname, "/libc.so") != nullptr;
+  const bool found = dladdr(function, &info) != 0 && info.dli_fname != nullptr;
+  return found ? info.dli_fname : "";
+}
+
+// A slot has the C library's function, or leads to the loader, which looks it up at the first call.
+bool is_of_c_library(const char* function, const std::vector<Import>& imports,
+                     const char* library) {
+  const auto is_c = [](const void* address) {
+    return std::strstr(library_of(address), "/libc.so") != nullptr;
+  };
+  return is_c(dlsym(RTLD_DEFAULT, function)) &&
+         std::all_of(imports.begin(), imports.end(), [&](const Import& import) {
+           return is_c(*import.slot) || std::strstr(library_of(*import.slot), library) != nullptr;
+         });
 }
 
 }  // namespace
@@ -221,12 +250,13 @@ bool cache_blocks_of(const char* library) {
   const auto frees = imports_of(library, "free");
   const auto allocations = imports_of(library, "posix_memalign");
   if (frees.empty() || allocations.empty()) return false;
-  if (!is_of_c_library("free") || !is_of_c_library("posix_memalign")) return false;
+  if (!is_of_c_library("free", frees, library)) return false;
+  if (!is_of_c_library("posix_memalign", allocations, library)) return false;
 
   if (installed_allocator() == nullptr) {
     g_allocator.store(new CachingAllocator, std::memory_order_release);
     pthread_atfork([] { installed_allocator()->lock(); }, [] { installed_allocator()->unlock(); },
-                   [] { installed_allocator()->unlock(); });
+                   [] { installed_allocator()->unlock_in_child(); });
   }
   // `free` first: a block that is allocated in between is the C library's.
   for (const Import& import : frees) {

@@ -7,12 +7,12 @@
 // kernel moves to another address without a copy (mremap). New pages come only when no kept one is
 // left, so all that is held is what was in use at once.
 //
-// What is held follows the use: after allocations of kWindow times what is held, all that was not
-// in use at once in this window or the one before goes back. At most one page in kWindow of those
-// allocated is therefore new.
+// What is held follows the use. A window ends after allocations of kWindow times what is held; what
+// was not in use at once in it or the one before goes back then, which can be once in each window.
+// So in the long run one page in kWindow of those allocated is new, at most.
 //
 // Blocks consist of whole huge pages, where the kernel has them: they are cleared, looked up and
-// moved at once.
+// moved at once. What a caller has said of a block's pages (mlock, mbind) goes with them.
 #pragma once
 
 #include <atomic>
@@ -49,6 +49,8 @@ class CachingAllocator {
   // A fork copies the lock as it is: it is held meanwhile.
   void lock() { mutex_.lock(); }
   void unlock() { mutex_.unlock(); }
+  // Returns what is cached: else the parent would copy each page that it uses again.
+  void unlock_in_child();
 
  private:
   // A range that the kernel has as one mapping, so that it can be moved by one call.
@@ -66,8 +68,7 @@ class CachingAllocator {
   MappedBlock take_same_size(std::size_t size);
   MappedBlock map(std::size_t size);
   char* reserve(std::size_t size);
-  void move_cached(MappedBlock& block, char*& to);
-  bool move(Mapping from, char* to);
+  bool move_cached(MappedBlock& block, char*& to);
   void cache(MappedBlock block);
   void drop_cached(std::size_t bytes);
   Mapping cut_oldest(std::size_t most);
@@ -89,7 +90,7 @@ class CachingAllocator {
 };
 
 // Lets a shared library that is loaded ("libc10.so") get its large blocks from one allocator of the
-// process, which lives as long as it: those of three quarters of a huge page and more, by
+// process, which lives as long as it: those that whole huge pages enlarge by a third at most, by
 // posix_memalign. Returns false where that cannot be: the library is not loaded, does not import
 // both functions, or gets them from another allocator than the C library's, the user's choice.
 bool cache_blocks_of(const char* library);

@@ -22,7 +22,7 @@ void bind_memory(nb::module_& m) {
       [] {
         if (CachingAllocator* allocator = installed_allocator()) allocator->empty_cache();
       },
-      "return freed blocks to the system");
+      nb::call_guard<nb::gil_scoped_release>(), "return freed blocks to the system");
 }
 
 }  // namespace stow

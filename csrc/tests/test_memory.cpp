@@ -211,6 +211,22 @@ void test_without_memory_there_is_no_block() {
 
 #endif
 
+// A part that a caller has locked is another mapping: older kernels do not move both at once.
+void test_locked_parts_do_no_harm() {
+  CachingAllocator allocator;
+  for (std::uint64_t round = 0; round < 3; ++round) {
+    const Filled block = fill(allocator, 4 * kHuge, round);
+    mlock(block.words + 100000, 4096);
+    CHECK(allocator.free(block.words));
+    const Filled other = fill(allocator, (3 + round) * kHuge, round + 10);
+    CHECK(other.is_whole());
+    CHECK(allocator.free(other.words));
+  }
+  CHECK(allocator.bytes().used == 0);
+  allocator.empty_cache();
+  CHECK(held(allocator) == 0);
+}
+
 void test_a_forked_child_has_its_own() {
   CachingAllocator allocator;
   const Filled block = fill(allocator, 2 * kHuge, 9);
@@ -265,6 +281,7 @@ int main() {
   stow::test_mappings_are_bounded();
   stow::test_without_memory_there_is_no_block();
 #endif
+  stow::test_locked_parts_do_no_harm();
   stow::test_a_forked_child_has_its_own();
   stow::test_imports_are_found();
 #ifndef STOW_SANITIZED

@@ -37,7 +37,7 @@ from tensorstow.fsdp.validation import (
     with_options,
 )
 from tensorstow.fsdp.vertical_order import VerticalOrder
-from tensorstow.io.allocator import cache_large_blocks
+from tensorstow.io.allocator import cache_large_blocks, empty_cache
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.planner.placement import Conditions, Item, items_of
@@ -182,6 +182,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init)
     cache_large_blocks()
+    empty_cache()  # budgets are of what is free
     directories = read_paths(dir, "dir")
     device, step = current_device(), None
     optimizer = with_options(optimizer, optimizer_options, keyword_only(stow))
@@ -211,6 +212,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     part = _report_of(placed, request, sizes, step)
     placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
     _place_activations(request, placed)
+    empty_cache()  # of what loading took
     if is_auto:  # a budget of the user's stays as it is
         room = HostRoom(buffers_of(chosen)) if budget is None else None
         first = FirstSteps(partial(_compared, part), step, room)

@@ -303,8 +303,10 @@ class PlacedOptimizer(Optimizer):
         logged instead, unless they are saved. While an exception is handled, the commit is of the
         end of the last step, as without ``close()``. A failure is raised after all is closed.
         """
-        self._close()
-        empty_cache()
+        try:
+            self._close()
+        finally:
+            empty_cache()
 
     # --- hooks of the engine ---
 
