@@ -4,9 +4,14 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/caching_allocator.h"
@@ -17,6 +22,30 @@
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define STOW_SANITIZED
 #endif
+
+namespace {
+
+// Moves to refuse, as kernels before 6.17 do: the target is unmapped first, and another thread's
+// block can be there at once.
+int g_to_refuse = 0;
+std::vector<std::pair<char*, std::size_t>> g_of_others;
+
+}  // namespace
+
+extern "C" {
+void* __real_mremap(void* old, std::size_t old_size, std::size_t size, int flags, void* to);
+
+void* __wrap_mremap(void* old, std::size_t old_size, std::size_t size, int flags, void* to) {
+  if (g_to_refuse == 0) return __real_mremap(old, old_size, size, flags, to);
+  --g_to_refuse;
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
+  char* other = static_cast<char*>(mmap(to, size, PROT_READ | PROT_WRITE, kFlags, -1, 0));
+  std::memset(other, 42, size);
+  g_of_others.emplace_back(other, size);
+  errno = EFAULT;
+  return MAP_FAILED;
+}
+}
 
 namespace stow {
 namespace {
@@ -211,6 +240,32 @@ void test_without_memory_there_is_no_block() {
 
 #endif
 
+void test_refused_moves_touch_nothing_of_others() {
+  CachingAllocator allocator;
+  const Filled kept = fill(allocator, 2 * kHuge, 1);
+  for (int refused = 1; refused <= 4; ++refused) {
+    for (std::uint64_t k = 0; k < 3; ++k)
+      CHECK(allocator.free(fill(allocator, 4 * kHuge, k).words));
+    std::vector<void*> blocks;
+    for (std::uint64_t k = 0; k < 3; ++k) blocks.push_back(fill(allocator, 2 * kHuge, k).words);
+    for (void* block : blocks) CHECK(allocator.free(block));
+    g_to_refuse = refused;
+    const Filled block = fill(allocator, 5 * kHuge, 77);
+    CHECK(block.is_whole());
+    CHECK(allocator.free(block.words));
+    g_to_refuse = 0;
+  }
+  CHECK(!g_of_others.empty());
+  for (const auto& [begin, size] : g_of_others) {
+    CHECK(std::all_of(begin, begin + size, [](char byte) { return byte == 42; }));
+    munmap(begin, size);
+  }
+  CHECK(kept.is_whole());
+  CHECK(allocator.bytes().used == 2 * kHuge);
+  allocator.empty_cache();
+  CHECK(held(allocator) == 2 * kHuge);
+}
+
 // A part that a caller has locked is another mapping: older kernels do not move both at once.
 void test_locked_parts_do_no_harm() {
   CachingAllocator allocator;
@@ -281,6 +336,7 @@ int main() {
   stow::test_mappings_are_bounded();
   stow::test_without_memory_there_is_no_block();
 #endif
+  stow::test_refused_moves_touch_nothing_of_others();
   stow::test_locked_parts_do_no_harm();
   stow::test_a_forked_child_has_its_own();
   stow::test_imports_are_found();
