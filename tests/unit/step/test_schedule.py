@@ -143,10 +143,11 @@ def test_the_disk_works_beside_forward(tmp_path: Path) -> None:
 def test_the_disk_works_beside_both_if_updates_are_delayed(tmp_path: Path) -> None:
     """The next forward, which waits for nothing, takes no time here: backward alone does."""
     backward_s = 1.5 * (READS_S + WRITES_S)
-    assert hidden_of(tmp_path, "forward", 0.0, backward_s) < 0.87
     delayed = DelayedUpdate(warmup_steps=0)
-    # Other processes can only take away from it: one of three times has to show it.
-    assert any(hidden_of(tmp_path, delayed, 0.0, backward_s) > 0.87 for _ in range(3))
+    # Of waits that a busy machine makes longer: about 0.7 beside backward alone, and 0.85 beside
+    # both. What others take can only lessen it, so one of three times has to show it.
+    assert hidden_of(tmp_path, "forward", 0.0, backward_s) < 0.77
+    assert any(hidden_of(tmp_path, delayed, 0.0, backward_s) > 0.77 for _ in range(3))
 
 
 def test_updates_begin_before_backward_ends(tmp_path: Path) -> None:
