@@ -79,13 +79,15 @@ def counted(config: RunConfig) -> tuple[float, float]:
         elements = elements_of(plain)
         model, optimizer = _made(config, place, plain)
         ids = torch.randint(TINY.vocabulary, (2, TINY.length), generator=torch.Generator())
-        before = (0, 0)
-        for step in range(_WARM_UP + _STEPS):
-            if step == _WARM_UP:
-                before = moved(model, optimizer)
-            _step(config, model, optimizer, ids)
-        after = moved(model, optimizer)
+        counts = []
+        for _ in range(_WARM_UP + _STEPS + 1):
+            out = model(ids)
+            # After forward. At the end of a step, the copies that have begun for the next one are
+            # as many as there are weights that are updated by then.
+            counts.append(moved(model, optimizer))
+            _finish_step(config, model, optimizer, out, ids)
         optimizer.close()
+    before, after = counts[_WARM_UP], counts[-1]
     down, up = ((b - a) / elements / _STEPS for a, b in zip(before, after, strict=True))
     return down, up
 
@@ -109,8 +111,15 @@ def _made(config: RunConfig, place: Place, model: nn.Module) -> tuple[nn.Module,
     return stow(model, partial(AdamW, lr=1e-3), plan=plan, mesh=mesh)
 
 
-def _step(config: RunConfig, model: nn.Module, optimizer: StowedAdam, ids: torch.Tensor) -> None:
-    for _ in range(config.micro_batches):
+def _finish_step(
+    config: RunConfig,
+    model: nn.Module,
+    optimizer: StowedAdam,
+    loss: torch.Tensor,
+    ids: torch.Tensor,
+) -> None:
+    loss.backward()
+    for _ in range(config.micro_batches - 1):
         model(ids).backward()
     if config.clip is not None:
         optimizer.clip_grad_norm_(config.clip)
