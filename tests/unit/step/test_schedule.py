@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -143,11 +144,12 @@ def test_the_disk_works_beside_forward(tmp_path: Path) -> None:
 def test_the_disk_works_beside_both_if_updates_are_delayed(tmp_path: Path) -> None:
     """The next forward, which waits for nothing, takes no time here: backward alone does."""
     backward_s = 1.5 * (READS_S + WRITES_S)
-    delayed = DelayedUpdate(warmup_steps=0)
-    # Of waits that a busy machine makes longer: about 0.7 beside backward alone, and 0.85 beside
-    # both. What others take can only lessen it, so one of three times has to show it.
-    assert hidden_of(tmp_path, "forward", 0.0, backward_s) < 0.77
-    assert any(hidden_of(tmp_path, delayed, 0.0, backward_s) > 0.77 for _ in range(3))
+    hidden: dict[bool, list[float]] = {False: [], True: []}
+    for delayed in (False, True) * 3:  # in turns: a busy machine lessens both
+        overlap = DelayedUpdate(warmup_steps=0) if delayed else "forward"
+        hidden[delayed].append(hidden_of(tmp_path, overlap, 0.0, backward_s))
+    assert median(hidden[True]) > median(hidden[False]) + 0.05
+    assert median(hidden[True]) > 0.75
 
 
 def test_updates_begin_before_backward_ends(tmp_path: Path) -> None:
