@@ -22,6 +22,12 @@ std::size_t round_up(std::size_t bytes) { return (bytes + kHugePage - 1) / kHuge
 
 std::uintptr_t number(const void* address) { return reinterpret_cast<std::uintptr_t>(address); }
 
+// Where the process has as many mappings as it may, a part of one cannot be unmapped: its addresses
+// stay, and its pages go back all the same.
+void unmap(char* begin, std::size_t size) {
+  if (size > 0 && munmap(begin, size) != 0) madvise(begin, size, MADV_DONTNEED);
+}
+
 }  // namespace
 
 void* CachingAllocator::allocate(std::size_t bytes) {
@@ -92,7 +98,7 @@ CachingAllocator::MappedBlock CachingAllocator::map(std::size_t size) {
     if (rest == 0) return block;
     if (mprotect(to, rest, PROT_READ | PROT_WRITE) != 0) {
       mappings_ -= block.mappings.size();
-      munmap(block.begin, size);
+      unmap(block.begin, size);
       return {};
     }
     madvise(to, rest, MADV_HUGEPAGE);  // refused where there are none: small ones do
@@ -115,8 +121,8 @@ char* CachingAllocator::reserve(std::size_t size) {
   if (reserved == MAP_FAILED) return nullptr;
   char* const start = static_cast<char*>(reserved);
   const std::size_t before = round_up(number(start)) - number(start);
-  if (before > 0) munmap(start, before);
-  munmap(start + before + size, kHugePage - before);
+  unmap(start, before);
+  unmap(start + before + size, kHugePage - before);
   return start + before;
 }
 
@@ -127,16 +133,16 @@ bool CachingAllocator::move_cached(MappedBlock& block, char*& to) {
     const Mapping from = cut_oldest(left);
     left -= from.size;
     if (mappings_ >= kMostMappings) {
-      munmap(from.begin, from.size);
+      unmap(from.begin, from.size);
       continue;
     }
     if (mremap(from.begin, from.size, from.size, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED) {
       // A caller has locked or bound a part of it, say. Older kernels have unmapped the target
       // before they refuse: it may be another thread's by now, and is left alone.
-      munmap(from.begin, from.size);
-      munmap(block.begin, static_cast<std::size_t>(to - block.begin));
+      unmap(from.begin, from.size);
+      unmap(block.begin, static_cast<std::size_t>(to - block.begin));
       char* const behind = to + from.size;
-      munmap(behind, static_cast<std::size_t>(block.begin + block.size - behind));
+      unmap(behind, static_cast<std::size_t>(block.begin + block.size - behind));
       mappings_ -= block.mappings.size();
       return false;
     }
@@ -158,7 +164,7 @@ void CachingAllocator::drop_cached(std::size_t bytes) {
   for (std::size_t left = bytes; left > 0 && bytes_.cached > 0;) {
     const Mapping from = cut_oldest(left);
     left -= from.size;
-    munmap(from.begin, from.size);
+    unmap(from.begin, from.size);
   }
 }
 

@@ -94,7 +94,7 @@ class CachingAllocator {
 // posix_memalign. Returns false where that cannot be: the library is not loaded, does not import
 // both functions, or gets them from another allocator than the C library's, the user's choice.
 bool cache_blocks_of(const char* library);
-// Returns nullptr before `cache_blocks_of` has returned true.
+// Returns nullptr where `cache_blocks_of` has replaced nothing.
 CachingAllocator* installed_allocator();
 
 }  // namespace stow

@@ -7,6 +7,7 @@ simulated accelerator alone knows; on others they look at the bits.
 
 import gc
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,18 @@ def test_backward_waits_for_no_gradient_that_is_on_its_way(
     optimizer.close()
 
 
+@contextmanager
+def stepped_beside_backward(device: torch.device) -> Iterator[None]:
+    """Run a forward and a backward of host weights, and the step after the block."""
+    plan = Plan(parameters="host", overlap="backward")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
+    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
+    model(x).float().square().sum().backward()
+    yield
+    optimizer.step()
+    optimizer.close()
+
+
 def test_gradients_of_three_units_wait_for_updates_before_backward_does(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,13 +395,8 @@ def test_gradients_of_three_units_wait_for_updates_before_backward_does(
     monkeypatch.setattr(StepFeeds, "wait_for_one", counted)
     monkeypatch.setattr(StepFeeds, "needs", lambda *_: True)  # no update is over
     monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 0)
-    plan = Plan(parameters="host", overlap="backward")
-    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
-    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
-    model(x).float().square().sum().backward()
-    assert held == [4, 5, 6]
-    optimizer.step()
-    optimizer.close()
+    with stepped_beside_backward(device):
+        assert held == [4, 5, 6]
 
 
 def test_gradients_on_their_way_take_no_room_of_those_that_wait(
@@ -410,13 +418,8 @@ def test_gradients_on_their_way_take_no_room_of_those_that_wait(
     )
     monkeypatch.setattr(StepFeeds, "needs", lambda *_: True)  # no update is over
     monkeypatch.setattr(backward_overlap, "WINDOW_BYTES", 0)
-    plan = Plan(parameters="host", overlap="backward")
-    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=plan)
-    x = torch.ones(4, WIDTH, device=device, dtype=torch.bfloat16)
-    model(x).float().square().sum().backward()
-    assert asked == []
-    optimizer.step()
-    optimizer.close()
+    with stepped_beside_backward(device):
+        assert asked == []
 
 
 def test_few_gradients_of_a_stowed_model_are_on_their_way(

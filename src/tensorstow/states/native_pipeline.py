@@ -102,7 +102,7 @@ class StepKind:
     resident_first: bool = False
     """Resident chunks come before the others: the next forward needs them first."""
     newest_first: bool = False
-    """Of the chunks whose gradients are there, the newest come first, and the oldest last."""
+    """The chunks whose gradients came last are updated first, of those that are there."""
     caller: Caller = "waits"
 
     @property

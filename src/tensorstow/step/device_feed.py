@@ -130,8 +130,9 @@ class DeviceFeed(LinkFeed):
     def _next_ready(self) -> int:
         """Return the chunk to send next, and take it out.
 
-        Copies are in one stream: behind a gradient that the device has yet to compute, all wait. So
-        the newest are the newest that are computed. They are computed in the order of ``_ready``.
+        Copies are in one stream, and one of a gradient that the device has yet to compute holds
+        up all that follow. So the newest are the newest that are computed. They are computed in
+        the order of ``_ready``.
         """
         computed = 0
         if self.newest_first:

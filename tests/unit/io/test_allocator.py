@@ -1,11 +1,13 @@
 """Freed blocks of torch's are kept, and their pages become those of the next ones."""
 
+import importlib
 import os
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.io.allocator import cache_large_blocks, empty_cache
 
+stow_module = importlib.import_module("tensorstow.fsdp.stow")
 _CODE = """
 import resource
 import torch
@@ -112,6 +115,7 @@ kept.append(torch.empty(3 << 20, dtype=torch.uint8))
 def test_functions_that_another_tool_has_put_in_stay() -> None:
     code = """
 import ctypes
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -142,7 +146,53 @@ assert _native.allocator_bytes() == (0, 0, 0)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_stow_keeps_blocks_of_every_model_and_close_returns_them() -> None:
+@pytest.mark.parametrize(
+    "call",
+    [
+        "stow(nn.Linear(8, 8), AdamW, lr=1e-3, plan=Plan())",
+        "stow(nn.Linear(8, 8), None)",
+        "AdamW(nn.Linear(8, 8).parameters(), lr=1e-3)",
+        "StowedOptimizer(torch.optim.SGD, nn.Linear(8, 8).parameters(), lr=1e-3)",
+        "calibrate([])",
+    ],
+)
+def test_what_installs_it(call: str) -> None:
+    code = f"""
+import torch
+from torch import nn
+from tensorstow import AdamW, Plan, StowedOptimizer, _native, stow
+from tensorstow.measure.calibration import calibrate
+
+torch.ones(4 << 20)
+assert _native.allocator_bytes() == (0, 0, 0)
+kept = {call}
+torch.ones(4 << 20)
+assert _native.allocator_bytes()[1] >= 16 << 20
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_stow_returns_what_was_kept_before_it_measures_what_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert cache_large_blocks()
+    torch.ones(16 << 20)
+    assert _native.allocator_bytes()[1] >= 64 << 20
+    seen: list[int] = []
+    choose = stow_module.choose_plan
+
+    def choosing(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401  # as it has them
+        seen.append(_native.allocator_bytes()[1])
+        return choose(*arguments, **keywords)
+
+    monkeypatch.setattr(stow_module, "choose_plan", choosing)
+    _, optimizer = stow(nn.Linear(1024, 1024), partial(AdamW, lr=1e-3), plan="auto")
+    assert seen == [0]
+    assert _native.allocator_bytes()[1] == 0  # what loading took
+    optimizer.close()
+
+
+def test_close_returns_what_is_kept() -> None:
     assert cache_large_blocks()
     model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
     model, optimizer = stow(model, partial(AdamW, lr=1e-3), plan=Plan())
