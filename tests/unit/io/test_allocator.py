@@ -188,7 +188,15 @@ def test_stow_returns_what_was_kept_before_it_measures_what_is_free(
     monkeypatch.setattr(stow_module, "choose_plan", choosing)
     _, optimizer = stow(nn.Linear(1024, 1024), partial(AdamW, lr=1e-3), plan="auto")
     assert seen == [0]
-    assert _native.allocator_bytes()[1] == 0  # what loading took
+    optimizer.close()
+
+
+def test_stow_returns_what_placing_took(tmp_path: Path) -> None:
+    assert cache_large_blocks()
+    model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+    make = partial(AdamW, lr=1e-3, dir=tmp_path, durability="none")
+    _, optimizer = stow(model, make, plan=Plan(parameters="disk", states="disk"))
+    assert _native.allocator_bytes()[1] == 0  # where the weights were that are on disk now
     optimizer.close()
 
 
