@@ -226,6 +226,14 @@ void free_block(void* block) {
   if (!installed_allocator()->free(block)) std::free(block);
 }
 
+// The C library keeps freed memory for blocks up to the largest that it has seen freed. It sees
+// none of ours, and would return what smaller ones share to the system, over and over.
+void raise_threshold_of_c_library() {
+  constexpr std::size_t kLargest = (std::size_t{32} << 20) - (std::size_t{64} << 10);
+  void* volatile block = std::malloc(kLargest);
+  std::free(block);
+}
+
 const char* library_of(const void* function) {
   Dl_info info{};
   const bool found = dladdr(function, &info) != 0 && info.dli_fname != nullptr;
@@ -271,6 +279,7 @@ bool cache_blocks_of(const char* library) {
   for (const Import& import : allocations) {
     if (!replace_import(import, reinterpret_cast<void*>(allocate_aligned))) return false;
   }
+  raise_threshold_of_c_library();
   done = true;
   return true;
 }

@@ -95,6 +95,24 @@ def test_an_allocator_that_is_preloaded_is_kept(tmp_path: Path) -> None:
     _measured(_IS_KEPT, LD_PRELOAD=str(library))
 
 
+def test_smaller_blocks_do_not_go_back_and_come_again() -> None:
+    code = """
+import resource
+import torch
+from tensorstow.io.allocator import cache_large_blocks
+
+assert cache_large_blocks()
+for step in range(12):
+    if step == 2:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(6)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 5000  # of 15,360 pages
+
+
 def test_small_blocks_get_the_addresses_that_are_cached() -> None:
     code = """
 import resource
