@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/affinity.h"
+#include "base/openmp_team.h"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -135,6 +136,17 @@ struct Pool::State {
   }
 };
 
+// A job on threads that are not the pool's. If they are fewer, the others' shares are taken too.
+struct TeamJob {
+  Pool::State& state;
+  std::atomic<std::size_t> threads{0};
+
+  static void work(void* job) noexcept {
+    auto& self = *static_cast<TeamJob*>(job);
+    self.state.work(self.threads.fetch_add(1, std::memory_order_relaxed));
+  }
+};
+
 Pool::Pool(int threads) : state_(std::make_unique<State>()) { state_->start(std::max(1, threads)); }
 
 Pool::~Pool() { state_->stop(); }
@@ -163,6 +175,8 @@ void Pool::run(std::int64_t blocks, const std::function<void(std::int64_t)>& bod
     s.work(0);
     return;
   }
+  TeamJob job{s};
+  if (run_on_team(static_cast<int>(s.active), TeamJob::work, &job)) return;
   s.gate.fetch_or(State::kOpen, std::memory_order_acq_rel);
   s.announce();
   s.work(0);

@@ -29,6 +29,7 @@ class Pool {
   void run(std::int64_t blocks, const std::function<void(std::int64_t)>& body, int threads = 0);
 
  private:
+  friend struct TeamJob;
   struct State;
   std::unique_ptr<State> state_;
 };

@@ -35,7 +35,7 @@ class PipelineMonitor {
   // Something may have become possible.
   void wake_scheduler() {
     work_ = true;
-    scheduler_wakes_.notify_one();
+    scheduler_wakes_.notify_all();  // its thread, and the caller in its place
   }
   void wake_callers() {
     ++changes_;
@@ -50,11 +50,17 @@ class PipelineMonitor {
     work_ = false;
     return !stopping_;
   }
-  // While a caller does what the scheduler would, the scheduler sleeps.
+  // While a caller does what the scheduler would, the scheduler's thread sleeps.
   void begin_replacing() { replaced_ = true; }
   void end_replacing() {
     replaced_ = false;
-    if (work_) scheduler_wakes_.notify_one();
+    if (work_) scheduler_wakes_.notify_all();
+  }
+  // The caller in its place blocks until there is work, or nothing is left for it.
+  template <class Over>
+  void wait_for_work_in_place(Lock& lock, Over over) {
+    scheduler_wakes_.wait(lock, [&] { return work_ || over(); });
+    work_ = false;
   }
   void stop() {
     stopping_ = true;

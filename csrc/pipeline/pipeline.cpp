@@ -104,7 +104,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   if (runs) data_.monitor.wake_scheduler();
 }
 
-void Pipeline::run() { scheduler_.run(); }
+Failure Pipeline::run() { return scheduler_.run(); }
 
 void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
   const PipelineMonitor::Lock lock = data_.monitor.lock();

@@ -47,11 +47,11 @@ class Pipeline {
 
   // Starts one step; returns at once. After a failure nothing is begun, and the waits report it.
   // `parameters` is indexed as in the segments; both vectors are copied. In an open step all
-  // gradients are null and the `expected` parameters may get one. `runs` false: `run` follows, from
-  // the thread that then waits for the step, which updates chunks itself if all are in RAM.
+  // gradients are null and the `expected` parameters may get one. `runs` false: `run` follows.
   void begin(const std::vector<StepParameter>& parameters, const std::vector<AdamHyper>& hypers,
              const StepSpec& step, const std::vector<char>& expected, bool runs = true);
-  void run();
+  // Reads, updates and writes in the calling thread until the step is published.
+  Failure run();
   // In an open step: the gradient of an expected parameter, once. It stays until it is published.
   void add_gradient(int parameter, const void* grad, DType dtype);
   // The same, chunk by chunk: the gradients of those pieces of expected parameters that lie in

@@ -14,6 +14,13 @@ namespace stow {
 struct PipelineData {
   explicit PipelineData(Order kind) : ring(counters), order(kind, chunks) {}
 
+  // A caller was blocked since `start`.
+  void record_wait(double start) {
+    const double stop = now();
+    counters.wait_seconds += stop - start;
+    trace.record({start, stop, Lane::wait, -1, 0});
+  }
+
   PipelineMonitor monitor;
   Trace trace;
   PipelineCounters counters;

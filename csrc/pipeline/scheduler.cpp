@@ -1,6 +1,7 @@
 #include "pipeline/scheduler.h"
 
 #include "base/affinity.h"
+#include "base/openmp_team.h"
 
 namespace stow {
 
@@ -27,31 +28,36 @@ void Scheduler::stop() {
 
 void Scheduler::loop() {
   PipelineMonitor::Lock lock = data_.monitor.lock();
-  while (data_.monitor.wait_for_work(lock)) {
-    for (;;) {
-      while (start_next_read()) {
-      }
-      PipelineChunk* chunk = next_to_update();
-      if (chunk == nullptr || data_.monitor.is_stopping()) break;
-      update(*chunk, lock);
+  while (data_.monitor.wait_for_work(lock)) work(lock);
+}
+
+Failure Scheduler::run() noexcept {
+  const TorchTeamScope scope;
+  PipelineMonitor& monitor = data_.monitor;
+  PipelineMonitor::Lock lock = monitor.lock();
+  monitor.begin_replacing();
+  const auto is_over = [&] { return !data_.step.is_under_way() || monitor.has_failed(); };
+  for (;;) {
+    work(lock);
+    if (is_over()) break;
+    const double start = now();
+    monitor.wait_for_work_in_place(lock, is_over);
+    data_.record_wait(start);
+  }
+  if (monitor.has_failed()) data_.step.end();
+  monitor.end_replacing();
+  return monitor.failure();
+}
+
+// Reads and updates until nothing more can be done now.
+void Scheduler::work(PipelineMonitor::Lock& lock) {
+  for (;;) {
+    while (start_next_read()) {
     }
+    PipelineChunk* chunk = next_to_update();
+    if (chunk == nullptr || data_.monitor.is_stopping()) return;
+    update(*chunk, lock);
   }
-}
-
-void Scheduler::run() noexcept {
-  PipelineMonitor::Lock lock = data_.monitor.lock();
-  if (is_in_ram()) {
-    data_.monitor.begin_replacing();
-    while (PipelineChunk* chunk = next_to_update()) update(*chunk, lock);
-    data_.monitor.end_replacing();
-  }
-  if (data_.step.is_under_way()) data_.monitor.wake_scheduler();
-}
-
-// Whether the step neither reads nor writes.
-bool Scheduler::is_in_ram() const {
-  return data_.step.is_under_way() && !data_.step.spec().capture && !data_.order.has_more_than(0) &&
-         !data_.queues.has_ready();
 }
 
 // --- what a step does with a chunk ---

@@ -4,7 +4,8 @@
 // updates chunks whose states and gradients are there (on the process's pool), and starts their
 // writes. Completions of I/O and calls from outside only change what is known, under the lock, and
 // wake it. Everything it needs is allocated when chunks are added; a step allocates nothing. A step
-// that neither reads nor writes, and whose caller waits for it, is run by that caller in its place.
+// whose caller waits for it is run by that caller in the thread's place: to wake a thread takes
+// longer than a small step, and the caller has a team of its own ([Note: torch's team]).
 #pragma once
 
 #include <cstddef>
@@ -24,11 +25,10 @@ class Scheduler {
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
-  // Starts a step that its caller waits for. If nothing of it is read or written, this updates all
-  // chunks in the caller's thread: to wake another one takes longer than a small step. Called
-  // without the lock. An error would leave the scheduler asleep, so that it ends the process here
-  // as it does in the scheduler's thread.
-  void run() noexcept;
+  // Runs the step that has begun in the caller's thread until it is published, or fails; called
+  // without the lock. An exception would leave the scheduler asleep, so that it ends the process
+  // here as it does in the scheduler's thread.
+  Failure run() noexcept;
   // Gives the step under way up and ends the thread; called without the lock.
   void stop();
 
@@ -45,7 +45,7 @@ class Scheduler {
 
  private:
   void loop();
-  bool is_in_ram() const;
+  void work(PipelineMonitor::Lock& lock);
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
   bool evict();

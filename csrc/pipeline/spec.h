@@ -69,7 +69,7 @@ struct PipelineCounters {
   std::int64_t chunks_updated = 0;
   std::int64_t slots_in_use = 0;
   std::int64_t slots_high_water = 0;
-  double wait_seconds = 0;  // callers blocked in wait_published and wait_parameters
+  double wait_seconds = 0;  // in which callers were blocked
 };
 
 // The first thing that failed; error 0: nothing has.

@@ -11,9 +11,7 @@ Failure StepProgress::wait(Over over) {
   PipelineMonitor::Lock lock = monitor.lock();
   monitor.wait(lock, [&] { return over() || monitor.has_failed(); });
   if (monitor.has_failed()) data_.step.end();
-  const double stop = now();
-  data_.counters.wait_seconds += stop - start;
-  data_.trace.record({start, stop, Lane::wait, -1, 0});
+  data_.record_wait(start);
   return monitor.failure();
 }
 

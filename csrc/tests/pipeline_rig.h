@@ -52,7 +52,7 @@ class Rig {
     // Every other step is run by its caller, who may find chunks that the scheduler must read.
     const bool by_caller = spec.caller == Caller::waits && !spec.open && number % 2 == 0;
     pipeline_->begin(rows, {hyper_of(number)}, spec, due, !by_caller);
-    if (by_caller) pipeline_->run();
+    if (by_caller) pipeline_->run();  // a failure is reported by the waits too
   }
 
   // What a caller that updates does: acquires chunks, up to `most` at once, changes them,
