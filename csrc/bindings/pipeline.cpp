@@ -7,13 +7,14 @@
 #include <tuple>
 
 #include "bindings/bindings.h"
+#include "bindings/step_rows.h"
 
 namespace stow {
 namespace {
 
 using Ints = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Hypers = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using FailureTuple = std::tuple<int, std::string, int, int, std::int64_t, std::int64_t>;
+using HyperTuple = std::tuple<float, float, float, float, float, float, float, float, float>;
 using PlaceTuple = std::tuple<int, std::int64_t>;
 using Segments = std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>>;
 
@@ -152,11 +153,10 @@ struct PyPipeline {
   // beginning, after which the gradients are being read, and its end.
   FailureTuple begin(
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
-      Hypers table, std::vector<nb::object> weights, std::vector<nb::object> gradients, bool open,
-      bool capture, bool resident_first, bool newest_first, const std::string& caller) {
-    if (rows.shape(1) != 7 || table.shape(1) != 9) {
-      throw std::invalid_argument("begin: rows have seven columns and hypers nine");
-    }
+      const std::vector<HyperTuple>& table, std::vector<nb::object> weights,
+      std::vector<nb::object> gradients, bool open, bool capture, bool resident_first,
+      bool newest_first, const std::string& caller) {
+    if (rows.shape(1) != 7) throw std::invalid_argument("begin: rows have seven columns");
     if (weights.size() != rows.shape(0) || gradients.size() != rows.shape(0)) {
       throw std::invalid_argument("begin: an owner for each row's weight and gradient");
     }
@@ -171,11 +171,7 @@ struct PyPipeline {
                        static_cast<std::uint64_t>(rows(i, 5))};
       expected[i] = rows(i, 6) != 0;
     }
-    hypers.resize(table.shape(0));
-    for (std::size_t h = 0; h < hypers.size(); ++h) {
-      hypers[h] = {table(h, 0), table(h, 1), table(h, 2), table(h, 3), table(h, 4),
-                   table(h, 5), table(h, 6), table(h, 7), table(h, 8)};
-    }
+    set_hypers(table);
     const StepSpec step{.open = open,
                         .capture = capture,
                         .resident_first = resident_first,
@@ -187,11 +183,27 @@ struct PyPipeline {
     gradient_owners.assign(rows.shape(0), {});
     for (std::size_t i = 0; i < gradients.size(); ++i)
       own_gradient(static_cast<int>(i), gradients[i]);
-    if (goes_on) return as_tuple(get().progress().failure());
-    return wait([](Pipeline& native) {
-      native.run();
-      return native.progress().wait_published();
-    });
+    return goes_on ? as_tuple(get().progress().failure()) : run();
+  }
+
+  // A whole step by rows that were gathered; returns when it is published.
+  FailureTuple step(StepRows& rows, const std::vector<HyperTuple>& table) {
+    set_hypers(table);
+    get().begin(rows.parameters(), hypers, StepSpec{}, {}, false);
+    weight_owners = rows.take_weights();
+    gradient_owners = rows.take_gradients();
+    return run();
+  }
+
+  void set_hypers(const std::vector<HyperTuple>& table) {
+    hypers.clear();
+    for (const HyperTuple& row : table) {
+      hypers.push_back(std::apply([](auto... values) { return AdamHyper{values...}; }, row));
+    }
+  }
+
+  FailureTuple run() {
+    return wait([](Pipeline& native) { return native.run(); });
   }
 };
 
@@ -301,6 +313,7 @@ void bind_pipeline(nb::module_& m) {
         nb::sig("def chunk_layout(family: tuple[str, str, bool], elements: int) -> "
                 "list[tuple[int, int, int, int, int]]"));
   m.attr("UPDATE_BLOCK") = kUpdateBlock;
+  bind_step_rows(m);
   nb::class_<PyPipeline> c(m, "Pipeline");
   c.def(nb::init<const PyEngine&, const std::optional<std::string>&, bool,
                  std::tuple<int, int, int>>(),
@@ -325,6 +338,7 @@ void bind_pipeline(nb::module_& m) {
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
            nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "newest_first"_a, "caller"_a,
            "`weights` and `gradients`: each row's owners, or None")
+      .def("step", &PyPipeline::step, "rows"_a, "hypers"_a)
       .def(
           "add_gradient",
           [](PyPipeline& self, int parameter, Address grad, int dtype, const nb::object& owner) {

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import numpy
 from numpy.typing import NDArray
+import torch
 
 
 def supported_isas() -> list[str]: ...
@@ -110,6 +111,16 @@ def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int
 
 UPDATE_BLOCK: int = 16384
 
+class StepRows:
+    def __init__(self, tensor: object, strided: object, dtypes: list[torch.dtype], size: int, owners: list[torch.Tensor], numbers: list[int], counts: list[object], states: dict[torch.Tensor, dict[str, object]]) -> None: ...
+
+    def gather(self, groups: list[dict[str, object]], owners: list[torch.Tensor], counts: list[object], views: list[dict[str, torch.Tensor]], states: dict[torch.Tensor, dict[str, object]]) -> tuple[list[torch.Tensor], list[tuple[int, int]]] | None:
+        """
+        the parameters with a gradient, and (group, step) of each row of scalars; None: a step that does not repeat the last one
+        """
+
+    def count(self, owners: list[torch.Tensor]) -> None: ...
+
 class Pipeline:
     def __init__(self, engine: Engine, isa: str | None, alternate: bool, team: tuple[int, int, int]) -> None: ...
 
@@ -125,8 +136,10 @@ class Pipeline:
 
     def prefetch(self) -> None: ...
 
-    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, newest_first: bool, caller: str) -> tuple[int, str, int, int, int, int]:
+    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float]], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, newest_first: bool, caller: str) -> tuple[int, str, int, int, int, int]:
         """`weights` and `gradients`: each row's owners, or None"""
+
+    def step(self, rows: StepRows, hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float]]) -> tuple[int, str, int, int, int, int]: ...
 
     def add_gradient(self, parameter: int, grad: int, dtype: int, owner: object | None) -> None: ...
 

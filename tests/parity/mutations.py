@@ -90,7 +90,7 @@ def next_float32(value: float) -> float:
 
 
 def off_by_one_spacing(scalars: AdamScalars) -> AdamScalars:
-    return replace(scalars, denom_scale=next_float32(scalars.denom_scale))
+    return scalars._replace(denom_scale=next_float32(scalars.denom_scale))
 
 
 # --- gradients ---

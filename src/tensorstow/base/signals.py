@@ -43,7 +43,8 @@ class SignalsDeferred:
         if threading.current_thread() is not threading.main_thread():
             return
         try:
-            for number in _SIGNALS:
+            # This runs in every step: most signals have no handler, and are looked at once.
+            for number in [n for n in _SIGNALS if callable(_signal.getsignal(n))]:
                 handler = _signal.getsignal(number)
                 if isinstance(handler, SignalsDeferred):
                     if handler._deferring:  # noqa: SLF001  # its own: a block within a block

@@ -30,7 +30,7 @@ from tensorstow.checkpoint.small_values import SmallValues, StepEnd
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
 from tensorstow.states.native_pipeline import StepRow, poisoning
 from tensorstow.states.stored import StoreStorage
-from tensorstow.step.managed_param import NO_SCALARS, StepPlan
+from tensorstow.step.managed_param import StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States
 from tensorstow.store.records import Content, Generation
@@ -196,9 +196,7 @@ class Commits:
         self.step_end.forget("the commit of the last step failed")
         if commits:
             self.start(params, groups, states)
-        elif (
-            params.offload_policy.placement.durable and self.ranks.alone and not self.every.by_hand
-        ):
+        elif self.ranks.alone and not self.every.by_hand:
             self.step_end.keep(params, groups, self.extra_now)
 
     def start(
@@ -313,7 +311,7 @@ class Commits:
             self.prepare(params)
             rows = [StepRow(weight=param.weight) for param in params.all()]
             with SignalsDeferred():
-                _run_through(StepPlan([], [], rows, NO_SCALARS, commits=True), params)
+                _run_through(StepPlan([], [], rows, commits=True), params)
 
     def begin_anew(self, store: Store) -> None:
         """Let the first commit replace the newest generation of ``store``, if there is one."""

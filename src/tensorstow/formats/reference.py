@@ -12,9 +12,8 @@ may fuse a multiply and an add. States in a format are decoded, updated and enco
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
-from typing import cast
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,12 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.state_format import StateFormat, decode, encode, state_names
 
 NORM_BLOCK = 1 << 16
+_NineFloats = ctypes.c_float * 9
 _NORM_LANES = 16
 
-Nine = tuple[float, float, float, float, float, float, float, float, float]
 
-
-@dataclass(frozen=True, slots=True)
-class AdamScalars:
-    """One step's hyper-parameters as the kernels take them: each value is exact in float32."""
+class AdamScalars(NamedTuple):
+    """One step's hyper-parameters, exact in float32, in the order of the kernels' `AdamHyper`."""
 
     beta1_weight: float
     """1 - beta1"""
@@ -48,13 +45,6 @@ class AdamScalars:
     eps: float
     grad_factor: float
     """unscaling and clipping in one factor; negative when maximizing"""
-
-    def as_tuple(self) -> Nine:
-        """Return the values in the order of the kernels' `AdamHyper`."""
-        return cast("Nine", _values_of(self))
-
-
-_values_of = attrgetter(*(field.name for field in fields(AdamScalars)))
 
 
 @dataclass(slots=True)
@@ -95,18 +85,18 @@ def adam_scalars(
         raise OptionError(message)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
     correction2 = 1.0 - beta2**step if bias_correction else 1.0
-    exact = AdamScalars(
-        beta1_weight=1.0 - beta1,
-        beta2=beta2,
-        beta2_weight=1.0 - beta2,
-        decay=1.0 - lr * weight_decay if decoupled else 1.0,
-        l2=0.0 if decoupled else weight_decay,
-        step_size=lr / correction1,
-        denom_scale=1.0 / math.sqrt(correction2),
-        eps=eps,
-        grad_factor=grad_factor,
+    rounded = _NineFloats(
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        1.0 - lr * weight_decay if decoupled else 1.0,
+        0.0 if decoupled else weight_decay,
+        lr / correction1,
+        1.0 / math.sqrt(correction2),
+        eps,
+        grad_factor,
     )
-    return AdamScalars(*map(_to_float32, exact.as_tuple()))
+    return AdamScalars(*rounded)
 
 
 def adam_reference(
@@ -172,10 +162,6 @@ def _first_moment(m: Tensor, g: Tensor, weight: float) -> Tensor:
     if weight >= 0.5:
         return g + (g - m) * (weight - 1.0)
     return m + (g - m) * weight
-
-
-def _to_float32(value: float) -> float:
-    return ctypes.c_float(value).value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
@@ -26,10 +25,11 @@ from tensorstow.step import validation
 from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import Phase, PublicCall, refuse
-from tensorstow.step.managed_param import NO_SCALARS, ManagedParam, ParamUpdate, StepPlan
+from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan
 from tensorstow.step.param_table import ParamTable
+from tensorstow.step.repeated_steps import RepeatedSteps
 from tensorstow.step.replaced import ModuleParameters
-from tensorstow.step.schedule import Schedule
+from tensorstow.step.schedule import Schedule, Synchronous
 from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_table, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.tensors.dtensor import (
@@ -177,6 +177,8 @@ class StepRunner:
         """Called in every step that updates, before it commits."""
         self._open_commits = False
         """Whether the step that is open commits."""
+        self._repeated: RepeatedSteps | None = None
+        """The last step, if others may repeat it."""
 
     # --- between steps ---
 
@@ -233,7 +235,6 @@ class StepRunner:
     # --- a step ---
 
     @exclusive_call("step")
-    @torch.no_grad()
     def update(
         self, divisor: float, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> None:
@@ -241,6 +242,7 @@ class StepRunner:
 
         ``found_inf`` and ``grad_scale`` are those of a GradScaler, if there is one.
         """
+        torch.set_grad_enabled(False)  # the call puts back what was
         self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
         factor = self.clip.of_now() / (divisor * self.scaled.factor)
@@ -266,8 +268,36 @@ class StepRunner:
             self.commit()
 
     def _take_step(self, factor: float, scale: float) -> None:
+        groups, states = self.contents.groups, self.contents.states
+        repeated, self._repeated = self._repeated, None  # an error leaves none
+        gradients = 0
+        if repeated is not None and scale == 1.0:
+            gradients = repeated.gather(self._params, groups, states)
+        if repeated is None or not gradients:
+            self._take_new_step(factor, scale)
+            # What a commit compares is kept by ``ManagedParam``.
+            if (
+                isinstance(self._schedule, Synchronous)
+                and not self._params.offload_policy.placement.durable
+            ):
+                manages = self._param_filter.manages
+                self._repeated = RepeatedSteps.after(self._params, groups, states, manages)
+            return
+        # What a new step checks of other optimizers holds as long as its parameters are the same.
+        self._module_parameters.check_step(gradients)
+        with self._ending_step(repeated, commits=False):
+            repeated.step(groups, factor)
+            self._param_filter.update_others(groups, states, factor)
+        self._repeated = repeated
+
+    def _take_new_step(self, factor: float, scale: float) -> None:
         params, schedule = self._params, self._schedule
-        updates = self._collect()
+        groups, manages = self.contents.groups, self._param_filter.manages
+        gradients, new_params = collect(groups, params, manages)
+        # Parameters unfrozen, or replaced by others, after the optimizer was made.
+        if new_params:
+            self.attach(new_params)
+        updates = [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in gradients]
         self._module_parameters.check_step(len(updates))
         if scale != 1.0:
             updates = unscaled(updates, scale)
@@ -280,16 +310,7 @@ class StepRunner:
         with self._ending_step(plan, commits=commits):
             if plan is not None:
                 schedule.step(plan, states)
-            self._param_filter.update_others(self.contents.groups, states, factor / scale)
-
-    def _collect(self) -> list[ParamUpdate]:
-        """Return the checked updates of this step; nothing is changed."""
-        params = self._params
-        gradients, new_params = collect(self.contents.groups, params, self._param_filter.manages)
-        # Parameters unfrozen, or replaced by others, after the optimizer was made.
-        if new_params:
-            self.attach(new_params)
-        return [ParamUpdate(group, params.get(p), gradient) for group, p, gradient in gradients]
+            self._param_filter.update_others(groups, states, factor / scale)
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""
@@ -307,14 +328,26 @@ class StepRunner:
 
     @contextmanager
     def _ending_step(self, used: object, *, commits: bool, is_open: bool = False) -> Iterator[None]:
-        """Update inside the block, then end the step; ``used`` as in ``whole_step``."""
-        whole = self._params.store.pipeline.whole_step(used, is_open=is_open)
-        with SignalsDeferred():  # an interrupt finds no step without what its commit holds
-            with self._commits.reporting_errors(commits=commits), whole:
-                yield
-                for hook in self.after_updates:
-                    hook()
-                self._count_step()
+        """Begin a step in the block, or end one that ``is_open``, and count it; poison on an error.
+
+        No signal handler runs inside: an interrupt is raised after the block, when the step is
+        whole, and what its commit holds is kept. ``used`` has the memory that the step reads and
+        writes, which a step that fails halfway may still use.
+        """
+        pipeline = self._params.store.pipeline
+        with SignalsDeferred():
+            begun = pipeline.steps_begun - is_open
+            try:
+                with self._commits.reporting_errors(commits=commits):
+                    yield
+                    for hook in self.after_updates:
+                        hook()
+                    self._count_step()
+            except BaseException as error:
+                if pipeline.steps_begun != begun:
+                    pipeline.memory.append(used)
+                    pipeline.poison(error)
+                raise
             self._end_step(commits=commits)
 
     def _count_step(self) -> None:
@@ -322,8 +355,9 @@ class StepRunner:
         self.clip.clear()
 
     def _end_step(self, *, commits: bool) -> None:
-        groups, states = self.contents.groups, self.contents.states
-        self._commits.end_step(self._params, groups, states, commits=commits)
+        if self._params.offload_policy.placement.durable:
+            groups, states = self.contents.groups, self.contents.states
+            self._commits.end_step(self._params, groups, states, commits=commits)
 
     # --- during backward ---
 
@@ -413,7 +447,7 @@ class StepRunner:
         commits = self._open_commits
         with self._ending_step(schedule.held, commits=commits, is_open=True):
             updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
-            schedule.step(StepPlan(updates, [], [], NO_SCALARS, commits), self.contents.states)
+            schedule.step(StepPlan(updates, [], [], commits=commits), self.contents.states)
 
 
 def _check_gradient(param: ManagedParam, groups: Groups) -> None:
@@ -519,8 +553,7 @@ def make_plan(
     }
     # A commit takes the weights of parameters without an update too.
     rows = [by_number.get(p.number) or StepRow(weight=p.weight) for p in params.all()]
-    table = np.array(scalars, dtype=np.float32).reshape(-1, 9)
-    return StepPlan(updates, counts, rows, table, commits)
+    return StepPlan(updates, counts, rows, scalars, commits)
 
 
 def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:

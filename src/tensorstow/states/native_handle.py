@@ -70,8 +70,8 @@ class NativeHandle:
 
         A failure in a background thread is raised as itself the first time.
         """
-        self._health.check_process()
         if self._unreported is not None:
+            self._health.check_process()
             unreported, self._unreported = self._unreported, None
             raise unreported
         self._health.check()

@@ -15,6 +15,7 @@ import tensorstow._native as _native
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
 from tensorstow.base.update_on import IN_STEP, UpdateTiming
+from tensorstow.formats.reference import AdamScalars
 from tensorstow.io import device_link
 from tensorstow.states.chunks import Chunk, ChunkRing
 from tensorstow.states.kernels import Caller, team_of
@@ -209,42 +210,34 @@ class UpdatePipeline:
 
     def step(
         self,
-        rows: Sequence[StepRow],
-        scalars: npt.NDArray[np.float32],
+        rows: Sequence[StepRow] | _native.StepRows,
+        scalars: Sequence[AdamScalars],
         kind: StepKind = _WHOLE,
     ) -> None:
         """Start one step; return when it is published, unless ``kind`` lets it run on.
 
-        The native side keeps the memory of weights and gradients alive until it has used it.
+        Rows that native code has gathered are those of a whole step. The native side keeps the
+        memory of weights and gradients alive until it has used it.
         """
         with self.lock:
-            table = np.array(
-                [
-                    (
-                        0 if weight is None else weight.data_ptr(),
-                        0 if gradient is None else gradient.data_ptr(),
-                        0 if gradient is None else DTYPE_CODES[gradient.dtype],
-                        *rest,
-                    )
-                    for weight, gradient, *rest in rows
-                ],
-                dtype=np.int64,
-            ).reshape(-1, 7)
             native = self.handle.live()
             self.handle.check(native.failure())
             self.counters.update_lane = self._lanes[kind.caller]
             self.steps_begun += 1  # first: after an exception the step counts as begun
-            failure = native.begin(
-                table,
-                scalars,
-                [_owner(r.weight) for r in rows],
-                [_owner(r.gradient) for r in rows],
-                open=kind.open,
-                capture=kind.capture,
-                resident_first=kind.resident_first,
-                newest_first=kind.newest_first,
-                caller=kind.caller,
-            )
+            if isinstance(rows, _native.StepRows):
+                failure = native.step(rows, scalars)
+            else:
+                failure = native.begin(
+                    _table_of(rows),
+                    scalars,
+                    [_owner(r.weight) for r in rows],
+                    [_owner(r.gradient) for r in rows],
+                    open=kind.open,
+                    capture=kind.capture,
+                    resident_first=kind.resident_first,
+                    newest_first=kind.newest_first,
+                    caller=kind.caller,
+                )
             # The next wait raises a failure of a step that still runs. This call never does,
             # because the time of the failure depends on the disk.
             if not kind.goes_on:
@@ -320,24 +313,6 @@ class UpdatePipeline:
         """
         self.handle.live()
 
-    @contextmanager
-    def whole_step(self, used: object, *, is_open: bool = False) -> Iterator[None]:
-        """Begin a step in the block, or end one that ``is_open``, and count it; poison on an error.
-
-        No signal handler runs inside: an interrupt is raised after the block, when the step is
-        whole. ``used`` has the memory that the step reads and writes, which a step that fails
-        halfway may still use.
-        """
-        with SignalsDeferred():
-            begun = self.steps_begun - is_open
-            try:
-                yield
-            except BaseException as error:
-                if self.steps_begun != begun:
-                    self.memory.append(used)
-                    self.poison(error)
-                raise
-
     def poison(self, error: BaseException) -> None:
         """Refuse all further use: ``error`` left the states half written.
 
@@ -360,6 +335,20 @@ def poisoning(pipeline: UpdatePipeline) -> Iterator[None]:
     except BaseException as error:
         pipeline.poison(error)
         raise
+
+
+def _table_of(rows: Sequence[StepRow]) -> npt.NDArray[np.int64]:
+    """Return the rows as the native side takes them."""
+    table = [
+        (
+            _address(weight),
+            _address(gradient),
+            0 if gradient is None else DTYPE_CODES[gradient.dtype],
+            *rest,
+        )
+        for weight, gradient, *rest in rows
+    ]
+    return np.array(table, dtype=np.int64).reshape(-1, 7)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -61,7 +61,7 @@ def update_trial(dtype: torch.dtype, state_format: StateFormat) -> Callable[[], 
 
     hyper = adam_scalars(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=10, decoupled=True
-    ).as_tuple()
+    )
 
     def update() -> None:
         _native.adam_update(

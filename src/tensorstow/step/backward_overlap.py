@@ -410,7 +410,7 @@ class BackwardOverlap(UpdatesInForward):
         self.require(PublicCall.STEP)
         groups = ((update.group, update.scale) for update in plan.updates)
         _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
-        if now != [tuple(row) for row in plan.scalars.tolist()]:
+        if now != plan.scalars:
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'

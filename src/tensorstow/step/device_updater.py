@@ -110,7 +110,7 @@ class DeviceUpdater(LinkFeed):
 
     def _begin(self, plan: StepPlan) -> None:
         self._rows, self._all_weights = plan.rows, plan.commits
-        self._scalars = [AdamScalars(*row) for row in plan.scalars.tolist()]
+        self._scalars = plan.scalars
 
     def _move_on(self) -> None:
         for flight in self._in_flight.pop_complete():

@@ -102,7 +102,7 @@ def fill_table(segments: Sequence[SegmentUpdate], out: Tensor) -> int:
         )
         row[8:] = key_words(segment.key)
         blocks += triton.cdiv(segment.weight.numel(), BLOCK)
-    scalars.reshape(count, _SCALARS)[:] = [segment.scalars.as_tuple() for segment in segments]
+    scalars.reshape(count, _SCALARS)[:] = [segment.scalars for segment in segments]
     return blocks
 
 

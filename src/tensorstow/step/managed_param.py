@@ -1,16 +1,15 @@
 """One parameter of an optimizer: its states' number and format, and its update in a step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
+from tensorstow.formats.reference import AdamScalars
 from tensorstow.io import device_link
 from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
@@ -149,10 +148,6 @@ class ParamUpdate(NamedTuple):
     """The number by which the update divides ``gradient`` ([Note: Unscaling])."""
 
 
-NO_SCALARS = np.zeros((0, 9), dtype=np.float32)
-"""The scalars of a step that updates no parameter."""
-
-
 @dataclass(slots=True)
 class StepPlan:
     """One step: the pipeline's input, and references that keep it alive until it is published."""
@@ -161,7 +156,8 @@ class StepPlan:
     counts: list[torch.Tensor]
     """Each parameter's step count, before this step."""
     rows: list[StepRow]
-    scalars: npt.NDArray[np.float32]
+    scalars: Sequence[AdamScalars] = ()
+    """Those of the rows, by their numbers."""
     commits: bool = False
     uploads: bool = True
     """New weights go to their parameters on an accelerator; False: they stay in host memory."""

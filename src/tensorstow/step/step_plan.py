@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorstow.formats.reference import adam_scalars
+from tensorstow.formats.reference import AdamScalars, adam_scalars
 from tensorstow.states.state_store import StateStore
 from tensorstow.step.managed_param import ManagedParam, in_order_of
 from tensorstow.tensors.placeholder import StateOnDisk
@@ -29,7 +29,7 @@ def record_step(
     """
     if not params:
         return
-    torch._foreach_add_(list(counts), 1.0)
+    torch._foreach_add_(list(counts), 1)
     torch.autograd.graph.increment_version([param.parameter for param in params])
     for param, count in zip(params, counts, strict=True):
         state = states[param.owner]
@@ -104,7 +104,7 @@ def scalar_table(
     scaled_groups: Iterable[tuple[dict[str, Any], float]],
     steps: Sequence[int],
     factor: float,
-) -> tuple[list[int], list[tuple[float, ...]]]:
+) -> tuple[list[int], list[AdamScalars]]:
     """Return each update's row in the table of scalars, and the table: equal steps share a row.
 
     ``scaled_groups``: for each update its group, and the scale of its gradient. ``steps``: the
@@ -112,7 +112,7 @@ def scalar_table(
     """
     rows: dict[tuple[int, int, float], int] = {}
     indices: list[int] = []
-    scalars: list[tuple[float, ...]] = []
+    scalars: list[AdamScalars] = []
     for (group, scale), step in zip(scaled_groups, steps, strict=True):
         key = (id(group), step, scale)
         row = rows.get(key)
@@ -123,7 +123,7 @@ def scalar_table(
     return indices, scalars
 
 
-def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, ...]:
+def scalar_row(group: dict[str, Any], step: int, factor: float) -> AdamScalars:
     """Return the numbers of a group's step, counted from 1; ``factor`` multiplies gradients."""
     return adam_scalars(
         lr=float(group["lr"]),
@@ -134,4 +134,4 @@ def scalar_row(group: dict[str, Any], step: int, factor: float) -> tuple[float, 
         decoupled=bool(group["decoupled_weight_decay"]),
         bias_correction=bool(group.get("bias_correction", True)),
         grad_factor=-factor if group["maximize"] else factor,
-    ).as_tuple()
+    )

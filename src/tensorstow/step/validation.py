@@ -29,6 +29,8 @@ _FLAGS = (
     *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "bias_correction"),
 )
+KEYS_OF_STEPS = ("betas", *_HELD, *_FLAGS)
+"""Keys of a group that a step reads."""
 _MOST_STEPS = 2.0**63
 _NUMBERS = (int, float, np.integer, np.floating)
 _STORED_FLAGS = frozenset({"amsgrad", "maximize", "decoupled_weight_decay"})

@@ -132,7 +132,7 @@ def test_scalars_are_exact_in_float32() -> None:
     scalars = adam_scalars(
         lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=7, decoupled=True
     )
-    for value in scalars.as_tuple():
+    for value in scalars:
         assert torch.tensor(value, dtype=torch.float32).item() == value
     assert scalars.decay == pytest.approx(1 - 1e-4, rel=1e-7)
     assert scalars.l2 == 0.0

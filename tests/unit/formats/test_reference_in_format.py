@@ -124,7 +124,7 @@ def run_kernel(problem: Problem, scalars: AdamScalars, mode: Mode) -> None:
         first=kept.first,
         key=mode.key,
         seed_master=mode.seed_master,
-        hyper=scalars.as_tuple(),
+        hyper=scalars,
         isa=mode.isa,
         on_pool=mode.on_pool,
     )

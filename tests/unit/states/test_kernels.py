@@ -83,7 +83,7 @@ def run_kernel(problem: Problem, scalars: AdamScalars, mode: Mode) -> None:
         first=0,
         key=0,
         seed_master=mode.seed_master,
-        hyper=scalars.as_tuple(),
+        hyper=scalars,
         isa=mode.isa,
         on_pool=mode.threads_ok,
     )

@@ -29,7 +29,7 @@ FP32 = Family(torch.float32, amsgrad=False)
 def scalars_at(step: int) -> tuple[float, ...]:
     return adam_scalars(
         lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step, decoupled=True
-    ).as_tuple()
+    )
 
 
 @settings(deadline=None, max_examples=25)

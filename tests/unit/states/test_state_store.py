@@ -57,7 +57,7 @@ class Problem:
             StepRow() if i in without else StepRow(w, g)
             for i, (w, g) in enumerate(zip(self.weights, self.gradients, strict=True))
         ]
-        table = torch.tensor([scalars.as_tuple()], dtype=torch.float32).numpy()
+        table = torch.tensor([scalars], dtype=torch.float32).numpy()
         store.pipeline.step(rows, table)
 
 

@@ -113,7 +113,7 @@ def test_a_requested_commit_is_durable_when_the_step_is_over(
             # In the middle of step(): behind the decision whether it commits.
             steps = optimizer._runtime.steps
             owner: Any = steps if overlap != "backward" else steps.clip
-            name = "_collect" if overlap != "backward" else "of_now"
+            name = "_take_new_step" if overlap != "backward" else "of_now"
             given = getattr(owner, name)
 
             def late(*args: Any) -> Any:  # noqa: ANN401

@@ -350,6 +350,8 @@ def test_a_model_that_moved_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) 
     optimizer = make(net)
     train(net, optimizer)
     make_remote(monkeypatch)
+    for p in net.parameters():
+        p.data = p.data.clone()
     torch.autograd.backward(net())
     with pytest.raises(OptionError, match=r"Parameter 0 of group 0 .*Move the model first"):
         optimizer.step()

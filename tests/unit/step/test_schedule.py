@@ -22,7 +22,7 @@ from tensorstow.base.update_on import Overlap
 from tensorstow.states import layout
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.step.backward_overlap import BackwardOverlap
-from tensorstow.step.managed_param import NO_SCALARS, StepPlan
+from tensorstow.step.managed_param import StepPlan
 from tensorstow.step.schedule import Synchronous
 
 CHUNK = 4096
@@ -255,7 +255,7 @@ def test_a_step_that_did_not_begin_cannot_end() -> None:
     with pytest.raises(OptionError, match="outside of a step"):
         schedule.on_gradient(param)
     with pytest.raises(OptionError, match="before it had begun"):
-        schedule.step(StepPlan([], [], [], NO_SCALARS), optimizer.state)
+        schedule.step(StepPlan([], [], []), optimizer.state)
     optimizer.close()
 
 

@@ -1,0 +1,361 @@
+"""Steps that repeat the last one give the bits of steps that are looked at from the start."""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensorstow import AdamW
+from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
+from tensorstow.step.repeated_steps import RepeatedSteps
+from tensorstow.step.step_plan import Groups
+
+Change = Callable[[AdamW, list[nn.Parameter]], None]
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    """A matrix, a vector, two images in channels_last, an empty one, and one without gradients."""
+    generator = torch.Generator().manual_seed(0)
+
+    def image() -> torch.Tensor:
+        values = torch.randn(4, 3, 5, 2, generator=generator)
+        return values.to(memory_format=torch.channels_last)
+
+    matrix, vector = (torch.randn(n, generator=generator) for n in ((70, 33), (5,)))
+    tensors = [matrix, vector, image(), image(), torch.empty(0), torch.ones(9)]
+    return [nn.Parameter(t.to(dtype)) for t in tensors]
+
+
+def optimizer_of(params: list[nn.Parameter], **options: Any) -> AdamW:  # noqa: ANN401
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.5, "lr": 0.02}]
+    return AdamW(groups, lr=0.01, **options)
+
+
+def give_gradients(params: list[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for p in params[:-1]:
+        gradient = torch.randn(p.shape, generator=generator).to(p.dtype)
+        p.grad = gradient.contiguous(memory_format=torch.preserve_format)
+        if p.dim() == 4:
+            p.grad = p.grad.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The thread of each step that repeated the last one."""
+    steps: list[int] = []
+    step = RepeatedSteps.step
+
+    def counted(self: RepeatedSteps, groups: Groups, factor: float) -> None:
+        steps.append(threading.get_ident())
+        step(self, groups, factor)
+
+    monkeypatch.setattr(RepeatedSteps, "step", counted)
+    return steps
+
+
+def train(dtype: torch.dtype, change: Change, **options: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """Take six steps, with a change after the third; return weights, states and step counts."""
+    torch.manual_seed(0)  # for the changes
+    params = parameters(dtype)
+    optimizer = optimizer_of(params, **options)
+    for step in range(6):
+        give_gradients(params, step)
+        if step == 3:
+            change(optimizer, params)
+        optimizer.step()
+    states = [s for p in params for _, s in sorted((optimizer.states_of(p) or {}).items())]
+    return [*(p.detach().clone() for p in params), *(torch.as_tensor(s).clone() for s in states)]
+
+
+def set_group(**values: object) -> Change:
+    def change(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+        optimizer.param_groups[1].update(values)
+
+    return change
+
+
+def nothing(*_: object) -> None:
+    """Change nothing."""
+
+
+def drop_gradient(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].grad = None
+
+
+def first_gradient(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[-1].grad = torch.ones_like(params[-1])
+
+
+def strided_gradient(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].grad = torch.randn(33, 70, dtype=params[0].dtype).t()
+
+
+def row_major_gradient(_: AdamW, params: list[nn.Parameter]) -> None:
+    assert params[2].grad is not None
+    params[2].grad = params[2].grad.contiguous()
+
+
+def swapped_gradients(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[2].grad, params[3].grad = params[3].grad, params[2].grad
+
+
+def subclass_gradient(_: AdamW, params: list[nn.Parameter]) -> None:
+    assert params[1].grad is not None
+    params[1].grad = nn.Parameter(params[1].grad)
+
+
+def other_memory(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].data = torch.randn(70, 33).to(params[0].dtype)
+
+
+def other_values(_: AdamW, params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        params[0].mul_(3)
+        params[2].add_(1)
+
+
+def other_values_by_data(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].data.mul_(3)
+
+
+def row_major_weight(_: AdamW, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].data = params[0].data.reshape(33, 70)
+    params[0].grad = params[0].grad.reshape(33, 70)
+
+
+def no_states(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def empty_states(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]] = {}
+
+
+def other_moment(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    state = optimizer.state[params[0]]
+    state["exp_avg"] = torch.full_like(state["exp_avg"], 0.25)
+
+
+def moment_in_place(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["exp_avg"].mul_(2)
+
+
+def other_count(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(40.0)
+
+
+def count_in_place(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"].fill_(40)
+
+
+def count_in_other_memory(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"].data = torch.tensor(40.0)
+
+
+def count_of_another_dtype(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(40.0, dtype=torch.float64)
+
+
+def whole_numbers(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[0]]["step"] = torch.tensor(40)
+
+
+def other_order(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def other_group(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    first, second = (group["params"] for group in optimizer.param_groups)
+    second.insert(0, first.pop())
+
+
+def one_more_group(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    new = nn.Parameter(torch.ones(3))
+    new.grad = torch.ones(3)
+    optimizer.add_param_group({"params": [new]})
+
+
+def loaded(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def frozen(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].requires_grad = False
+
+
+def clipped(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    optimizer.clip_grad_norm_(0.1)
+
+
+def doubled_rate(optimizer: AdamW, _: list[nn.Parameter]) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+
+
+REPEATED = {
+    "nothing": nothing,
+    "a gradient less": drop_gradient,
+    "a rate": set_group(lr=0.5),
+    "a rate in a tensor": doubled_rate,
+    "betas": set_group(betas=(0.5, 0.25)),
+    "the direction": set_group(maximize=True),
+    "decay": set_group(weight_decay=0.0, eps=0.5),
+    "gradients of each other": swapped_gradients,
+    "a moment in place": moment_in_place,
+    "a count in place": count_in_place,
+    "frozen": frozen,
+    "clipped": clipped,
+    "a weight of another shape": row_major_weight,
+}
+"""Changes that native code sees or that are scalars: the next step is a repetition."""
+NEW = {
+    "a first gradient": first_gradient,
+    "a strided gradient": strided_gradient,
+    "a gradient in another order": row_major_gradient,
+    "a gradient of another class": subclass_gradient,
+    "a weight elsewhere": other_memory,
+    "no states": no_states,
+    "no states of one": empty_states,
+    "another moment": other_moment,
+    "another count": other_count,
+    "a count elsewhere": count_in_other_memory,
+    "another order": other_order,
+    "another group": other_group,
+    "one more group": one_more_group,
+}
+"""Changes after which a step is looked at from the start."""
+SINCE = {"a count of another dtype": count_of_another_dtype, "a whole count": whole_numbers}
+"""Changes after which every step is looked at from the start."""
+AS_IT_MAY = {"loaded": loaded, "written": other_values, "written by data": other_values_by_data}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [*REPEATED, *NEW, *SINCE, *AS_IT_MAY])
+def test_bits_are_those_of_a_step_from_the_start(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, repeated: list[int]
+) -> None:
+    change: Change = (REPEATED | NEW | SINCE | AS_IT_MAY)[name]
+    actual = train(dtype, change)
+    if name not in AS_IT_MAY:
+        assert len(repeated) == (2 if name in SINCE else 4 if name in NEW else 5)
+    repeated.clear()
+    monkeypatch.setattr(RepeatedSteps, "after", lambda *_: None)
+    expected = train(dtype, change)
+    assert not repeated
+    assert len(actual) == len(expected)
+    for mine, other in zip(actual, expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("options", [{"states": "disk"}, {"states": 0.5}, {"ram_budget": "49MiB"}])
+def test_states_on_disk_are_repeated_too(options: dict[str, Any], repeated: list[int]) -> None:
+    if "states" not in options:
+        options = {**options, "states": "disk"}
+    actual = train(torch.float32, nothing, **options)
+    assert len(repeated) == 5
+    for mine, other in zip(actual, train(torch.float32, nothing), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_run_that_commits_is_not_repeated(tmp_path: Path, repeated: list[int]) -> None:
+    train(torch.float32, nothing, states="disk", dir=tmp_path / "run")
+    assert not repeated
+
+
+def stepped_twice() -> tuple[AdamW, list[nn.Parameter]]:
+    params = parameters(torch.float32)
+    optimizer = optimizer_of(params)
+    for step in range(2):
+        give_gradients(params, step)
+        optimizer.step()
+    give_gradients(params, 2)
+    return optimizer, params
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (set_group(lr=float("nan")), OptionError),
+        (set_group(foreach=True), OptionError),
+        (set_group(amsgrad=True), OptionError),
+        (
+            lambda _, params: setattr(params[0], "grad", params[0].grad.to_sparse()),
+            DTypeError,
+        ),
+    ],
+)
+def test_refusals_are_those_of_a_step_from_the_start(
+    change: Change, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = []
+    for repeats in (True, False):
+        if not repeats:
+            monkeypatch.setattr(RepeatedSteps, "after", lambda *_: None)
+        optimizer, params = stepped_twice()
+        before = [p.detach().clone() for p in params]
+        change(optimizer, params)
+        with pytest.raises(error) as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert messages[0] == messages[1]
+
+
+def test_a_closed_optimizer_takes_no_step() -> None:
+    optimizer, _ = stepped_twice()
+    optimizer.close()
+    with pytest.raises(PoisonedError):
+        optimizer.step()
+
+
+def test_graphs_of_old_weights_are_detected() -> None:
+    optimizer, params = stepped_twice()
+    product = (params[1] * params[1]).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()  # type: ignore[no-untyped-call]
+
+
+def test_gradients_are_released_after_the_step() -> None:
+    optimizer, params = stepped_twice()
+    storage = weakref.ref(params[0].grad.untyped_storage())  # type: ignore[union-attr]
+    optimizer.step()
+    for p in params:
+        p.grad = None
+    assert storage() is None
+
+
+def calls_of_a_step(count: int) -> int:
+    """Return how many Python functions a repeated step of so many parameters calls."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.ones(3)
+    optimizer = AdamW(params)
+    calls = 0
+
+    def note(_: object, event: str, __: object) -> None:
+        nonlocal calls
+        calls += event in {"call", "c_call"}
+
+    for _ in range(2):
+        optimizer.step()
+    sys.setprofile(note)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    optimizer.close()
+    return calls
+
+
+def test_a_repeated_step_calls_no_python_for_a_parameter() -> None:
+    calls_of_a_step(5)  # what a first step imports
+    assert calls_of_a_step(500) == calls_of_a_step(5)
