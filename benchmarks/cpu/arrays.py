@@ -14,7 +14,7 @@ LR, BETA1, BETA2, EPS, DECAY, STEP = 1e-3, 0.9, 0.999, 1e-8, 0.01, 10
 _STAGGER = (4 << 20) + 3 * 4096
 _HYPER = adam_scalars(
     lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, step=STEP, decoupled=True
-).as_tuple()
+)
 
 
 @dataclass(frozen=True, slots=True)

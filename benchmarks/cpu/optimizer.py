@@ -1,23 +1,45 @@
-"""`opt.step` of the seed example (GPT-2, 124M parameters), everything in RAM."""
+"""`opt.step` with everything in RAM, ours and torch's fused one, each in a process of its own.
 
-from collections.abc import Iterator
+The processes take turns. A step alone is repeated with the same gradients: of one tensor up to many
+small ones, and of the seed example (GPT-2, 124M parameters). In a training loop it comes after a
+backward, whose OpenMP threads still poll for work then.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.measure import Figure, Settings, at_most, interleave, ratio, use_all_cores
+from benchmarks.measure import (
+    Figure,
+    Sample,
+    Settings,
+    at_most,
+    ratio,
+    run_alone,
+    use_all_cores,
+)
 from tensorstow.optim.adam import AdamW
 
-_STEPS_PER_PAIR = 3
+_OURS, _TORCH = "ours", "torch fused"
 _SIZES = (
     *((1, 16), (1, 1 << 16), (1, 1 << 20), (1, 1 << 23), (1, 1 << 26)),
     *((200, 1000), (200, 1 << 16), (16, 1 << 20), (20_000, 16)),
 )
 """Tensors, and elements of each."""
+_LOOPS = ((512, 4), (1024, 8), (2048, 8))
+"""The width and the number of linear layers."""
+_LOOP_BATCH = 64
 _MARGIN = 20e-6
 """Seconds that a step may take longer than torch's, where these are more than a twentieth."""
-_MOST_TURNS = 60
-_ELEMENTS, _OVERHEAD = 1 << 29, 1 << 13
-"""Those stepped in all, as if each tensor had some more."""
+_SECONDS = 0.5
+"""How long a step is repeated in one process, after a fifth of that."""
+_FEWEST_STEPS, _MOST_TURNS = 5, 7
 
 
 def gpt2_shapes(
@@ -32,57 +54,93 @@ def gpt2_shapes(
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
-    """Step two copies of parameters in turns, ours and torch's: of the seed example, and others."""
+    """Run both in turns; yield the steps alone, and those of training loops."""
+    runs: dict[str, list[dict[str, float]]] = {_OURS: [], _TORCH: []}
+    for turn in range(min(settings.pairs, _MOST_TURNS)):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            runs[name].append(run_alone("benchmarks.cpu.optimizer", name, quick=settings.quick))
+    for what in runs[_OURS][0]:
+        samples = {
+            name: Sample(tuple(run[what] for run in of_name)) for name, of_name in runs.items()
+        }
+        limit = at_most(round(max(1.05, 1 + _MARGIN / samples[_TORCH].median), 2))
+        yield ratio(f"{what}: time / torch fused", limit, samples, _OURS, _TORCH)
+
+
+# --- the child ---
+
+
+def _measure(name: str, *, quick: bool) -> dict[str, float]:
     use_all_cores()
-    yield _seed_example(settings)
-    for count, elements in _SIZES[:2] if settings.quick else _SIZES:
-        yield _step_of(count, elements, settings)
+    seconds = {}
+    shapes = gpt2_shapes(layers=1, width=16, vocabulary=64) if quick else gpt2_shapes()
+    seconds["opt.step of the seed example in RAM"] = _step_of(name, shapes)
+    for count, elements in _SIZES[:2] if quick else _SIZES:
+        what = f"opt.step in RAM, tensors x elements {count:,} x {elements:,}"
+        seconds[what] = _step_of(name, [(elements,)] * count)
+    for width, layers in _LOOPS[:1] if quick else _LOOPS:
+        seconds.update(_loop_of(name, width, layers))
+    return seconds
 
 
-def _seed_example(settings: Settings) -> Figure:
-    shapes = gpt2_shapes(layers=1, width=16, vocabulary=64) if settings.quick else gpt2_shapes()
-    ours, theirs = _parameters(shapes), _parameters(shapes)
-    our_optimizer = AdamW(ours, lr=1e-3, weight_decay=0.0)
-    torch_optimizer = torch.optim.AdamW(theirs, lr=1e-3, weight_decay=0.0, fused=True)
-    samples = interleave(
-        {"ours": our_optimizer.step, "torch fused": torch_optimizer.step},
-        settings.pairs * _STEPS_PER_PAIR,
-    )
-    figure = ratio(
-        "opt.step of the seed example in RAM: time / torch fused",
-        at_most(1.05),
-        samples,
-        "ours",
-        "torch fused",
-    )
-    figure.detail["parameters"] = sum(p.numel() for p in ours)
-    figure.detail["tensors"] = len(ours)
-    return figure
+def _optimizer(name: str, parameters: list[nn.Parameter]) -> Any:  # noqa: ANN401  # either class
+    if name == _OURS:
+        return AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def _step_of(count: int, elements: int, settings: Settings) -> Figure:
-    ours, theirs = _parameters([(elements,)] * count), _parameters([(elements,)] * count)
-    our_optimizer = AdamW(ours, lr=1e-3)
-    torch_optimizer = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
-    turns = max(settings.pairs, min(_MOST_TURNS, _ELEMENTS // (count * (elements + _OVERHEAD))))
-    steps = {"ours": our_optimizer.step, "torch fused": torch_optimizer.step}
-    samples = interleave(steps, turns)
-    our_optimizer.close()
-    seconds = samples["torch fused"].median
-    return ratio(
-        f"opt.step in RAM, tensors x elements {count:,} x {elements:,}: time / torch fused",
-        at_most(round(max(1.05, 1 + _MARGIN / seconds), 2)),
-        samples,
-        "ours",
-        "torch fused",
-    )
+def _step_of(name: str, shapes: list[tuple[int, ...]]) -> float:
+    return statistics.median(_times(_optimizer(name, _parameters(shapes)).step))
 
 
-def _parameters(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+def _loop_of(name: str, width: int, layers: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
+    optimizer = _optimizer(name, list(model.parameters()))
+    inputs = torch.randn(_LOOP_BATCH, width)
+    steps: list[float] = []
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        start = time.perf_counter()
+        optimizer.step()
+        steps.append(time.perf_counter() - start)
+
+    whole = statistics.median(_times(train))
+    what = f"{sum(p.numel() for p in model.parameters()):,} parameters in a training loop"
+    return {f"{what}, opt.step": statistics.median(steps), f"{what}, the whole": whole}
+
+
+def _times(act: Callable[[], object]) -> list[float]:
+    """Return the seconds that each of many calls took, after some that are not counted."""
+    _times_for(act, _SECONDS / 5)
+    return _times_for(act, _SECONDS)
+
+
+def _times_for(act: Callable[[], object], seconds: float) -> list[float]:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times) < _FEWEST_STEPS:
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _parameters(shapes: list[tuple[int, ...]]) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     parameters = []
     for shape in shapes:
-        parameter = torch.nn.Parameter(torch.empty(shape).uniform_(-0.1, 0.1, generator=generator))
+        parameter = nn.Parameter(torch.empty(shape).uniform_(-0.1, 0.1, generator=generator))
         parameter.grad = torch.empty(shape).uniform_(-0.01, 0.01, generator=generator)
         parameters.append(parameter)
     return parameters
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=(_OURS, _TORCH))
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    print(json.dumps(_measure(options.name, quick=options.quick)))
