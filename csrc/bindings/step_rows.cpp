@@ -4,12 +4,13 @@
 #include <cmath>
 #include <map>
 #include <stdexcept>
+#include <tuple>
 #include <unordered_map>
 
 namespace stow {
 namespace {
 
-constexpr int kIdle = -1;     // a parameter without states
+constexpr int kIdle = -1;     // a parameter that the last step did not update
 constexpr int kForeign = -2;  // a parameter that others update
 // As tensorstow.step.step_plan has them: a key is a function of the parameter and its step alone.
 constexpr std::uint64_t kGolden = 0x9E3779B97F4A7C15;
@@ -93,24 +94,22 @@ bool has_parameters(const nb::list& groups, const nb::list& owners,
 
 }  // namespace
 
-StepRows::StepRows(Torch torch, int size, const nb::list& owners, const std::vector<int>& numbers,
+StepRows::StepRows(Torch torch, int size, const nb::list& owners, const std::vector<Updated>& rows,
                    const nb::list& counts, const nb::dict& states)
     : torch_(std::move(torch)), parameters_(size) {
-  if (owners.size() != numbers.size() || counts.size() != numbers.size()) {
-    throw std::invalid_argument("StepRows: a number and a count for each parameter");
+  if (owners.size() != rows.size() || counts.size() != rows.size()) {
+    throw std::invalid_argument("StepRows: a row and a count for each parameter");
   }
-  const Names& n = names();
-  for (std::size_t i = 0; i < numbers.size(); ++i) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
     Row row{};
-    row.number = numbers[i];
+    std::tie(row.number, row.version, row.weight, row.numel, row.dtype) = rows[i];
     if (row.number >= size) throw std::invalid_argument("StepRows: a number beyond the store");
     if (row.number >= 0) {
       PyObject* owner = at(owners, i);
-      row.weight = address_of(owner);
-      row.numel = stow::number(call(owner, n.numel));
-      row.dtype = code_of(torch_.dtypes, get(owner, n.dtype));
-      row.permuted = !nb::cast<bool>(call(owner, n.is_contiguous));
-      row.version = stow::number(get(owner, n.version));
+      row.type = Py_TYPE(owner);
+      if (!nb::cast<bool>(call(owner, names().is_contiguous))) {
+        row.strides = call(owner, names().stride);
+      }
       row.count = address_of(at(counts, i));
     }
     rows_.push_back(row);
@@ -140,20 +139,26 @@ bool StepRows::find_states(const nb::dict& states) {
   return k == keys_.size();
 }
 
+// Whether a tensor's elements are in the order of the weight's memory.
+bool StepRows::has_strides(const Row& row, PyObject* tensor) {
+  if (!row.strides.is_valid()) return nb::cast<bool>(call(tensor, names().is_contiguous));
+  return call(tensor, names().stride).equal(row.strides);
+}
+
 // Whether the weight is where it was, and the states are those that it had.
 bool StepRows::is_same(const Row& row, PyObject* owner, PyObject* count, PyObject* views,
                        PyObject* state) const {
   const Names& n = names();
-  if (address_of(owner) != row.weight || !nb::cast<bool>(get(owner, n.is_cpu)) ||
-      stow::number(call(owner, n.numel)) != row.numel ||
-      code_of(torch_.dtypes, get(owner, n.dtype)) != row.dtype ||
-      nb::cast<bool>(call(owner, n.is_contiguous)) == row.permuted) {
+  if (Py_TYPE(owner) != row.type || address_of(owner) != row.weight ||
+      !nb::cast<bool>(get(owner, n.is_cpu)) || stow::number(call(owner, n.numel)) != row.numel ||
+      code_of(torch_.dtypes, get(owner, n.dtype)) != row.dtype || !has_strides(row, owner)) {
     return false;
   }
   // A 16-bit weight that others have written is its master's new value.
   if (row.dtype != 0 && stow::number(get(owner, n.version)) != row.version) return false;
   if (state == nullptr || !PyDict_Check(state) || item(state, n.step) != count ||
-      address_of(count) != row.count) {
+      address_of(count) != row.count || code_of(torch_.dtypes, get(count, n.dtype)) != 0 ||
+      stow::number(call(count, n.numel)) != 1) {
     return false;
   }
   PyObject* name = nullptr;
@@ -175,11 +180,7 @@ bool StepRows::add(const Row& row, PyObject* owner, PyObject* gradient) {
   }
   const int dtype = code_of(torch_.dtypes, get(gradient, n.dtype));
   if (dtype < 0) return false;
-  if (row.permuted) {
-    if (!call(gradient, n.stride).equal(call(owner, n.stride))) return false;
-  } else if (!nb::cast<bool>(call(gradient, n.is_contiguous))) {
-    return false;
-  }
+  if (!has_strides(row, gradient)) return false;
   StepParameter& parameter = parameters_[row.number];
   parameter.param = stow::at<void>(row.weight);
   parameter.grad = stow::at<void>(address_of(gradient));
@@ -240,13 +241,18 @@ void StepRows::release() {
   updated_.clear();
 }
 
-void StepRows::count(const nb::list& owners) {
+void StepRows::count(const nb::list& owners, const nb::list& counts) {
   for (std::size_t i : updated_) {
-    Row& row = rows_[i];
-    *stow::at<float>(row.count) += 1.0F;
-    if (row.dtype != 0) row.version = number(get(at(owners, i), names().version));
+    *stow::at<float>(address_of(at(counts, i))) += 1.0F;
+    rows_[i].version = number(get(at(owners, i), names().version));
   }
   updated_.clear();
+}
+
+std::vector<std::int64_t> StepRows::versions() const {
+  std::vector<std::int64_t> versions;
+  for (const Row& row : rows_) versions.push_back(row.version);
+  return versions;
 }
 
 void bind_step_rows(nb::module_& m) {
@@ -254,16 +260,16 @@ void bind_step_rows(nb::module_& m) {
   c.def(
        "__init__",
        [](StepRows* self, nb::object tensor, nb::object strided, std::vector<nb::object> dtypes,
-          int size, const nb::list& owners, const std::vector<int>& numbers, const nb::list& counts,
-          const nb::dict& states) {
+          int size, const nb::list& owners, const std::vector<StepRows::Updated>& rows,
+          const nb::list& counts, const nb::dict& states) {
          new (self) StepRows({std::move(tensor), std::move(strided), std::move(dtypes)}, size,
-                             owners, numbers, counts, states);
+                             owners, rows, counts, states);
        },
-       "tensor"_a, "strided"_a, "dtypes"_a, "size"_a, "owners"_a, "numbers"_a, "counts"_a,
-       "states"_a,
+       "tensor"_a, "strided"_a, "dtypes"_a, "size"_a, "owners"_a, "rows"_a, "counts"_a, "states"_a,
        nb::sig("def __init__(self, tensor: object, strided: object, dtypes: list[torch.dtype], "
-               "size: int, owners: list[torch.Tensor], numbers: list[int], "
-               "counts: list[object], states: dict[torch.Tensor, dict[str, object]]) -> None"))
+               "size: int, owners: list[torch.Tensor], "
+               "rows: list[tuple[int, int, int, int, int]], counts: list[object], "
+               "states: dict[torch.Tensor, dict[str, object]]) -> None"))
       .def("gather", &StepRows::gather, "groups"_a, "owners"_a, "counts"_a, "views"_a, "states"_a,
            "the parameters with a gradient, and (group, step) of each row of scalars; None: a step "
            "that does not repeat the last one",
@@ -271,8 +277,9 @@ void bind_step_rows(nb::module_& m) {
                    "counts: list[object], views: list[dict[str, torch.Tensor]], "
                    "states: dict[torch.Tensor, dict[str, object]]) -> "
                    "tuple[list[torch.Tensor], list[tuple[int, int]]] | None"))
-      .def("count", &StepRows::count, "owners"_a,
-           nb::sig("def count(self, owners: list[torch.Tensor]) -> None"));
+      .def("count", &StepRows::count, "owners"_a, "counts"_a,
+           nb::sig("def count(self, owners: list[torch.Tensor], counts: list[object]) -> None"))
+      .def("versions", &StepRows::versions);
 }
 
 }  // namespace stow

@@ -25,20 +25,25 @@ class StepRows {
     std::vector<nb::object> dtypes;
   };
 
-  // A parameter that the last step updated, and what of it must be as it was.
+  // What of a parameter that the last step updated must be as it was.
   struct Row {
-    int number;      // in the store
+    int number;  // in the store
+    PyTypeObject* type;
     Address weight;  // where its elements are
+    std::int64_t version;
     std::int64_t numel;
     int dtype;
-    bool permuted;  // its dimensions are in another order in memory
-    std::int64_t version;
-    Address count;  // of the fp32 number of steps
+    nb::object strides;  // none: contiguous
+    Address count;       // of the fp32 number of steps
   };
 
-  // `numbers`: of each parameter of the groups, in their order; -1: it has no states and must have
-  // no gradient; -2: it is not the pipeline's. `counts`: their step counts. `size`: of the store.
-  StepRows(Torch torch, int size, const nb::list& owners, const std::vector<int>& numbers,
+  // (number, version and address of the weight, its elements, number of its dtype) of a parameter.
+  using Updated = std::tuple<int, std::int64_t, Address, std::int64_t, int>;
+
+  // `rows`: of each parameter of the groups, in their order. The number is -1 where the last step
+  // did not update it: it must have no gradient then; -2 where it is not the pipeline's. Of the
+  // others `counts` has the step counts.
+  StepRows(Torch torch, int size, const nb::list& owners, const std::vector<Updated>& rows,
            const nb::list& counts, const nb::dict& states);
 
   // Fills the rows by the gradients. Returns the parameters that have one, and the distinct (group,
@@ -49,7 +54,9 @@ class StepRows {
                                                       const nb::dict& states);
 
   // Counts the step that was gathered, whose weights' versions have been incremented.
-  void count(const nb::list& owners);
+  void count(const nb::list& owners, const nb::list& counts);
+  // Of the weights after the last step, by row.
+  std::vector<std::int64_t> versions() const;
 
   const std::vector<StepParameter>& parameters() const { return parameters_; }
   std::vector<nb::object> take_weights() { return std::move(weights_); }
@@ -59,6 +66,7 @@ class StepRows {
   bool find_states(const nb::dict& states);
   bool is_same(const Row& row, PyObject* owner, PyObject* count, PyObject* views,
                PyObject* state) const;
+  static bool has_strides(const Row& row, PyObject* tensor);
   bool add(const Row& row, PyObject* owner, PyObject* gradient);
   void release();
 

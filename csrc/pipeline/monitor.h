@@ -64,7 +64,7 @@ class PipelineMonitor {
   }
   void stop() {
     stopping_ = true;
-    scheduler_wakes_.notify_one();
+    scheduler_wakes_.notify_all();
   }
   bool is_stopping() const { return stopping_; }
 

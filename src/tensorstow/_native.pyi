@@ -101,8 +101,8 @@ def allocator_bytes() -> tuple[int, int, int]:
     (used, cached, fresh): of blocks in use, of freed ones, and of all that came from the system so far
     """
 
-def empty_cache() -> None:
-    """return freed blocks to the system"""
+def empty_cache(bytes: int | None = None) -> None:
+    """return freed blocks to the system: so many bytes of them, or all"""
 
 def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
     """
@@ -112,14 +112,16 @@ def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int
 UPDATE_BLOCK: int = 16384
 
 class StepRows:
-    def __init__(self, tensor: object, strided: object, dtypes: list[torch.dtype], size: int, owners: list[torch.Tensor], numbers: list[int], counts: list[object], states: dict[torch.Tensor, dict[str, object]]) -> None: ...
+    def __init__(self, tensor: object, strided: object, dtypes: list[torch.dtype], size: int, owners: list[torch.Tensor], rows: list[tuple[int, int, int, int, int]], counts: list[object], states: dict[torch.Tensor, dict[str, object]]) -> None: ...
 
     def gather(self, groups: list[dict[str, object]], owners: list[torch.Tensor], counts: list[object], views: list[dict[str, torch.Tensor]], states: dict[torch.Tensor, dict[str, object]]) -> tuple[list[torch.Tensor], list[tuple[int, int]]] | None:
         """
         the parameters with a gradient, and (group, step) of each row of scalars; None: a step that does not repeat the last one
         """
 
-    def count(self, owners: list[torch.Tensor]) -> None: ...
+    def count(self, owners: list[torch.Tensor], counts: list[object]) -> None: ...
+
+    def versions(self) -> list[int]: ...
 
 class Pipeline:
     def __init__(self, engine: Engine, isa: str | None, alternate: bool, team: tuple[int, int, int]) -> None: ...

@@ -47,6 +47,8 @@ class _Steps:
 _OURS: "weakref.WeakKeyDictionary[Optimizer, _Steps]" = weakref.WeakKeyDictionary()
 _REPLACED: Any = WeakIdKeyDictionary()
 """The names of parameters that ``stow`` has replaced, while an optimizer still has them."""
+_BEGUN: list[None] = []
+"""As many as optimizers of ours have begun to count."""
 _WATCHES: list[Any] = []
 """The handle of the hook, from the first ``stow`` on."""
 os.register_at_fork(after_in_child=_OURS.clear)  # none of them works in a forked child
@@ -71,13 +73,21 @@ def begin(optimizer: Optimizer) -> None:
         registered.has_met = True
     if len(_OURS) > 1:
         _refuse_other(optimizer, lambda steps: steps is not registered)
-    registered.has_begun = True
+    if not registered.has_begun:
+        registered.has_begun = True
+        _BEGUN.append(None)
+
+
+def begun() -> int:
+    """Return how many optimizers of ours have begun to count so far."""
+    return len(_BEGUN)
 
 
 def note_placed(optimizer: Optimizer) -> None:
     """Record the optimizer that ``stow`` made as the one that updates the model."""
     steps = _OURS[optimizer]
     steps.has_begun = steps.is_placed = True  # it counts before its first step
+    _BEGUN.append(None)
     if not _WATCHES:
         _WATCHES.append(register_optimizer_step_pre_hook(_refuse_step))
 

@@ -179,6 +179,8 @@ class StepRunner:
         """Whether the step that is open commits."""
         self._repeated: RepeatedSteps | None = None
         """The last step, if others may repeat it."""
+        self._optimizers_begun = 0
+        """How many optimizers of the process had begun by then."""
 
     # --- between steps ---
 
@@ -242,8 +244,8 @@ class StepRunner:
 
         ``found_inf`` and ``grad_scale`` are those of a GradScaler, if there is one.
         """
+        self._params.store.pipeline.check_alive()  # also without any gradient, and in a fork
         torch.set_grad_enabled(False)  # the call puts back what was
-        self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
         factor = self.clip.of_now() / (divisor * self.scaled.factor)
         overflowed = self.scaled.overflowed
@@ -271,26 +273,29 @@ class StepRunner:
         groups, states = self.contents.groups, self.contents.states
         repeated, self._repeated = self._repeated, None  # an error leaves none
         gradients = 0
-        if repeated is not None and scale == 1.0:
+        # What a new step checks of other optimizers holds until another one begins.
+        is_alone = self._optimizers_begun == one_optimizer.begun()
+        if repeated is not None and scale == 1.0 and is_alone:
             gradients = repeated.gather(self._params, groups, states)
         if repeated is None or not gradients:
-            self._take_new_step(factor, scale)
+            if repeated is not None:
+                repeated.end()
+            updated = self._take_new_step(factor, scale)
             # What a commit compares is kept by ``ManagedParam``.
-            if (
-                isinstance(self._schedule, Synchronous)
-                and not self._params.offload_policy.placement.durable
-            ):
+            durable = self._params.offload_policy.placement.durable
+            if updated and isinstance(self._schedule, Synchronous) and not durable:
                 manages = self._param_filter.manages
-                self._repeated = RepeatedSteps.after(self._params, groups, states, manages)
+                self._optimizers_begun = one_optimizer.begun()
+                self._repeated = RepeatedSteps.after(self._params, updated, groups, states, manages)
             return
-        # What a new step checks of other optimizers holds as long as its parameters are the same.
         self._module_parameters.check_step(gradients)
-        with self._ending_step(repeated, commits=False):
-            repeated.step(groups, factor)
+        with self._ending_step(None, commits=False):  # the pipeline has what it reads and writes
+            repeated.step(self._params.store.pipeline, groups, factor)
             self._param_filter.update_others(groups, states, factor)
         self._repeated = repeated
 
-    def _take_new_step(self, factor: float, scale: float) -> None:
+    def _take_new_step(self, factor: float, scale: float) -> list[ManagedParam]:
+        """Take a step that is looked at from the start; return what it has updated."""
         params, schedule = self._params, self._schedule
         groups, manages = self.contents.groups, self._param_filter.manages
         gradients, new_params = collect(groups, params, manages)
@@ -311,6 +316,7 @@ class StepRunner:
             if plan is not None:
                 schedule.step(plan, states)
             self._param_filter.update_others(groups, states, factor / scale)
+        return [update.param for update in updates]
 
     def _begin_step(self) -> bool:
         """Return whether the step commits."""

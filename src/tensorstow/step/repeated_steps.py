@@ -5,93 +5,130 @@ Python ([Note: Repeated steps] in csrc/bindings/step_rows.h).
 """
 
 import operator
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from types import NoneType
 from typing import Any, Self
 
 import torch
 
 import tensorstow._native as _native
+from tensorstow.base.errors import StowError
 from tensorstow.base.tiers import Tier
-from tensorstow.states.native_pipeline import DTYPE_CODES
+from tensorstow.states.native_pipeline import DTYPE_CODES, UpdatePipeline
 from tensorstow.step import validation
 from tensorstow.step.managed_param import ManagedParam
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, scalar_row
-from tensorstow.tensors.dtensor import PLAIN_TENSORS
+from tensorstow.tensors.dtensor import PLAIN_TENSORS, stamp_of
 
-_WITHOUT_STATES, _OTHERS = -1, -2  # csrc/bindings/step_rows.cpp
+_NOT_UPDATED, _OTHERS = -1, -2  # csrc/bindings/step_rows.cpp
 _CONSTANTS = frozenset({bool, int, float, NoneType})
 
 
 class RepeatedSteps:
-    """The last step, and steps that repeat it: of weights in host memory, without commits."""
+    """The last step, and steps that repeat it: of weights in host memory, without commits.
+
+    Parameters that the last step did not update must have no gradient: nothing of them was checked.
+    """
 
     def __init__(
-        self, params: ParamTable, groups: Groups, states: States, manages: Callable[..., bool]
+        self,
+        params: ParamTable,
+        updated: Iterable[ManagedParam],
+        groups: Groups,
+        states: States,
+        manages: Callable[[torch.Tensor], bool],
     ) -> None:
-        """Compare with the step of ``groups`` that was just taken.
+        """Compare with the step of ``groups`` that has just ``updated`` these parameters.
 
         ``manages``: whether the states of a parameter are the optimizer's to keep.
         """
-        self._store, self._size = params.store, len(params.all())
+        self._store, self._size = weakref.ref(params.store), len(params.all())
         self._shapes = _shapes(groups)
+        self._manages = manages
         self._owners = [p for group in groups for p in group["params"]]
-        found = [params.find(p) for p in self._owners]
-        steps = [states[p].get("step") if p in states else None for p in self._owners]
-        numbers = [
-            _OTHERS
-            if param is None and not manages(owner)
-            else _WITHOUT_STATES
-            if param is None or not _is_count(step)
-            else param.number
-            for owner, param, step in zip(self._owners, found, steps, strict=True)
+        by_id = {id(param.owner): param for param in updated}
+        self._updated = [by_id.get(id(p)) for p in self._owners]
+        self._others = [p for p in self._owners if id(p) not in by_id and not manages(p)]
+        others = {id(p) for p in self._others}
+        self._counts = [None if p is None else states[p.owner]["step"] for p in self._updated]
+        self._views = [{} if p is None else p.views for p in self._updated]
+        rows = [
+            (_OTHERS if id(owner) in others else _NOT_UPDATED, 0, 0, 0, 0)
+            if param is None or not _is_count(count)
+            else _row(param)
+            for owner, param, count in zip(self._owners, self._updated, self._counts, strict=True)
         ]
-        self._views = [{} if param is None else param.views for param in found]
-        self._counts = steps
         self._rows = _native.StepRows(
             torch.Tensor,
             torch.strided,
             list(DTYPE_CODES),
             self._size,
             self._owners,
-            numbers,
-            steps,
+            rows,
+            self._counts,
             dict(states),
         )
         self._checked = [_CheckedOptions() for _ in groups]
-        self._updated: list[torch.Tensor] = []
+        self._gathered: list[torch.Tensor] = []
         self._scalars: list[tuple[int, int]] = []
 
     @classmethod
     def after(
-        cls, params: ParamTable, groups: Groups, states: States, manages: Callable[..., bool]
+        cls,
+        params: ParamTable,
+        updated: Iterable[ManagedParam],
+        groups: Groups,
+        states: States,
+        manages: Callable[[torch.Tensor], bool],
     ) -> Self | None:
         """Return what the constructor does; None if native code cannot compare such steps."""
         if not all(_is_plain(param) for param in params.all()):
             return None
-        return cls(params, groups, states, manages)
+        return cls(params, updated, groups, states, manages)
 
     def gather(self, params: ParamTable, groups: Groups, states: States) -> int:
-        """Return the number of gradients of a step that repeats the last one; 0: it does not."""
-        if params.store is not self._store or len(params.all()) != self._size:
+        """Return the number of gradients of a step that repeats the last one; 0: it does not.
+
+        A step that does not is for Python to look at, which raises what there is to be raised.
+        """
+        if params.store is not self._store() or len(params.all()) != self._size:
             return 0
-        if _shapes(groups) != self._shapes or not isinstance(states, dict):
+        if any(map(self._manages, self._others)) or not self._are_groups_same(groups):
             return 0
-        for group, checked in zip(groups, self._checked, strict=True):
-            checked.check(group)
+        if not isinstance(states, dict) or type(groups) is not list:
+            return 0
         gathered = self._rows.gather(groups, self._owners, self._counts, self._views, states)
         if gathered is None:
             return 0
-        self._updated, self._scalars = gathered
-        return len(self._updated)
+        self._gathered, self._scalars = gathered
+        return len(self._gathered)
 
-    def step(self, groups: Groups, factor: float) -> None:
+    def _are_groups_same(self, groups: Groups) -> bool:
+        if len(groups) != len(self._checked):
+            return False
+        try:
+            for group, checked in zip(groups, self._checked, strict=True):
+                checked.check(group)
+        except StowError:
+            return False
+        return _shapes(groups) == self._shapes
+
+    def step(self, pipeline: UpdatePipeline, groups: Groups, factor: float) -> None:
         """Take the step that was gathered; ``factor`` multiplies its gradients."""
         scalars = [scalar_row(groups[group], step, factor) for group, step in self._scalars]
-        self._store.pipeline.step(self._rows, scalars)
-        torch.autograd.graph.increment_version(self._updated)
-        self._rows.count(self._owners)
+        pipeline.step(self._rows, scalars)
+        torch.autograd.graph.increment_version(self._gathered)
+        self._rows.count(self._owners, self._counts)
+
+    def end(self) -> None:
+        """Let Python go on: a weight that only these steps have written counts as ours."""
+        for param, version in zip(self._updated, self._rows.versions(), strict=True):
+            if param is None or param.written is None:
+                continue
+            if stamp_of(param.owner) == (version, param.written[1], version):
+                param.remember()
 
 
 class _CheckedOptions:
@@ -122,6 +159,11 @@ def _is_count(step: object) -> bool:
         and step.is_cpu
         and step.numel() == 1
     )
+
+
+def _row(param: ManagedParam) -> tuple[int, int, int, int, int]:
+    version, address, _ = param.written or (-1, 0, 0)
+    return param.number, version, address, param.numel, DTYPE_CODES[param.family.dtype]
 
 
 def _is_plain(param: ManagedParam) -> bool:

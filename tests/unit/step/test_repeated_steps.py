@@ -1,5 +1,7 @@
 """Steps that repeat the last one give the bits of steps that are looked at from the start."""
 
+import gc
+import os
 import sys
 import threading
 import weakref
@@ -12,7 +14,9 @@ import torch
 from torch import nn
 
 from tensorstow import AdamW
-from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
+from tensorstow.base.errors import DTypeError, ForkError, OptionError, PoisonedError, StowError
+from tensorstow.colossalai import HybridAdam
+from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.repeated_steps import RepeatedSteps
 from tensorstow.step.step_plan import Groups
 
@@ -52,9 +56,11 @@ def repeated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     steps: list[int] = []
     step = RepeatedSteps.step
 
-    def counted(self: RepeatedSteps, groups: Groups, factor: float) -> None:
+    def counted(
+        self: RepeatedSteps, pipeline: UpdatePipeline, groups: Groups, factor: float
+    ) -> None:
         steps.append(threading.get_ident())
-        step(self, groups, factor)
+        step(self, pipeline, groups, factor)
 
     monkeypatch.setattr(RepeatedSteps, "step", counted)
     return steps
@@ -270,8 +276,8 @@ def test_a_run_that_commits_is_not_repeated(tmp_path: Path, repeated: list[int])
     assert not repeated
 
 
-def stepped_twice() -> tuple[AdamW, list[nn.Parameter]]:
-    params = parameters(torch.float32)
+def stepped_twice(dtype: torch.dtype = torch.float32) -> tuple[AdamW, list[nn.Parameter]]:
+    params = parameters(dtype)
     optimizer = optimizer_of(params)
     for step in range(2):
         give_gradients(params, step)
@@ -307,6 +313,200 @@ def test_refusals_are_those_of_a_step_from_the_start(
         messages.append(str(raised.value))
         assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
     assert messages[0] == messages[1]
+
+
+# --- changes of a parameter that the last steps did not update, and others that hide ---
+
+Scenario = Callable[[AdamW, list[nn.Parameter]], None]
+
+
+def idle_while(change: Change) -> Scenario:
+    """Change the first parameter while it has no gradient, in a step that repeats none."""
+
+    def scenario(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+        give_gradients(params, 3)
+        params[0].grad = None
+        strided_gradient_of_second(params)
+        change(optimizer, params)
+        optimizer.step()
+        give_gradients(params, 4)
+        if params[0].shape != (70, 33):
+            params[0].grad = torch.ones_like(params[0])
+        optimizer.step()
+
+    return scenario
+
+
+def strided_gradient_of_second(params: list[nn.Parameter]) -> None:
+    params[1].grad = torch.ones(10, dtype=params[1].dtype)[::2]
+
+
+def fewer_elements(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].data = torch.zeros(10, dtype=params[0].dtype)
+
+
+def gaps(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].data = torch.zeros(140, 33, dtype=params[0].dtype)[::2]
+
+
+def wider(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[0].data = torch.zeros(70, 33, dtype=torch.float64)
+
+
+def loaded_and_written(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    other_values(optimizer, params)
+
+
+def no_dict(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.state[params[-1]] = [1, 2]  # type: ignore[assignment]
+
+
+def amsgrad_while_idle(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    for p in params[2:]:
+        p.grad = None
+    optimizer.param_groups[1]["amsgrad"] = True
+
+
+def other_strides(_: AdamW, params: list[nn.Parameter]) -> None:
+    params[2].data = params[2].data.transpose(0, 1)
+    assert params[2].grad is not None
+    params[2].grad = params[2].grad.transpose(0, 1)
+
+
+def written_by_data_before_a_new_step(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    give_gradients(params, 3)
+    other_values_by_data(optimizer, params)
+    strided_gradient_of_second(params)
+    optimizer.step()
+
+
+def tuple_of_groups(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    optimizer.param_groups = tuple(optimizer.param_groups)  # type: ignore[assignment]
+    give_gradients(params, 3)
+    optimizer.step()
+
+
+def other_class(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    class Own(nn.Parameter):
+        pass
+
+    give_gradients(params, 3)
+    params[0].__class__ = Own
+    optimizer.step()
+
+
+def two_errors(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    assert params[0].grad is not None
+    params[0].grad = params[0].grad.to_sparse()
+    optimizer.param_groups[1]["lr"] = float("nan")
+    optimizer.step()
+
+
+def count_as_bits(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    count = optimizer.state[params[0]]["step"]
+    count.data = count.data.view(torch.int32)
+    optimizer.step()
+
+
+def stepped_by_another(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+    for p in params:
+        p.requires_grad_(False)  # noqa: FBT003
+    other = AdamW(params)
+    other.step()
+    for p in params:
+        p.requires_grad_(True)  # noqa: FBT003
+    optimizer.step()
+
+
+def then_step(change: Change) -> Scenario:
+    def scenario(optimizer: AdamW, params: list[nn.Parameter]) -> None:
+        give_gradients(params, 3)
+        change(optimizer, params)
+        optimizer.step()
+
+    return scenario
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "fewer elements": idle_while(fewer_elements),
+    "gaps": idle_while(gaps),
+    "another dtype": idle_while(wider),
+    "loaded and written": idle_while(loaded_and_written),
+    "written": idle_while(other_values),
+    "amsgrad": idle_while(amsgrad_while_idle),
+    "no dict": idle_while(no_dict),
+    "other strides": then_step(other_strides),
+    "amsgrad of two": then_step(set_group(amsgrad=torch.ones(2))),
+    **{
+        act.__name__: act
+        for act in (
+            written_by_data_before_a_new_step,
+            tuple_of_groups,
+            other_class,
+            two_errors,
+            count_as_bits,
+            stepped_by_another,
+        )
+    },
+}
+
+
+def outcome(scenario: Scenario, dtype: torch.dtype) -> tuple[list[torch.Tensor], str]:
+    optimizer, params = stepped_twice(dtype)
+    try:
+        scenario(optimizer, params)
+    except StowError as error:
+        return [p.detach().clone() for p in params], str(error)
+    return [p.detach().clone() for p in params], ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_what_comes_of_it_is_what_comes_of_new_steps(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, error = outcome(SCENARIOS[name], dtype)
+    monkeypatch.setattr(RepeatedSteps, "after", lambda *_: None)
+    expected, expected_error = outcome(SCENARIOS[name], dtype)
+    assert error == expected_error
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_a_parameter_that_becomes_the_optimizers_is_updated() -> None:
+    own, other = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3, device="meta"))
+    other.requires_grad_(False)  # noqa: FBT003
+    optimizer = HybridAdam([own, other], lr=0.1)
+    for _ in range(2):
+        own.grad = torch.ones(5)
+        optimizer.step()
+    torch.utils.swap_tensors(other, nn.Parameter(torch.ones(3)))  # as model.cpu() does
+    own.grad, other.grad = torch.ones(5), torch.ones(3)
+    optimizer.step()
+    assert torch.allclose(other, torch.full((3,), 0.9))
+
+
+def test_an_optimizer_is_freed_after_a_step_that_failed() -> None:
+    optimizer, _ = stepped_twice()
+    optimizer._register_update_hook(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    alive = weakref.ref(optimizer)
+    del optimizer, _
+    gc.collect()
+    assert alive() is None
+
+
+def test_gradients_stay_on_in_a_forked_child() -> None:
+    optimizer, _ = stepped_twice()
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.step()
+        except ForkError:
+            os._exit(0 if torch.is_grad_enabled() else 1)
+        os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_closed_optimizer_takes_no_step() -> None:
