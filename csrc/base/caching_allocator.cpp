@@ -67,9 +67,9 @@ void CachingAllocator::unlock_in_child() {
   mutex_.unlock();
 }
 
-void CachingAllocator::empty_cache() {
+void CachingAllocator::empty_cache(std::size_t bytes) {
   const std::lock_guard guard(mutex_);
-  drop_cached(bytes_.cached);
+  drop_cached(bytes < bytes_.cached ? round_up(bytes) : bytes_.cached);
 }
 
 CachingAllocator::BlockBytes CachingAllocator::bytes() const {

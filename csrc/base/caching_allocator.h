@@ -36,8 +36,8 @@ class CachingAllocator {
   void* allocate(std::size_t bytes);
   // Returns false where the block is of another allocator.
   bool free(void* block);
-  // Returns all kept blocks to the system.
-  void empty_cache();
+  // Returns kept blocks to the system, so many bytes of them rounded up to huge pages, or all.
+  void empty_cache(std::size_t bytes = SIZE_MAX);
 
   struct BlockBytes {
     std::size_t used;

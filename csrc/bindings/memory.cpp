@@ -19,10 +19,12 @@ void bind_memory(nb::module_& m) {
       " system so far");
   m.def(
       "empty_cache",
-      [] {
-        if (CachingAllocator* allocator = installed_allocator()) allocator->empty_cache();
+      [](std::optional<std::size_t> bytes) {
+        CachingAllocator* allocator = installed_allocator();
+        if (allocator != nullptr) allocator->empty_cache(bytes.value_or(SIZE_MAX));
       },
-      nb::call_guard<nb::gil_scoped_release>(), "return freed blocks to the system");
+      "bytes"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
+      "return freed blocks to the system: so many bytes of them, or all");
 }
 
 }  // namespace stow

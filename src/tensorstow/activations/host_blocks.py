@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import torch
 
+from tensorstow.io.allocator import empty_cache
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import CopyQueue, DeviceEvent, DeviceLink
 from tensorstow.io.files import ALIGN
@@ -47,6 +48,7 @@ class HostBlocks:
             self._unused_bytes -= sum(n * len(blocks) for (_, n), blocks in self._idle.items())
             self._idle.clear()
         if device.type == "cpu":
+            empty_cache(padded)  # of the tensors whose elements come back
             return Arena(padded, in_children=False)
         return PinnedBlock(padded, device, link.synchronize)
 

@@ -46,6 +46,9 @@ def cache_large_blocks() -> bool:
     return False
 
 
-def empty_cache() -> None:
-    """Return freed blocks that are kept to the system."""
-    _native.empty_cache()
+def empty_cache(nbytes: int | None = None) -> None:
+    """Return freed blocks that are kept to the system: ``nbytes`` of them, or all.
+
+    Call it where memory that is not torch's takes the place of tensors.
+    """
+    _native.empty_cache(nbytes)

@@ -1,5 +1,6 @@
 """Freed blocks of torch's are kept, and their pages become those of the next ones."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -14,13 +15,16 @@ import torch
 from torch import nn
 
 from tensorstow import AdamW, Plan, _native, stow
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks, empty_cache
+from tensorstow.io.device_link import open_link
 
 stow_module = importlib.import_module("tensorstow.fsdp.stow")
 _CODE = """
 import resource
 import torch
 from tensorstow import _native
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 def resident():
@@ -99,6 +103,7 @@ def test_smaller_blocks_do_not_go_back_and_come_again() -> None:
     code = """
 import resource
 import torch
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 assert cache_large_blocks()
@@ -117,6 +122,7 @@ def test_small_blocks_get_the_addresses_that_are_cached() -> None:
     code = """
 import resource
 import torch
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 assert cache_large_blocks()
@@ -139,6 +145,7 @@ import sys
 from pathlib import Path
 import torch
 from tensorstow import _native
+from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 library = Path(torch.__file__).parent / "lib/libc10.so"
@@ -231,6 +238,32 @@ def test_close_returns_what_is_kept() -> None:
     assert cached >= 2 * (4 << 20)
     optimizer.close()
     assert _native.allocator_bytes()[1] == 0
+
+
+def fill_cache(count: int) -> None:
+    """Keep freed blocks of so many times 8 MiB, and no others."""
+    gc.collect()  # what other tests have left is freed now, and not later
+    assert cache_large_blocks()
+    empty_cache()
+    tensors = [torch.ones(8 << 20, dtype=torch.uint8) for _ in range(count)]
+    del tensors
+    assert _native.allocator_bytes()[1] == count * (8 << 20)
+
+
+def test_part_of_what_is_kept_goes_back() -> None:
+    fill_cache(3)
+    empty_cache((5 << 20) + 1)  # whole huge pages
+    assert _native.allocator_bytes()[1] == (24 - 6) << 20
+    empty_cache(64 << 20)
+    assert _native.allocator_bytes()[1] == 0
+
+
+def test_memory_that_activations_are_read_into_takes_the_place_of_what_is_kept() -> None:
+    fill_cache(3)
+    cpu = torch.device("cpu")
+    block = HostBlocks(1 << 30).take(8 << 20, cpu, open_link(cpu))
+    assert _native.allocator_bytes()[1] == (24 - 8) << 20
+    del block
 
 
 def test_tensors_of_a_forked_child_are_its_own() -> None:
