@@ -20,6 +20,7 @@ SUBJECTS = {
     "placements": "a step of GPT-2 in each placement, in fresh processes with their own allocator",
     "engine": "whole models through stow",
     "plans": "what the planner predicts against what runs hold and take",
+    "plan_memory": "peak resident memory against the bound that a plan prints, for drawn pairs",
     "plan_command": "`tensorstow plan` of a model of 70B: seconds and memory",
     "plan_bytes": "peak bytes predicted for an accelerator, on the simulated one",
     "gpu": "a model on an accelerator, where there is one: ours, no offload, and peers",

@@ -51,6 +51,7 @@ TITLES = {
     "placements": "GPT-2 on a CPU in each placement",
     "plan_bytes": "Predicted and measured GPU memory",
     "plan_command": "What `tensorstow plan` takes",
+    "plan_memory": "Resident memory and the bound of a plan",
     "plans": "Predicted and measured plans on a CPU",
     "raw_io": "Disk transfers next to fio",
     "seed_example": "GPT-2 on a CPU, with and without offload",
