@@ -237,6 +237,7 @@ class StepRunner:
     # --- a step ---
 
     @exclusive_call("step")
+    @torch.no_grad()
     def update(
         self, divisor: float, found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
     ) -> None:
@@ -244,8 +245,7 @@ class StepRunner:
 
         ``found_inf`` and ``grad_scale`` are those of a GradScaler, if there is one.
         """
-        self._params.store.pipeline.check_alive()  # also without any gradient, and in a fork
-        torch.set_grad_enabled(False)  # the call puts back what was
+        self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
         factor = self.clip.of_now() / (divisor * self.scaled.factor)
         overflowed = self.scaled.overflowed
