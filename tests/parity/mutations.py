@@ -21,7 +21,7 @@ from tensorstow.states import native_pipeline
 from tensorstow.states.layout import RingPlan, plan_ring
 from tensorstow.states.scratch import ScratchStorage
 from tensorstow.states.stored_chunks import FilePosition, StoredChunks
-from tensorstow.step import step_plan, validation
+from tensorstow.step import repeated_steps, step_plan, validation
 
 Break = Callable[[pytest.MonkeyPatch, Path], Taps | None]
 ONE_CHUNK = 2 * 4 * 4096
@@ -70,9 +70,12 @@ def in_groups(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Break:
 
     def apply(patch: pytest.MonkeyPatch, _: Path) -> None:
         row = step_plan.scalar_row
-        patch.setattr(
-            step_plan, "scalar_row", lambda group, *rest: row({**group, **change(group)}, *rest)
-        )
+
+        def changed(group: dict[str, Any], step: int, factor: float) -> AdamScalars:
+            return row({**group, **change(group)}, step, factor)
+
+        for module in (step_plan, repeated_steps):
+            patch.setattr(module, "scalar_row", changed)
 
     return apply
 
