@@ -271,6 +271,18 @@ def test_states_on_disk_are_repeated_too(options: dict[str, Any], repeated: list
         assert torch.equal(mine, other)
 
 
+@pytest.mark.parametrize("state_format", ["bf16", "int8", "split"])
+def test_random_bits_are_those_of_a_step_from_the_start(
+    state_format: str, monkeypatch: pytest.MonkeyPatch, repeated: list[int]
+) -> None:
+    dtype = torch.bfloat16 if state_format == "split" else torch.float32
+    actual = train(dtype, nothing, states="disk", state_format=state_format)
+    assert len(repeated) == 5
+    monkeypatch.setattr(RepeatedSteps, "after", lambda *_: None)
+    expected = train(dtype, nothing, states="disk", state_format=state_format)
+    assert all(map(torch.equal, actual, expected))
+
+
 def test_a_run_that_commits_is_not_repeated(tmp_path: Path, repeated: list[int]) -> None:
     train(torch.float32, nothing, states="disk", dir=tmp_path / "run")
     assert not repeated
