@@ -126,10 +126,12 @@ class OptimizerRuntime:
         if self._finished:
             return
         self._finished = True
+        has_failed = self.params.store.pipeline.handle.is_poisoned
         try:
             why = "what was under way failed"
             try:
-                self.schedule.finish()
+                if not has_failed:  # else a call has raised the error
+                    self.schedule.finish()
                 self.commits.join(self.params)
                 refusal = self._why_not(asked=asked)
                 why = refusal or "the commit of them failed"
@@ -143,6 +145,8 @@ class OptimizerRuntime:
             if self.waits is not None:
                 self.waits.close()
             self.params.close()
+            if has_failed:
+                self.schedule.abort()  # reads of its weights raise no more
 
     def note_saved(self) -> None:
         """Note that the caller has this step's states; what ``extra`` returns is a commit's."""

@@ -154,7 +154,7 @@ class OngoingSchedule(Schedule):
 
     @contextmanager
     def _publishing(self) -> Iterator[None]:
-        """Publish weights inside the block; an error drops the step, which has failed."""
+        """Publish weights inside the block; after an error each read of the rest raises one too."""
         # Our own operations on weights must not wait. Signals are deferred first: a handler that
         # commits waits for all weights, and may have to wait for another thread's call.
         with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
@@ -162,7 +162,6 @@ class OngoingSchedule(Schedule):
                 yield
             except StowError as error:  # not an interrupt, after which gradients are still read
                 self._params.store.pipeline.poison(error)
-                self._forget()
                 raise
 
     def _forget(self) -> None:

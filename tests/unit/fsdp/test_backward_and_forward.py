@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from compare import all_equal
 from parity.beside import slow
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.step.unpublished import Unpublished
 
 WIDTH = 64
@@ -147,8 +147,11 @@ def test_a_gradient_that_is_changed_while_an_update_reads_it_is_told() -> None:
     optimizer.close()
 
 
-def test_an_error_behind_step_is_raised_by_the_next_forward() -> None:
-    model, optimizer = made()
+@pytest.mark.parametrize(
+    "plan", [BACKWARD, BACKWARD.but(parameters="disk", overlap="forward")], ids=["host", "disk"]
+)
+def test_an_error_behind_step_is_raised_by_each_forward(plan: Plan) -> None:
+    model, optimizer = made(plan)
     train(model, optimizer, range(2))
     engine = optimizer._states().engine
     assert engine is not None
@@ -157,4 +160,7 @@ def test_an_error_behind_step_is_raised_by_the_next_forward() -> None:
     train(model, optimizer, range(2, 3))
     with pytest.raises(OSError, match=r"[Ii]nput/output error"):
         train(model, optimizer, range(3, 4))
+    for _ in range(2):
+        with pytest.raises(PoisonedError):
+            train(model, optimizer, range(3, 4))
     optimizer.close()

@@ -31,6 +31,7 @@ from parity.beside import (
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError, TransferError
 from tensorstow.step.forward_waits import ForwardWaits, blocks_of
+from tensorstow.step.unpublished import Unpublished
 
 
 class Attention(nn.Module):
@@ -405,8 +406,19 @@ def test_a_failure_beside_forward_is_raised_where_weights_are_waited_for(
     optimizer.step()
     with pytest.raises(TransferError):
         model(torch.ones(1, 32))
+    for _ in range(2):  # not only the first: half of the weights are old
+        with pytest.raises(PoisonedError):
+            model(torch.ones(1, 32))
+    failed = [p for p in model.parameters() if isinstance(p, Unpublished)]
+    assert failed
+    for parameter in failed:
+        with pytest.raises(PoisonedError):
+            parameter.sum()
     with pytest.raises(PoisonedError):
         optimizer.step()
+    optimizer.close()
+    for parameter in failed:
+        assert type(parameter) is nn.Parameter
 
 
 def test_an_interrupt_of_whoever_waits_ends_nothing(
