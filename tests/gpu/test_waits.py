@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from training import Net, make, same_weights, spin, train
 
 from compare import all_equal
-from tensorstow import AdamW, Plan, stow
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.update_on import IN_STEP
 from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_offload
@@ -265,11 +265,16 @@ STOWED = {
 }
 
 
+@pytest.mark.parametrize("nan", [False, True])
 @pytest.mark.parametrize("plan", STOWED)
-def test_gradients_of_a_stowed_model_that_are_late(plan: str, device: torch.device) -> None:
+def test_gradients_of_a_stowed_model_that_are_late(
+    plan: str, device: torch.device, *, nan: bool
+) -> None:
+    """Weights that are NaN until they are new are still copied to the device before that."""
     plain = layers().to(device)
     want = late_steps(plain, AdamW(plain.parameters(), lr=1e-2), device)
-    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2), plan=STOWED[plan])
+    policy = PipelinePolicy(nan_until_published=nan and STOWED[plan].overlap != "none")
+    model, optimizer = stow(layers(), partial(AdamW, lr=1e-2, policy=policy), plan=STOWED[plan])
     assert all_equal(late_steps(model, optimizer, device), want)
 
 

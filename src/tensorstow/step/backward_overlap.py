@@ -386,7 +386,10 @@ class BackwardOverlap(UpdatesInForward):
         def use(gradient: torch.Tensor, copied: DeviceEvent | None) -> None:
             # Before the weight changes: a graph that still needs the old one must not go on.
             torch.autograd.graph.increment_version(param.parameter)
-            fill_with_nan(param)
+            if param.host is not None:
+                if copied is not None:
+                    copied.synchronize()  # copies of the weight to the device are before it
+                fill_with_nan(param)
             self._written[param.number] = _written(param)
             path.offer(param, gradient, copied)
 
