@@ -1,7 +1,15 @@
 #include "base/checksum.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
+#include <vector>
+
+#include "base/openmp_team.h"
 
 #ifdef STOW_X86
 #include <nmmintrin.h>
@@ -87,7 +95,39 @@ __attribute__((target(STOW_CRC_TARGET), flatten)) std::uint32_t checksum_sse42(c
 const bool kHasInstruction = __builtin_cpu_supports("sse4.2") != 0;
 #endif
 
+constexpr std::int64_t kBlock = 1 << 20;
+
+struct BlocksJob {
+  const char* data;
+  std::int64_t nbytes;
+  std::vector<std::uint32_t> checksums;
+  std::atomic<std::size_t> next{0};
+
+  static void work(void* job) noexcept {
+    auto& self = *static_cast<BlocksJob*>(job);
+    for (;;) {
+      const std::size_t block = self.next.fetch_add(1, std::memory_order_relaxed);
+      if (block >= self.checksums.size()) return;
+      const std::int64_t at = static_cast<std::int64_t>(block) * kBlock;
+      self.checksums[block] = checksum(self.data + at, std::min(kBlock, self.nbytes - at), 0);
+    }
+  }
+};
+
 }  // namespace
+
+std::uint32_t checksum_by_blocks(const void* data, std::int64_t nbytes) {
+  BlocksJob job{
+      static_cast<const char*>(data), nbytes,
+      std::vector<std::uint32_t>(static_cast<std::size_t>((nbytes + kBlock - 1) / kBlock))};
+  // Other threads, as autograd's of a device, have no team yet and would start one.
+  const bool has_team = getpid() == static_cast<pid_t>(syscall(SYS_gettid));
+  const TorchTeamScope scope;
+  if (job.checksums.size() < 2 || !has_team || !run_on_team(0, BlocksJob::work, &job))
+    BlocksJob::work(&job);
+  const std::size_t bytes = job.checksums.size() * sizeof(std::uint32_t);
+  return checksum(job.checksums.data(), static_cast<std::int64_t>(bytes), 0);
+}
 
 std::uint32_t checksum_portable(const void* data, std::int64_t nbytes, std::uint32_t seed) {
   return four_crcs<PortableCrc>(data, nbytes, seed);

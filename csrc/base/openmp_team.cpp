@@ -43,8 +43,9 @@ bool run_on_team(int threads, void (*body)(void*), void* data) {
   if (omp.parallel == nullptr || omp.most_threads == nullptr || omp.is_in_parallel == nullptr) {
     return false;
   }
-  if (omp.most_threads() != threads || omp.is_in_parallel() != 0) return false;
-  omp.parallel(body, data, static_cast<unsigned>(threads), 0);
+  const int team = omp.most_threads();
+  if ((threads != 0 && threads != team) || omp.is_in_parallel() != 0) return false;
+  omp.parallel(body, data, static_cast<unsigned>(team), 0);
   return true;
 }
 

@@ -21,10 +21,10 @@ class TorchTeamScope {
   bool before_;
 };
 
-// Calls body(data) on `threads` threads of the team, the calling one among them; returns when all
-// have returned. False, and nothing is called, outside of a TorchTeamScope, or where the team has
-// another number of threads, torch has none, its threads may be bound to other cores than ours, or
-// the process was forked since the library was loaded.
+// Calls body(data) on `threads` threads of the team (0: all), the calling one among them; returns
+// when all have returned. False, and nothing is called, outside of a TorchTeamScope, or where the
+// team has another number of threads, torch has none, its threads may be bound to other cores than
+// ours, or the process was forked since the library was loaded.
 bool run_on_team(int threads, void (*body)(void*), void* data);
 
 }  // namespace stow

@@ -197,6 +197,12 @@ void bind_kernels(nb::module_& m) {
         return checksum(at<const char>(data), nbytes, seed);
       },
       nb::call_guard<nb::gil_scoped_release>(), "data"_a, "nbytes"_a, "seed"_a = 0);
+  m.def(
+      "checksum_by_blocks",
+      [](Address data, std::int64_t nbytes) {
+        return checksum_by_blocks(at<const char>(data), nbytes);
+      },
+      nb::call_guard<nb::gil_scoped_release>(), "data"_a, "nbytes"_a);
 }
 
 }  // namespace stow

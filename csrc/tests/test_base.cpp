@@ -1,4 +1,5 @@
 // What everything stands on: the checksum with and without the processor's instruction.
+#include <algorithm>
 #include <cstdio>
 #include <random>
 #include <utility>
@@ -52,6 +53,21 @@ void test_zeros_of_other_lengths_differ() {
   const std::vector<unsigned char> zeros(4096);
   CHECK(checksum(zeros.data(), 4096, 0) != checksum(zeros.data(), 4088, 0));
   CHECK(checksum(zeros.data(), 0, 0) != checksum(zeros.data(), 0, 1));
+}
+
+void test_blocks_are_told_apart() {
+  auto bytes = random_bytes((3 << 20) + 12345);
+  const auto count = static_cast<std::int64_t>(bytes.size());
+  const std::uint32_t whole = checksum_by_blocks(bytes.data(), count);
+  for (std::size_t at : {std::size_t{0}, std::size_t{1} << 20, bytes.size() - 1}) {
+    bytes[at] ^= 1;
+    CHECK(checksum_by_blocks(bytes.data(), count) != whole);
+    bytes[at] ^= 1;
+  }
+  CHECK(checksum_by_blocks(bytes.data(), count) == whole);
+  CHECK(checksum_by_blocks(bytes.data(), count - 1) != whole);
+  std::rotate(bytes.begin(), bytes.begin() + (1 << 20), bytes.begin() + (2 << 20));
+  CHECK(checksum_by_blocks(bytes.data(), count) != whole);
 }
 
 // Known forever: what is on disks today must be readable tomorrow.

@@ -39,6 +39,8 @@ def mixed_streams(p16: int, g16: int, w: int, m: int, v: int, n: int) -> None: .
 
 def checksum(data: int, nbytes: int, seed: int = 0) -> int: ...
 
+def checksum_by_blocks(data: int, nbytes: int) -> int: ...
+
 def set_thread_cores(cores: Sequence[int]) -> None:
     """Threads of ours that start from now on run there only; none: anywhere"""
 

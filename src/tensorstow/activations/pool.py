@@ -228,7 +228,7 @@ class ActivationPool:
     def _write(self, storage: SavedStorage, scratch: ScratchFiles) -> None:
         data = storage.data
         extent = scratch.allocate(storage.nbytes)
-        storage.checksum = _native.checksum(data.data_ptr(), storage.nbytes)
+        storage.checksum = _native.checksum_by_blocks(data.data_ptr(), storage.nbytes)
         storage.begin(ByteState.WRITING, scratch.write(extent, data))
         storage.extent = extent
         self._clean_bytes += storage.nbytes
@@ -450,7 +450,7 @@ def _wait_for(storage: SavedStorage) -> None:
 def _check(storage: SavedStorage) -> None:
     """Raise DamageError if a read returned wrong bytes."""
     is_read = storage.state is ByteState.READING
-    if is_read and _native.checksum(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
+    if is_read and _native.checksum_by_blocks(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
         message = (
             f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
             " were written. Look at `dmesg` and the drive's health."

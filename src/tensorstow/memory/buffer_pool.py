@@ -249,7 +249,7 @@ class BufferPool:
                 if buffer.is_in_files:
                     self._leave_files(buffer)
                 buffer.dirty = False
-                buffer.checksum = _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes)
+                buffer.checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
                 buffer.begun, buffer.seen_over = time.monotonic(), None
                 writes = self._files.write(buffer.stripes, buffer.bytes)
                 buffer.begin(ByteState.WRITING, *writes)
@@ -402,7 +402,7 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
         file.validate_unchanged()
     if buffer.is_in_files:
         return
-    if _native.checksum(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
+    if _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
         message = (
             f"read of {buffer.nbytes} bytes {place} gave other weights"
             " than were written there: their checksum does not fit. Look at `dmesg` and the drive's"
