@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import DelayedUpdate
@@ -280,11 +280,15 @@ class DelayedOverlap(OngoingSchedule):
         with self._publishing():
             if not self._under_way:
                 return
-            self._params.update_router.step_path.wait()
-            for under_way in self._under_way.values():
-                under_way.check()
-                self._check_unwritten(under_way.update.param)
-            self._publish([under_way.update.param for under_way in self._under_way.values()])
+            try:
+                self._params.update_router.step_path.wait()
+                for under_way in self._under_way.values():
+                    under_way.check()
+                    self._check_unwritten(under_way.update.param)
+                self._publish([under_way.update.param for under_way in self._under_way.values()])
+            except StowError:
+                self._forget()  # all weights are those from before the update: they may be read
+                raise
             self._forget()
 
     @torch.no_grad()
