@@ -29,9 +29,11 @@ constexpr const char* kLanes[] = {"read", "update", "write", "wait"};
 Caller parse_caller(const std::string& name) {
   if (name == "waits") return Caller::waits;
   if (name == "computes") return Caller::computes;
+  if (name == "helps") return Caller::helps;
   if (name == "launches") return Caller::launches;
   if (name == "updates") return Caller::updates;
-  throw std::invalid_argument("caller " + name + ": one of waits, computes, launches, updates");
+  throw std::invalid_argument("caller " + name +
+                              ": one of waits, computes, helps, launches, updates");
 }
 
 Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
@@ -238,6 +240,11 @@ void bind_waits(nb::class_<PyPipeline>& c) {
            [](PyPipeline& self, int chunk) {
              return self.wait([&](Pipeline& native) { return native.progress().wait_chunk(chunk); },
                               self.parameters_of.at(chunk));
+           })
+      .def("help",
+           [](PyPipeline& self) {
+             nb::gil_scoped_release release;
+             self.get().help();
            })
       .def("changes", [](PyPipeline& self) { return self.get().progress().changes(); })
       .def(

@@ -41,9 +41,10 @@ std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, Updat
 }
 
 int ChunkUpdater::threads() const {
-  if (data_.monitor.has_waiters()) return team_.whole;
+  if (data_.monitor.has_waiters() || data_.monitor.is_replaced()) return team_.whole;
   switch (data_.step.spec().caller) {
     case Caller::computes:
+    case Caller::helps:
       return team_.few;
     case Caller::launches:
       return team_.most;

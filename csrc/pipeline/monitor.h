@@ -50,12 +50,18 @@ class PipelineMonitor {
     work_ = false;
     return !stopping_;
   }
-  // While a caller does what the scheduler would, the scheduler's thread sleeps.
-  void begin_replacing() { replaced_ = true; }
-  void end_replacing() {
-    replaced_ = false;
-    if (work_) scheduler_wakes_.notify_all();
+  // While a caller does what the scheduler would, the scheduler's thread sleeps. It may have to end
+  // the update that it is at.
+  void begin_replacing(Lock& lock) {
+    replaced_ = true;
+    callers_wake_.wait(lock, [this] { return !updating_; });
   }
+  // `more`: something is left for the scheduler.
+  void end_replacing(bool more) {
+    replaced_ = false;
+    if (work_ || more) wake_scheduler();
+  }
+  bool is_replaced() const { return replaced_; }
   // The caller in its place blocks until there is work, or nothing is left for it.
   template <class Over>
   void wait_for_work_in_place(Lock& lock, Over over) {

@@ -11,8 +11,8 @@ Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
     : owner_(getpid()),
       data_(order),
       ledger_(data_),
-      progress_(data_),
-      scheduler_(engine, data_, isa, team) {}
+      scheduler_(engine, data_, isa, team),
+      progress_(data_, scheduler_) {}
 
 Pipeline::~Pipeline() {
   // The scheduler first: a step without a wait would start new transfers after `quiesce`.

@@ -57,6 +57,8 @@ class Pipeline {
   // The same, chunk by chunk: the gradients of those pieces of expected parameters that lie in
   // `chunk`; null: none comes. A gradient comes as a whole or in pieces.
   void add_chunk_gradients(int chunk, const std::vector<PieceGradient>& pieces);
+  // Where the caller helps: updates what is ready, in the calling thread; waits for nothing.
+  void help() { scheduler_.help(); }
   // No more gradients: expected parameters without one are left alone.
   void close();
 
@@ -83,8 +85,8 @@ class Pipeline {
   const pid_t owner_;
   PipelineData data_;
   ChunkLedger ledger_;
-  StepProgress progress_;
   Scheduler scheduler_;
+  StepProgress progress_;
 };
 
 }  // namespace stow

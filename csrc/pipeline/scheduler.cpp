@@ -28,36 +28,64 @@ void Scheduler::stop() {
 
 void Scheduler::loop() {
   PipelineMonitor::Lock lock = data_.monitor.lock();
-  while (data_.monitor.wait_for_work(lock)) work(lock);
+  const auto stop = [this] { return data_.monitor.is_replaced() || leaves_updates(); };
+  while (data_.monitor.wait_for_work(lock)) work(lock, stop);
 }
 
 Failure Scheduler::run() noexcept {
-  const TorchTeamScope scope;
   PipelineMonitor& monitor = data_.monitor;
   PipelineMonitor::Lock lock = monitor.lock();
-  monitor.begin_replacing();
-  const auto is_over = [&] { return !data_.step.is_under_way() || monitor.has_failed(); };
-  for (;;) {
-    work(lock);
-    if (is_over()) break;
-    const double start = now();
-    monitor.wait_for_work_in_place(lock, is_over);
-    data_.record_wait(start);
-  }
+  run_until(lock, [&] { return !data_.step.is_under_way() || monitor.has_failed(); });
   if (monitor.has_failed()) data_.step.end();
-  monitor.end_replacing();
   return monitor.failure();
 }
 
-// Reads and updates until nothing more can be done now.
-void Scheduler::work(PipelineMonitor::Lock& lock) {
+void Scheduler::help() noexcept {
+  const TorchTeamScope scope;
+  PipelineMonitor& monitor = data_.monitor;
+  PipelineMonitor::Lock lock = monitor.lock();
+  if (!helps() || monitor.is_updating()) return;
+  monitor.begin_replacing(lock);
+  work(lock, [&] { return !data_.step.is_under_way(); });
+  monitor.end_replacing(data_.step.is_under_way());
+}
+
+bool Scheduler::helps() const {
+  const CurrentStep& step = data_.step;
+  const bool may = step.is_under_way() && step.spec().caller == Caller::helps;
+  return may && !data_.monitor.is_replaced() && !data_.monitor.has_failed();
+}
+
+void Scheduler::run_until(PipelineMonitor::Lock& lock, const std::function<bool()>& over) noexcept {
+  const TorchTeamScope scope;
+  PipelineMonitor& monitor = data_.monitor;
+  monitor.begin_replacing(lock);
+  for (;;) {
+    work(lock, over);
+    if (over()) break;
+    const double start = now();
+    monitor.wait_for_work_in_place(lock, over);
+    data_.record_wait(start);
+  }
+  monitor.end_replacing(data_.step.is_under_way());
+}
+
+// Reads and updates until nothing more can be done now, or it is to `stop` updating.
+void Scheduler::work(PipelineMonitor::Lock& lock, const std::function<bool()>& stop) {
   for (;;) {
     while (start_next_read()) {
     }
+    if (stop()) return;
     PipelineChunk* chunk = next_to_update();
     if (chunk == nullptr || data_.monitor.is_stopping()) return;
     update(*chunk, lock);
   }
+}
+
+// Whether the scheduler's thread leaves updates to a caller who helps: not where somebody waits, or
+// the disk has nothing to do until a slot is free.
+bool Scheduler::leaves_updates() const {
+  return helps() && !data_.monitor.has_waiters() && data_.chunks.any_in_flight();
 }
 
 // --- what a step does with a chunk ---

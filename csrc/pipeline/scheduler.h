@@ -6,9 +6,16 @@
 // wake it. Everything it needs is allocated when chunks are added; a step allocates nothing. A step
 // whose caller waits for it is run by that caller in the thread's place: to wake a thread takes
 // longer than a small step, and the caller has a team of its own ([Note: torch's team]).
+//
+// [Note: Help] A thread that updates beside a team that computes takes a core from it, and the team
+// waits at its next barrier for as long as the update takes. So a caller that computes on these
+// cores `helps`: between two of its computations it updates what is ready, on its whole team. The
+// scheduler's thread keeps the disk busy meanwhile: it reads and writes, and updates only where
+// nothing is being read or written, for then the disk waits for a slot.
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <thread>
 
 #include "pipeline/chunk_updater.h"
@@ -27,8 +34,15 @@ class Scheduler {
 
   // Runs the step that has begun in the caller's thread until it is published, or fails; called
   // without the lock. An exception would leave the scheduler asleep, so that it ends the process
-  // here as it does in the scheduler's thread.
+  // here as it does in the scheduler's thread; so in the two below.
   Failure run() noexcept;
+  // Starts and updates what can be started and updated now in the caller's thread; called without
+  // the lock.
+  void help() noexcept;
+  // Whether a caller who waits does the scheduler's work meanwhile, by `run_until`.
+  bool helps() const;
+  // Works in the caller's thread until it is `over`; the lock is given up for updates.
+  void run_until(PipelineMonitor::Lock& lock, const std::function<bool()>& over) noexcept;
   // Gives the step under way up and ends the thread; called without the lock.
   void stop();
 
@@ -45,7 +59,8 @@ class Scheduler {
 
  private:
   void loop();
-  void work(PipelineMonitor::Lock& lock);
+  void work(PipelineMonitor::Lock& lock, const std::function<bool()>& stop);
+  bool leaves_updates() const;
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
   bool evict();

@@ -35,6 +35,8 @@ struct Team {
 enum class Caller : std::uint8_t {
   waits,     // nothing: all cores are the step's
   computes,  // on these cores beside it, until somebody waits
+  helps,     // the same, and often calls `help`: chunks that are ready wait for that while the disk
+             // is busy, and its waits do the scheduler's work
   launches,  // work of an accelerator: one core is the caller's
   updates,   // the chunks of `set_caller_chunks`, by `acquire_chunk`: none of their gradients is
              // read here, and their weights are only looked at when a chunk is released

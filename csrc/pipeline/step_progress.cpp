@@ -9,9 +9,14 @@ Failure StepProgress::wait(Over over) {
   const double start = now();
   PipelineMonitor& monitor = data_.monitor;
   PipelineMonitor::Lock lock = monitor.lock();
-  monitor.wait(lock, [&] { return over() || monitor.has_failed(); });
+  const auto ended = [&] { return over() || monitor.has_failed(); };
+  if (scheduler_.helps() && !ended()) {
+    scheduler_.run_until(lock, ended);
+  } else {
+    monitor.wait(lock, ended);
+    data_.record_wait(start);
+  }
   if (monitor.has_failed()) data_.step.end();
-  data_.record_wait(start);
   return monitor.failure();
 }
 

@@ -4,12 +4,13 @@
 #include <vector>
 
 #include "pipeline/pipeline_data.h"
+#include "pipeline/scheduler.h"
 
 namespace stow {
 
 class StepProgress {
  public:
-  explicit StepProgress(PipelineData& data) : data_(data) {}
+  StepProgress(PipelineData& data, Scheduler& scheduler) : data_(data), scheduler_(scheduler) {}
 
   // Block until the step is published as a whole, or these parameters of it; or something failed.
   // In an open step a parameter waits for the gradients of all that share a chunk with it; one that
@@ -41,6 +42,7 @@ class StepProgress {
   Failure wait(Over over);
 
   PipelineData& data_;
+  Scheduler& scheduler_;
 };
 
 }  // namespace stow

@@ -95,6 +95,7 @@ int main() {
   stow::test_exchanged_words_are_seen();
   stow::test_zeros_of_other_lengths_differ();
   stow::test_known_answers();
+  stow::test_blocks_are_told_apart();
   stow::report_speed();
   return stow::report();
 }

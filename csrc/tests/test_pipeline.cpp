@@ -525,6 +525,34 @@ void test_nobody_has_to_wait_while_a_step_runs(Make make) {
   }
 }
 
+// [Note: Help] in scheduler.h.
+void test_updates_wait_for_a_caller_who_helps(Make make) {
+  doing("help");
+  RigOptions options;
+  options.shapes.assign(6, Shape{{}, 900});
+  options.slots = 8;
+  Rig rig(make({2, 4096}), options);
+  Pipeline& pipeline = rig.pipeline();
+  const auto updated = [&] { return pipeline.counters().chunks_updated; };
+  CHECK(rig.step(1).error == 0);  // there is something to read from now on
+  CHECK(pipeline.quiesce().error == 0);
+  for (const bool waits : {false, true}) {
+    const std::int64_t before = updated();
+    rig.engine().faults().add({Op::read, 4, 2, 0, 0, 300000});
+    rig.begin(waits ? 3 : 2, rig.training().all_but(), {.caller = Caller::helps});
+    usleep(50000);
+    CHECK(updated() == before);  // something is being read: the scheduler's thread updates nothing
+    pipeline.help();
+    CHECK(updated() > before);
+    CHECK(updated() < before + rig.file().chunks());
+    if (waits) CHECK(pipeline.progress().wait_published().error == 0);
+    while (!pipeline.progress().is_over()) usleep(1000);  // nobody has to help or wait
+    CHECK(rig.training().agrees());
+    CHECK(pipeline.quiesce().error == 0);
+    rig.engine().faults().clear();
+  }
+}
+
 void test_chunks_at_home_come_first_where_asked(Make make) {
   doing("resident first");
   for (const bool resident_first : {false, true}) {
@@ -707,6 +735,7 @@ int main() {
     test_a_weight_written_behind_a_commit_is_not_captured(make);
     test_another_pipeline_goes_on_where_one_ended(make);
     test_nobody_has_to_wait_while_a_step_runs(make);
+    test_updates_wait_for_a_caller_who_helps(make);
     test_chunks_at_home_come_first_where_asked(make);
     test_updates_of_acquired_chunks_give_the_same_bits(make);
     test_updates_on_both_sides_give_the_same_bits(make);

@@ -90,7 +90,9 @@ class Schedule {
                   .capture = options_.durable && chance(2),
                   .resident_first = chance(2),
                   .newest_first = chance(2),
-                  .caller = chance(3) ? Caller::computes : Caller::waits};
+                  .caller = chance(3)   ? Caller::computes
+                            : chance(3) ? Caller::helps
+                                        : Caller::waits};
     if (!spec.open && chance(2)) spec.caller = Caller::updates;
     return spec;
   }
@@ -138,6 +140,7 @@ class Schedule {
       rig_.add_gradient(p);
       missing[p] = 0;
       if (chance(4)) usleep(draw(300));
+      if (chance(2)) pipeline.help();  // does nothing, unless the caller helps
       if (chance(3) && !rig_.file().shares_a_chunk(p, missing)) {
         CHECK(pipeline.progress().wait_parameters({p}).error == 0);
         CHECK(pipeline.progress().is_published(p));
@@ -150,6 +153,10 @@ class Schedule {
   void finish(const StepSpec& spec, const std::vector<char>& due) {
     Pipeline& pipeline = rig_.pipeline();
     if (chance(3)) pipeline.prefetch();  // does nothing, or begins the next
+    for (int calls = draw(4); calls > 0; --calls) {
+      pipeline.help();
+      usleep(draw(200));
+    }
     if (spec.caller == Caller::computes || chance(3)) {
       std::vector<int> some = shuffled(rig_.training().size());
       some.resize(draw(rig_.training().size()) + 1);
@@ -212,7 +219,9 @@ void run_with_a_failure(Make make, unsigned long seed) {
                         .capture = options.durable && draw(2),
                         .resident_first = draw(2) == 0,
                         .newest_first = draw(2) == 0,
-                        .caller = draw(2) == 0 ? Caller::computes : Caller::waits};
+                        .caller = draw(2) == 0   ? Caller::computes
+                                  : draw(2) == 0 ? Caller::helps
+                                                 : Caller::waits};
     rig.begin(number, rig.training().all_but(), spec);
     if (spec.open) {
       const int least = draw(2);
@@ -220,6 +229,7 @@ void run_with_a_failure(Make make, unsigned long seed) {
       if (least == 0 && draw(2)) pipeline.progress().wait_parameters({draw(4)});
       pipeline.close();
     }
+    if (draw(2)) pipeline.help();
     failure = draw(4) == 0   ? pipeline.progress().wait_written()
               : draw(3) == 0 ? pipeline.quiesce()
                              : pipeline.progress().wait_published();

@@ -450,7 +450,10 @@ def _wait_for(storage: SavedStorage) -> None:
 def _check(storage: SavedStorage) -> None:
     """Raise DamageError if a read returned wrong bytes."""
     is_read = storage.state is ByteState.READING
-    if is_read and _native.checksum_by_blocks(storage.data.data_ptr(), storage.nbytes) != storage.checksum:
+    if (
+        is_read
+        and _native.checksum_by_blocks(storage.data.data_ptr(), storage.nbytes) != storage.checksum
+    ):
         message = (
             f"read of {storage.nbytes} bytes of a saved activation gave other bytes than"
             " were written. Look at `dmesg` and the drive's health."

@@ -7,7 +7,7 @@ import tensorstow._native as _native
 from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
-Caller = Literal["waits", "computes", "launches", "updates"]
+Caller = Literal["waits", "computes", "helps", "launches", "updates"]
 """The caller's work during a step: none; computing on the same cores; launching work of an
 accelerator; updating the chunks that ``caller_chunks`` has chosen. Except for "waits" the call
 returns at once."""

@@ -261,6 +261,15 @@ class UpdatePipeline:
         ]
         self.handle.live().add_chunk_gradients(chunk, rows)
 
+    def help(self) -> None:
+        """Update what is ready in the calling thread, if the step is of a caller who ``helps``.
+
+        A step that has failed raises its error where it is waited for.
+        """
+        native = self.handle.native
+        if native is not None and self.handle.is_ours:
+            native.help()
+
     def close_step(self) -> None:
         """End an open step: no more gradients come."""
         self.handle.live().close()

@@ -254,6 +254,8 @@ class StepFeeds:
         """Whether ``close`` ends the step: a feed updates chunks."""
         self._is_held = False
         """Whether nothing is sent before ``close``."""
+        self._helps = False
+        """Whether the caller computes on the cores that updates need ([Note: Help])."""
         self._close_waits = True
         """Whether ``close`` waits for memory, rather than each read of a weight for its part."""
         self._newest_first = False
@@ -292,7 +294,8 @@ class StepFeeds:
         self._runs_to_end = self._has_updater and bool(plan.updates)
         self._is_held = self._runs_to_end and not (is_early and self._share_tuner.is_final)
         crosses = any(update.param.tier is Tier.DEVICE for update in plan.updates)
-        caller: Caller = "launches" if self._on_accelerator else "computes"
+        beside: Caller = "computes" if overlap_with is OverlapWith.BOTH else "helps"
+        caller: Caller = "launches" if self._on_accelerator else beside
         if self._runs_to_end:
             caller = "updates"
         elif overlap_with is OverlapWith.NOTHING and not crosses:
@@ -304,6 +307,7 @@ class StepFeeds:
             newest_first=self._newest_first,
             caller=caller,
         )
+        self._helps = caller == "helps"
         self._pipeline.step(rows, plan.scalars, kind)
         if not self._is_open:
             return overlap_with.goes_on_in_forward
@@ -365,9 +369,15 @@ class StepFeeds:
             raise
 
     def move_on(self) -> None:
-        """Start all work of a closed step that can start without waiting."""
+        """Do all work that can be done without waiting, in the calling thread."""
         for feed in self._feeds:
             feed.move_on()
+        self.help()
+
+    def help(self) -> None:
+        """Update what is ready in the calling thread, if it computes on the cores for that."""
+        if self._helps:
+            self._pipeline.help()
 
     def wait(self, numbers: Collection[int] | None = None) -> None:
         """Block until these parameters, or all, have new weights for the caller's stream.

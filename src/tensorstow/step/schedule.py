@@ -196,6 +196,8 @@ class UpdatesInForward(OngoingSchedule):
         elif self._params.update_router.step_path.pins_weights:  # one that is new is pinned next
             with self._publishing():
                 self._params.update_router.step_path.wait(())
+        else:
+            self._params.update_router.step_path.help()
 
     def _wait(self, ids: Iterable[int] | None) -> None:
         wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]

@@ -36,6 +36,9 @@ class Updated:
     def wait_parameters(self, numbers: list[int]) -> None:
         self.waited += numbers
 
+    def help(self) -> None:
+        """Have nothing to update."""
+
     def close_step(self) -> None:
         """Learn that no more gradients come."""
 

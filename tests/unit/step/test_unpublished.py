@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from parity.beside import blocks, in_ram, mean_square, optimizer_for, same, slow, train, weights
 from tensorstow import AdamW
-from tensorstow.base.errors import TransferError
+from tensorstow.base.errors import PoisonedError, TransferError
 from tensorstow.step.unpublished import Unpublished
 
 
@@ -148,7 +148,7 @@ def test_threads_may_read(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_a_failure_is_raised_by_who_reads_and_the_weights_are_plain_again(tmp_path: Path) -> None:
+def test_a_failure_is_raised_by_each_read_until_the_optimizer_is_closed(tmp_path: Path) -> None:
     model = blocks()
     optimizer = optimizer_for(model, tmp_path, "forward")
     train(optimizer, model, range(2))
@@ -161,6 +161,10 @@ def test_a_failure_is_raised_by_who_reads_and_the_weights_are_plain_again(tmp_pa
     optimizer.step()
     with pytest.raises(TransferError):
         nn.utils.parameters_to_vector(model.parameters())
+    for _ in range(2):
+        with pytest.raises(PoisonedError):
+            nn.utils.parameters_to_vector(model.parameters())
+    optimizer.close()
     assert published(model)
 
 
