@@ -14,6 +14,12 @@ namespace stow {
 struct PipelineData {
   explicit PipelineData(Order kind) : ring(counters), order(kind, chunks) {}
 
+  // Whether a caller of the step may do the scheduler's work ([Note: Help] in scheduler.h).
+  bool takes_help() const {
+    const bool helps = step.is_under_way() && step.spec().caller == Caller::helps;
+    return helps && !monitor.is_replaced() && !monitor.has_failed();
+  }
+
   // A caller was blocked since `start`.
   void record_wait(double start) {
     const double stop = now();

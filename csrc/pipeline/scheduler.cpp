@@ -28,7 +28,12 @@ void Scheduler::stop() {
 
 void Scheduler::loop() {
   PipelineMonitor::Lock lock = data_.monitor.lock();
-  const auto stop = [this] { return data_.monitor.is_replaced() || leaves_updates(); };
+  // Updates are left to a caller who helps, unless somebody waits, or the disk has nothing to do
+  // until a slot is free.
+  const auto stop = [this] {
+    const bool leaves = data_.takes_help() && !data_.monitor.has_waiters();
+    return data_.monitor.is_replaced() || (leaves && data_.chunks.any_in_flight());
+  };
   while (data_.monitor.wait_for_work(lock)) work(lock, stop);
 }
 
@@ -44,16 +49,10 @@ void Scheduler::help() noexcept {
   const TorchTeamScope scope;
   PipelineMonitor& monitor = data_.monitor;
   PipelineMonitor::Lock lock = monitor.lock();
-  if (!helps() || monitor.is_updating()) return;
+  if (!data_.takes_help() || monitor.is_updating()) return;
   monitor.begin_replacing(lock);
   work(lock, [&] { return !data_.step.is_under_way(); });
   monitor.end_replacing(data_.step.is_under_way());
-}
-
-bool Scheduler::helps() const {
-  const CurrentStep& step = data_.step;
-  const bool may = step.is_under_way() && step.spec().caller == Caller::helps;
-  return may && !data_.monitor.is_replaced() && !data_.monitor.has_failed();
 }
 
 void Scheduler::run_until(PipelineMonitor::Lock& lock, const std::function<bool()>& over) noexcept {
@@ -80,12 +79,6 @@ void Scheduler::work(PipelineMonitor::Lock& lock, const std::function<bool()>& s
     if (chunk == nullptr || data_.monitor.is_stopping()) return;
     update(*chunk, lock);
   }
-}
-
-// Whether the scheduler's thread leaves updates to a caller who helps: not where somebody waits, or
-// the disk has nothing to do until a slot is free.
-bool Scheduler::leaves_updates() const {
-  return helps() && !data_.monitor.has_waiters() && data_.chunks.any_in_flight();
 }
 
 // --- what a step does with a chunk ---

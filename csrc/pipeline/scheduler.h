@@ -39,8 +39,6 @@ class Scheduler {
   // Starts and updates what can be started and updated now in the caller's thread; called without
   // the lock.
   void help() noexcept;
-  // Whether a caller who waits does the scheduler's work meanwhile, by `run_until`.
-  bool helps() const;
   // Works in the caller's thread until it is `over`; the lock is given up for updates.
   void run_until(PipelineMonitor::Lock& lock, const std::function<bool()>& over) noexcept;
   // Gives the step under way up and ends the thread; called without the lock.
@@ -60,7 +58,6 @@ class Scheduler {
  private:
   void loop();
   void work(PipelineMonitor::Lock& lock, const std::function<bool()>& stop);
-  bool leaves_updates() const;
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
   bool evict();

@@ -10,7 +10,7 @@ Failure StepProgress::wait(Over over) {
   PipelineMonitor& monitor = data_.monitor;
   PipelineMonitor::Lock lock = monitor.lock();
   const auto ended = [&] { return over() || monitor.has_failed(); };
-  if (scheduler_.helps() && !ended()) {
+  if (data_.takes_help() && !ended()) {
     scheduler_.run_until(lock, ended);
   } else {
     monitor.wait(lock, ended);

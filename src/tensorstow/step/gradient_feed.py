@@ -274,7 +274,7 @@ class StepFeeds:
         on disk. Raises OptionError if the device updates, and ``overlap_with`` is FORWARD or BOTH.
         """
         if overlap_with is OverlapWith.BACKWARD_AND_FORWARD and (
-            self._has_updater or self.pins_weights
+            self._has_updater or self._feeds_of.get(Tier.DISK)
         ):
             overlap_with = OverlapWith.BACKWARD
         if self._has_updater and overlap_with in {OverlapWith.FORWARD, OverlapWith.BOTH}:
@@ -372,10 +372,6 @@ class StepFeeds:
         """Do all work that can be done without waiting, in the calling thread."""
         for feed in self._feeds:
             feed.move_on()
-        self.help()
-
-    def help(self) -> None:
-        """Update what is ready in the calling thread, if it computes on the cores for that."""
         if self._helps:
             self._pipeline.help()
 
@@ -427,9 +423,12 @@ class StepFeeds:
             feed.join()
 
     @property
-    def pins_weights(self) -> bool:
-        """Return whether a step pins weights, for which reads of others must have room."""
-        return bool(self._feeds_of.get(Tier.DISK))
+    def works_between_reads(self) -> bool:
+        """Return whether a read of a weight that is new is to call ``wait(())`` too.
+
+        Where others are pinned it has to have room; or its thread updates what is ready.
+        """
+        return self._helps or bool(self._feeds_of.get(Tier.DISK))
 
     @property
     def staging_bytes(self) -> int:

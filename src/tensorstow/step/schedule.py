@@ -181,7 +181,9 @@ class UpdatesInForward(OngoingSchedule):
         """
         self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in updates}
         self._hide(self.wait)
-        self.wait([i for i in self._under_way if not waits.covers(i)])
+        uncovered = [i for i in self._under_way if not waits.covers(i)]
+        if uncovered:
+            self.wait(uncovered)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -193,11 +195,9 @@ class UpdatesInForward(OngoingSchedule):
         if wanted is None or not under_way.isdisjoint(wanted):
             with self._publishing():
                 self._wait(wanted)
-        elif self._params.update_router.step_path.pins_weights:  # one that is new is pinned next
+        elif self._params.update_router.step_path.works_between_reads:
             with self._publishing():
                 self._params.update_router.step_path.wait(())
-        else:
-            self._params.update_router.step_path.help()
 
     def _wait(self, ids: Iterable[int] | None) -> None:
         wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
