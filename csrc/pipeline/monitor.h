@@ -78,7 +78,8 @@ class PipelineMonitor {
   // failure it must end before the caller may free them.
   template <class Over>
   void wait(Lock& lock, Over over) {
-    ++waiters_;
+    if (++waiters_ == 1 && !over())
+      wake_scheduler();  // it may have left updates to a caller who helps
     callers_wake_.wait(lock, [&] { return over() && !(has_failed() && updating_); });
     --waiters_;
   }
@@ -99,6 +100,7 @@ class PipelineMonitor {
   void fail(const Failure& failure) {
     if (!has_failed()) failure_ = failure;
     wake_callers();
+    scheduler_wakes_.notify_all();  // a caller in its place
   }
   const Failure& failure() const { return failure_; }
   bool has_failed() const { return failure_.error != 0; }

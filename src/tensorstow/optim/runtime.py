@@ -19,6 +19,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from contextlib import ExitStack
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
@@ -126,12 +127,10 @@ class OptimizerRuntime:
         if self._finished:
             return
         self._finished = True
-        has_failed = self.params.store.pipeline.handle.is_poisoned
         try:
             why = "what was under way failed"
             try:
-                if not has_failed:  # else a call has raised the error
-                    self.schedule.finish()
+                self.schedule.finish()
                 self.commits.join(self.params)
                 refusal = self._why_not(asked=asked)
                 why = refusal or "the commit of them failed"
@@ -140,13 +139,14 @@ class OptimizerRuntime:
             finally:
                 self._log_uncommitted(why)
         finally:
-            self.commits.close()
-            self.ranks.close()
-            if self.waits is not None:
-                self.waits.close()
-            self.params.close()
-            if has_failed:
-                self.schedule.abort()  # reads of its weights raise no more
+            with ExitStack() as last_first:
+                if self.params.store.pipeline.handle.is_poisoned:
+                    last_first.callback(self.schedule.abort)  # reads of its weights raise no more
+                last_first.callback(self.params.close)
+                if self.waits is not None:
+                    last_first.callback(self.waits.close)
+                last_first.callback(self.ranks.close)
+                last_first.callback(self.commits.close)
 
     def note_saved(self) -> None:
         """Note that the caller has this step's states; what ``extra`` returns is a commit's."""

@@ -51,7 +51,7 @@ class ThreadCounts(NamedTuple):
     """While the caller launches work of an accelerator, for which it needs one core."""
 
     def beside(self, caller: Caller) -> int:
-        """Return the number while nobody waits for the step."""
+        """Return the number while nobody waits for the step; a caller who helps has them all."""
         return {"computes": self.few, "launches": self.most}.get(caller, self.whole)
 
 

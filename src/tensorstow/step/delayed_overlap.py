@@ -285,10 +285,10 @@ class DelayedOverlap(OngoingSchedule):
                 for under_way in self._under_way.values():
                     under_way.check()
                     self._check_unwritten(under_way.update.param)
-                self._publish([under_way.update.param for under_way in self._under_way.values()])
             except StowError:
                 self._forget()  # all weights are those from before the update: they may be read
                 raise
+            self._publish([under_way.update.param for under_way in self._under_way.values()])
             self._forget()
 
     @torch.no_grad()

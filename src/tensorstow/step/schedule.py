@@ -213,8 +213,11 @@ class UpdatesInForward(OngoingSchedule):
             del self._under_way[identity]  # last: after an interrupt, all of this is repeated
 
     def finish(self) -> None:
-        """End the step under way: it is the last one. One that is open can only be dropped."""
-        if not self.is_open:
+        """End the step under way: it is the last one. One that is open can only be dropped.
+
+        An error that a call has raised is not raised again.
+        """
+        if not self.is_open and not self._params.store.pipeline.handle.is_poisoned:
             self.wait()
 
 

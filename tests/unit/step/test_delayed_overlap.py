@@ -540,6 +540,9 @@ def test_a_failure_of_the_disk_is_raised_by_the_next_use(tmp_path: Path) -> None
     with pytest.raises(PoisonedError):
         optimizer.step()
     assert {type(p) for p in net.parameters()} == {nn.Parameter}
+    assert any(module._forward_pre_hooks for module in net.modules())
+    optimizer.close()
+    assert not any(module._forward_pre_hooks for module in net.modules())
 
 
 # --- runs ---

@@ -168,6 +168,23 @@ def test_a_failure_is_raised_by_each_read_until_the_optimizer_is_closed(tmp_path
     assert published(model)
 
 
+def test_weights_are_plain_after_a_close_that_finds_the_failure(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = optimizer_for(model, tmp_path, "forward")
+    train(optimizer, model, range(2))
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    torch.autograd.backward(mean_square(model, 2))
+    optimizer.synchronize()
+    engine.inject_fault("read", times=-1, error=5, delay_us=100_000)
+    optimizer.step()
+    with pytest.raises(TransferError):
+        optimizer.close()
+    assert published(model)
+    AdamW(model.parameters(), module=model, overlap="forward").close()
+
+
 def test_all_is_new_in_the_context(tmp_path: Path) -> None:
     optimizer, model = under_way(tmp_path)
     with optimizer.updated():
