@@ -8,9 +8,9 @@ from tensorstow.io.numa_binding import bind_threads
 from tensorstow.states.policy import PipelinePolicy
 
 Caller = Literal["waits", "computes", "helps", "launches", "updates"]
-"""The caller's work during a step: none; computing on the same cores; launching work of an
-accelerator; updating the chunks that ``caller_chunks`` has chosen. Except for "waits" the call
-returns at once."""
+"""The caller's work during a step: none; computing on the same cores; the same, with calls of
+``help`` in between; launching work of an accelerator; updating the chunks that ``caller_chunks``
+has chosen. Except for "waits" the call returns at once."""
 _FEW_THREADS = 4
 """The most threads that update while the caller computes. Four, not one: one busy core already
 stalls the caller's OpenMP team at its barriers, and one thread would do so for longer."""

@@ -148,17 +148,23 @@ def test_threads_may_read(tmp_path: Path) -> None:
     optimizer.close()
 
 
-def test_a_failure_is_raised_by_each_read_until_the_optimizer_is_closed(tmp_path: Path) -> None:
+def failing(directory: Path, *, delay_us: int = 0) -> tuple[nn.Module, AdamW]:
+    """Return an optimizer whose last step fails after ``step()``, by its reads."""
     model = blocks()
-    optimizer = optimizer_for(model, tmp_path, "forward")
+    optimizer = optimizer_for(model, directory, "forward")
     train(optimizer, model, range(2))
     optimizer.synchronize()
     engine = optimizer._states().engine
     assert engine is not None
     torch.autograd.backward(mean_square(model, 2))
     optimizer.synchronize()
-    engine.inject_fault("read", times=-1, error=5)
+    engine.inject_fault("read", times=-1, error=5, delay_us=delay_us)
     optimizer.step()
+    return model, optimizer
+
+
+def test_a_failure_is_raised_by_each_read_until_the_optimizer_is_closed(tmp_path: Path) -> None:
+    model, optimizer = failing(tmp_path)
     with pytest.raises(TransferError):
         nn.utils.parameters_to_vector(model.parameters())
     for _ in range(2):
@@ -169,16 +175,7 @@ def test_a_failure_is_raised_by_each_read_until_the_optimizer_is_closed(tmp_path
 
 
 def test_weights_are_plain_after_a_close_that_finds_the_failure(tmp_path: Path) -> None:
-    model = blocks()
-    optimizer = optimizer_for(model, tmp_path, "forward")
-    train(optimizer, model, range(2))
-    optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
-    torch.autograd.backward(mean_square(model, 2))
-    optimizer.synchronize()
-    engine.inject_fault("read", times=-1, error=5, delay_us=100_000)
-    optimizer.step()
+    model, optimizer = failing(tmp_path, delay_us=100_000)
     with pytest.raises(TransferError):
         optimizer.close()
     assert published(model)
