@@ -3,6 +3,9 @@
 Every process has the allocator's defaults, as a user's has, and all cores. Runs of all placements
 take turns. Time, page faults and seconds of the cores are per step; memory is the peak of resident
 bytes. Steps are compared with torch's fused AdamW, everything in RAM, with the same clipping.
+
+Some more steps of each run of ours are recorded. The parts of a step come from that log; their
+seconds sum to an average step of these.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import importlib.util
 import json
 import resource
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -46,7 +50,7 @@ PLACEMENTS: Mapping[str, tuple[Plan | None, bool, float | None]] = {
     "everything on disk, clipped": (_ON_DISK, True, 1.10),
 }
 """Plan (None: torch's optimizer), clipping, and the most that a step is to take of torch's."""
-_MOST_TURNS, _STEPS = 5, 6
+_MOST_TURNS, _STEPS, _RECORDED = 5, 6, 4
 _CLIP = 1.0
 _BATCH, _SMALL_BATCH = (4, 128), (2, 16)
 _SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
@@ -86,6 +90,12 @@ def _figure(
         f"{ours.median:.2f} s, {medians['rss_mib']:,.0f} MiB, {medians['faults']:,.0f} faults,"
         f" {medians['user']:.2f} s user, {medians['system']:.2f} s system"
     )
+    in_order = sorted(of_name, key=lambda run: run["seconds"])
+    detail["parts"] = parts = in_order[len(in_order) // 2]["parts"]
+    if parts:
+        seconds = ", ".join(f"{part['name']} {part['seconds']:.2f}" for part in parts)
+        beside = sum(p["beside_updates"] for p in parts if not p["name"].startswith("waiting"))
+        detail["note"] += f". A recorded step: {seconds}; {beside:.2f} s of updates hidden"
     return Figure(f"{name}: step / torch fused", limit, ours.median / base.median, "x", detail)
 
 
@@ -104,22 +114,33 @@ def _measure(name: str, directory: Path, *, quick: bool) -> dict[str, Any]:
         scratch = {"dir": directory, "durability": "none"} if plan != _IN_RAM else {}
         model, optimizer = stow(model, partial(AdamW, lr=1e-4, **scratch), plan=plan)
     ids = torch.randint(config.vocab_size, _SMALL_BATCH if quick else _BATCH)
-    seconds, before = [], resource.getrusage(resource.RUSAGE_SELF)
-    for step in range(2 + _STEPS):
-        if step == 2:  # the first ones allocate, and read states that were never written
-            before = resource.getrusage(resource.RUSAGE_SELF)
+
+    def train() -> float:
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
         if clips:
             torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
+
+    for _ in range(2):  # the first ones allocate, and read states that were never written
+        train()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = [train() for _ in range(_STEPS)]
     after = resource.getrusage(resource.RUSAGE_SELF)
+    parts: list[dict[str, Any]] = []
     if plan is not None:
+        with optimizer.recording():
+            for _ in range(_RECORDED):
+                train()
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            files = optimizer.report(folder)
+            parts = json.loads(files["figures"].read_text(encoding="utf-8"))["parts"]
         optimizer.close()
     return {
-        "seconds": statistics.median(seconds[2:]),
+        "seconds": statistics.median(seconds),
+        "parts": parts,
         "rss_mib": after.ru_maxrss / 1024,
         "faults": (after.ru_minflt - before.ru_minflt) / _STEPS,
         "user": (after.ru_utime - before.ru_utime) / _STEPS,

@@ -20,6 +20,7 @@ from tensorstow.report.run_record import (
     lane_figures,
     median_step,
     stalls,
+    step_parts,
 )
 from tensorstow.report.spans import COMPUTE, Sample
 
@@ -67,6 +68,7 @@ def figures_of(record: RunRecord) -> dict[str, Any]:
         "seconds": record.seconds,
         "steps": record.steps,
         "median_step_seconds": median_step(record),
+        "parts": [asdict(part) for part in step_parts(record)],
         "stalls": dict(stalls(record)),
         "lanes": [{**asdict(lane), "rate": lane.rate} for lane in lane_figures(record)],
         "moved": dict(record.moved),
@@ -82,12 +84,12 @@ def figures_of(record: RunRecord) -> dict[str, Any]:
 
 
 def page_of(record: RunRecord) -> str:
-    """Return the page: figures, memory over time, stalls, bytes, and the event log."""
+    """Return the page: figures, memory over time, parts of a step, bytes, and the event log."""
     parts = [f"<h1>{escape(record.title)}</h1>", *_summary(record)]
     log = None
     if record.seconds:
         parts += ["<h2>Memory</h2>", *_memory(record)]
-        parts += ["<h2>Where the training loop waited</h2>", *_stalls(record)]
+        parts += ["<h2>Where the time of a step goes</h2>", *_parts(record)]
         parts += ["<h2>Transfers and updates</h2>", *_lanes(record)]
     parts += ["<h2>Bytes moved, and wear</h2>", *_bytes(record)]
     if record.compared:
@@ -168,17 +170,20 @@ def _steps(points: Sequence[tuple[float, float]]) -> Iterable[tuple[float, float
         yield x, y
 
 
-def _stalls(record: RunRecord) -> Iterable[str]:
-    causes = stalls(record)
-    if not causes:
-        yield "<p>It never waited.</p>"
-        return
-    steps = max(record.steps, 1)
+def _parts(record: RunRecord) -> Iterable[str]:
+    parts = step_parts(record)
+    total = sum(part.seconds for part in parts)
     yield table(
-        ("cause", "per step", "of the time"),
+        ("what the loop does", "per step", "of the time", "beside updates", "beside transfers"),
         [
-            (cause, _seconds(seconds / steps), f"{seconds / record.seconds:.1%}")
-            for cause, seconds in causes
+            (
+                part.name,
+                _seconds(part.seconds),
+                f"{part.seconds / total:.1%}",
+                _seconds(part.beside_updates),
+                _seconds(part.beside_transfers),
+            )
+            for part in parts
         ],
     )
     yield faint(

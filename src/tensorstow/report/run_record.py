@@ -144,6 +144,57 @@ def stalls(record: RunRecord) -> list[tuple[str, float]]:
     return sorted(causes, key=lambda pair: -pair[1])
 
 
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """What the training loop does or waits for, in seconds of an average step."""
+
+    name: str
+    seconds: float
+    beside_updates: float
+    """Seconds of these in which updates are computed."""
+    beside_transfers: float
+    """Seconds of these in which bytes are read, written or copied."""
+
+
+def step_parts(record: RunRecord) -> list[StepPart]:
+    """Return the parts of an average step. Their seconds sum to it.
+
+    Steps count from the end of the first to the end of the last one recorded: what a step leaves
+    for the next forward is part of that. A recording of a single step has its whole time.
+
+    What the loop waits for comes first, with the causes of ``stalls``. The rest of a forward, a
+    backward and a step is what these compute.
+    """
+    ends = [span.stop for span in record.of(COMPUTE) if span.name == STEP]
+    steps = max(len(ends) - 1, 1)
+    seconds_left: list[Interval] = [(ends[0], ends[-1]) if ends[1:] else (0.0, record.seconds)]
+    waits = _times(record.of(WAIT))
+    busy = {cause: _times(record.of(kind)) for kind, cause in _CAUSES}
+    parts = {f"waiting: {cause}": shared(waits, times) for cause, times in busy.items()}
+    parts["waiting: other"] = waits
+    for name in sorted({span.name for span in record.of(STALL)}):
+        parts[f"waiting: {name}"] = _times([s for s in record.of(STALL) if s.name == name])
+    for name in dict.fromkeys(span.name for span in record.of(COMPUTE)):
+        parts[name] = _times([s for s in record.of(COMPUTE) if s.name == name])
+    parts["outside of these"] = seconds_left
+    updates = busy.pop(_CAUSES[0][1])
+    weights = _times(record.of(WEIGHTS_READ, WEIGHTS_WRITE))
+    transfers = union([interval for times in (*busy.values(), weights) for interval in times])
+    found = []
+    for name, times in parts.items():
+        mine = shared(seconds_left, times)
+        seconds_left = without(seconds_left, mine) if mine else seconds_left
+        found.append(
+            StepPart(
+                name,
+                length(mine) / steps,
+                length(shared(mine, updates)) / steps,
+                length(shared(mine, transfers)) / steps,
+            )
+        )
+    return [part for part in found if part.seconds > 0]
+
+
 def lane_figures(record: RunRecord) -> list[LaneFigures]:
     """Return the average figures of a step for each lane that transfers or updates."""
     steps = max(record.steps, 1)

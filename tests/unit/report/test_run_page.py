@@ -14,8 +14,8 @@ from tensorstow.report.spans import Sample, TimeSpan
 
 SPANS = [
     *STEPS,
-    TimeSpan(READ, "read", 4.0, 4.5, chunk=3, nbytes=1 << 20),
-    TimeSpan("wait", "wait", 4.0, 5.0),
+    TimeSpan(READ, "read", 9.0, 9.5, chunk=3, nbytes=1 << 20),
+    TimeSpan("wait", "wait", 9.0, 10.0),
 ]
 HELD = {
     "process": [Sample(0.0, 100 << 20), Sample(5.0, 300 << 20), Sample(10.0, 200 << 20)],
@@ -40,7 +40,7 @@ def test_a_page_has_every_section() -> None:
         "HOST: memory of the process, Python and torch included",
         "peak 300.0 MiB, from 100.0 MiB to 200.0 MiB",
         "DISK: files of states and weights 64.0 MiB throughout",
-        "reads of states 250 ms 5.0%",
+        "waiting: reads of states 500 ms 10.0% 0 ms 500 ms",
         "read (/nvme) 250 ms 512.0 KiB",
         "states written 4.0 MiB 2.0 MiB",
         "HOST ring of states 200 B 210 B +5.0%",
