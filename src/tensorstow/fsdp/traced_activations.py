@@ -26,6 +26,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import TracedPlacement
 from tensorstow.fsdp.units import Unit, units_of
+from tensorstow.io.allocator import is_large
 from tensorstow.planner.placement import HeldActivations
 from tensorstow.planner.seconds import MicroBatch
 
@@ -35,7 +36,7 @@ _GATHERS = frozenset({torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.
 _GET_DEVICE = torch.ops.prim.device.default
 """Asks a tensor for its device: it makes nothing."""
 _RANDOM = frozenset({torch.ops.aten.bernoulli_, torch.ops.aten.bernoulli})
-_OF_ONE_LAYER = frozenset({"late", "together", "largest_saved_bytes"})
+_OF_ONE_LAYER = frozenset({"late", "together", "large_together", "largest_saved_bytes"})
 """Counts that do not grow with the number of layers."""
 
 
@@ -50,10 +51,19 @@ class Activations:
     """Peak activation bytes until the first block has gradients: as when backward begins."""
     early_together: int = 0
     """The same with gradients, minus the bytes of all gradients."""
+    early_small: int = 0
+    """Peak bytes of activations in the C library's heap until then: large tensors cannot use what
+    these leave ([Note: Large blocks] in ``io.allocator``)."""
+    early_large: int = 0
+    """Peak bytes of the others until then."""
+    early_large_together: int = 0
+    """The same with gradients, minus the bytes of all gradients."""
     late: int = 0
     """Peak activation bytes after the first block's backward."""
     together: int = 0
     """The same with gradients, minus the bytes of all gradients."""
+    large_together: int = 0
+    """The same without small activations."""
     operations: int = 0
     """Floating point operations of forward and backward."""
     tensor_bytes: int = 0
@@ -83,9 +93,14 @@ class Activations:
 
     def held(self) -> HeldActivations:
         """Return the peaks, for ``planner.placement``."""
-        together = max(self.early_together, self.together)
         return HeldActivations(
-            self.peak_bytes, together, self.saved_bytes, self.largest_saved_bytes
+            peak=self.peak_bytes,
+            beside_gradients=max(self.early_together, self.together),
+            small=self.early_small,
+            large=self.early_large,
+            large_beside_gradients=max(self.early_large_together, self.large_together),
+            saved=self.saved_bytes,
+            largest_saved=self.largest_saved_bytes,
         )
 
     def micro_batch(self, tokens: int) -> MicroBatch:
@@ -134,20 +149,27 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         ]
         self.held = 0
         """Bytes of all live storages."""
+        self._small = 0
+        """Those of small ones, in the C library's heap."""
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Every live storage, by address."""
         for tensor in (*module.parameters(), *module.buffers()):
             self._follow(tensor.untyped_storage())
-        self._fixed = self.held
+        self._fixed, self._fixed_small = self.held, self._small
         none_yet = -self._gradients
-        self.seen = Activations(early_together=none_yet, together=none_yet)
+        self.seen = Activations(
+            early_together=none_yet,
+            early_large_together=none_yet,
+            together=none_yet,
+            large_together=none_yet,
+        )
         """The peaks and counts so far."""
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Stop counting a storage: its memory is counted elsewhere."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001
-        self.held -= storage.nbytes()
+        self._add(-1, storage.nbytes())
         self._live[key] = weakref.ref(storage, lambda _: self._live.pop(key))
 
     @classmethod
@@ -167,15 +189,27 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
             return args[0].fake_device
         result = func(*args, **(kwargs or {}))
         self._count(func, (args, kwargs or {}), result)
+        self._see()
+        return result
+
+    def _see(self) -> None:
+        """Raise the peaks to what is held now."""
         seen, together = self.seen, self.held - self._fixed
-        grad_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+        gradients = [p.grad.nbytes for p in self._trained if p.grad is not None]
+        grad_bytes = sum(gradients)
+        small = self._small - self._fixed_small
+        small = max(small - sum(n for n in gradients if not is_large(n)), 0)
+        large_together = together - small - self._gradients
         if all(p.grad is not None for p in self._first):
             seen.late = max(seen.late, together - grad_bytes)
             seen.together = max(seen.together, together - self._gradients)
+            seen.large_together = max(seen.large_together, large_together)
         else:
             seen.early = max(seen.early, together - grad_bytes)
             seen.early_together = max(seen.early_together, together - self._gradients)
-        return result
+            seen.early_small = max(seen.early_small, small)
+            seen.early_large = max(seen.early_large, together - grad_bytes - small)
+            seen.early_large_together = max(seen.early_large_together, large_together)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         """Count a storage until it goes."""
@@ -185,10 +219,16 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
 
         def gone(_: object) -> None:
             del self._live[key]
-            self.held -= nbytes
+            self._add(-1, nbytes)
 
         self._live[key] = weakref.ref(storage, gone)
-        self.held += nbytes
+        self._add(1, nbytes)
+
+    def _add(self, count: int, nbytes: int) -> None:
+        """Count a storage, or with ``count`` -1 no longer."""
+        self.held += count * nbytes
+        if not is_large(nbytes):
+            self._small += count * nbytes
 
     def _count(self, func: Any, arguments: Any, result: Any) -> None:  # noqa: ANN401  # torch's own
         """Count an operation, its memory, and the bytes that it moves unless it is a product."""

@@ -15,11 +15,14 @@ import os
 import torch
 
 from tensorstow import _native
+from tensorstow.base.sizes import round_up
 
 logger = logging.getLogger("tensorstow")
 
 _LIBRARY = "libc10.so"
 """The one of torch's libraries that allocates tensors."""
+_HUGE_PAGE = 2 << 20
+"""Bytes that blocks of the cache are rounded up to."""
 _OWN_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "glibc.malloc.mmap_threshold")
 """The user's: a variable of the environment, and a name in GLIBC_TUNABLES."""
 
@@ -44,6 +47,14 @@ def cache_large_blocks() -> bool:
         torch.__version__,
     )
     return False
+
+
+def is_large(nbytes: int) -> bool:
+    """Return whether a block of ``nbytes`` comes from the cache, and not from the C library.
+
+    The cache takes blocks that whole huge pages enlarge by a third at most.
+    """
+    return round_up(nbytes, _HUGE_PAGE) - nbytes <= nbytes // 3
 
 
 def empty_cache(nbytes: int | None = None) -> None:

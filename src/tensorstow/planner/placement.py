@@ -18,6 +18,7 @@ from tensorstow.base.sizes import round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import reaches_device, reaches_host
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.io.allocator import is_large
 from tensorstow.io.files import ALIGN
 from tensorstow.planner.bounds import (
     MAX_IN_FLIGHT_BYTES,
@@ -64,6 +65,12 @@ class HeldActivations:
     """Bytes that blocks move to host memory or disk in forward; ``peak`` leaves them out."""
     largest_saved: int = 0
     """Bytes of the largest storage that blocks move."""
+    small: int = 0
+    """Peak bytes of those in the C library's heap. Large tensors cannot use what these leave."""
+    large: int = 0
+    """Peak bytes of the others."""
+    large_beside_gradients: int = 0
+    """Peak bytes of the others while all gradients are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +168,10 @@ def _activations(
     held = conditions.activations
     nbytes = _activations_beside(gradients, plan, sizes, conditions)
     yield Item(conditions.compute_tier, "activations", nbytes)
+    with_copy = _activations_beside(
+        gradients, plan, sizes, conditions, _copied_gradients(plan, sizes, conditions)
+    )
+    yield Item(conditions.compute_tier, "gradients of a unit, copied", with_copy - nbytes)
     if plan.activations is ActivationPlacement.HOST:
         yield Item(Tier.HOST, "saved activations", held.saved)
     if plan.activations is ActivationPlacement.DISK:
@@ -169,15 +180,22 @@ def _activations(
         yield Item(Tier.DISK, "saved activations", moved_activations(plan, held).written)
 
 
-def _activations_beside(gradients: int, plan: Plan, sizes: Sizes, conditions: Conditions) -> int:
+def _activations_beside(
+    gradients: int, plan: Plan, sizes: Sizes, conditions: Conditions, copied: int = 0
+) -> int:
     """Return the bytes of activations to add to those counted for gradients.
+
+    ``copied``: bytes of gradients that exist twice at the end of backward.
 
     Activations peak when backward begins. The gradients of earlier micro-batches exist then. With
     a single micro-batch few gradients do, so the common peak is less than the sum of both peaks.
     """
     held, several = conditions.activations, plan.accumulation_steps > 1
     if conditions.device_is_host and not several:
-        return max(held.beside_gradients, held.peak - gradients)
+        beside = min(_large_gradients(plan, sizes), gradients)
+        beside += max(held.large_beside_gradients, copied)
+        apart = held.small + max(held.large, beside)
+        return max(held.beside_gradients, copied, held.peak - gradients, apart - gradients)
     if several or plan.micro_batches > 1:
         return held.peak
     # At any time the device holds at most ``gradients``: the others have left. Activations and
@@ -186,6 +204,27 @@ def _activations_beside(gradients: int, plan: Plan, sizes: Sizes, conditions: Co
     weighted_sum = held.beside_gradients + held.peak * (sizes.ranks - 1)
     together = weighted_sum // sizes.ranks + _waiting(sizes.units, wide=False)
     return min(held.peak, max(held.peak, together) - gradients)
+
+
+def _copied_gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> int:
+    """Return the bytes of a unit's gradients, of which FSDP2 makes one block, on a CPU."""
+    if not conditions.device_is_host or is_whole(plan, sizes, conditions):
+        return 0
+    return sizes.ranks * max((unit.gradient_bytes for unit in sizes.units), default=0)
+
+
+def _large_gradients(plan: Plan, sizes: Sizes) -> int:
+    """Return the bytes of gradients outside of the C library's heap.
+
+    The gradients of a unit on disk are in one block.
+    """
+    counts: list[int] = []
+    for unit in sizes.units:
+        if plan.tier_of(unit.name) == Tier.DISK:
+            counts.append(unit.gradient_bytes)
+        else:
+            counts += [dtype.itemsize * elements for dtype, elements in unit.trained]
+    return sum(n for n in counts if n and is_large(n))
 
 
 @dataclass(frozen=True, slots=True)

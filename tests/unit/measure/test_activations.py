@@ -137,6 +137,21 @@ def feed_forwards() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*(FeedForward(128) for _ in range(4))), (torch.ones(96, 128),)
 
 
+def many_rows() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    module, _ = feed_forwards()
+    return module, (torch.ones(1 << 14, 128),)
+
+
+def test_small_activations_are_counted_apart_from_large_ones() -> None:
+    small = trace_function(build_model(f"{__name__}:feed_forwards")).held()
+    assert small.small == small.peak > 0
+    assert small.large == 0
+    large = trace_function(build_model(f"{__name__}:many_rows")).held()
+    assert large.small < large.peak / 100
+    assert large.large == pytest.approx(large.peak, rel=1e-2)
+    assert large.large_beside_gradients <= large.beside_gradients
+
+
 @pytest.mark.parametrize("placed", ["keep", "recompute", "disk"])
 def test_what_is_traced_is_what_a_run_holds_and_moves(placed: str) -> None:
     model = build_model(f"{__name__}:feed_forwards")

@@ -45,6 +45,8 @@ def sizes(ranks: int) -> Sizes:
 CHUNK = PipelinePolicy().chunk
 SLOT = slot_bytes(Family(torch.float32, amsgrad=False), CHUNK, with_weights=False)
 RING = (48 << 20) // SLOT * SLOT
+COPIED = UNIT
+"""Of HOST: the gradients of a unit, of which FSDP2 makes one block."""
 POOLED = 3 * UNIT + 3 * ALIGN
 """Of HOST: three units of parameters on DISK."""
 AWAY = Conditions(device_is_host=False)
@@ -94,7 +96,7 @@ def test_one_rank_has_its_weights_once() -> None:
 
 def test_ranks_on_cpus_unshard_in_host_memory() -> None:
     found = bytes_of(Plan(Tier.HOST), sizes(4), HERE)
-    assert found[Tier.HOST] == (4 * COUNT + 2 * 4) * G
+    assert found[Tier.HOST] == (4 * COUNT + 2 * 4) * G + COPIED * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -112,8 +114,8 @@ def test_units_are_counted_where_each_is() -> None:
 
 
 def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
-    roomy = COUNT * G + POOLED + RING
-    tight = G + WINDOW_BYTES + POOLED + RING
+    roomy = COUNT * G + COPIED + POOLED + RING
+    tight = G + WINDOW_BYTES + COPIED + POOLED + RING
     assert auto_plan(sizes(1), Budget(host=roomy), HERE).overlap == "forward"
     assert auto_plan(sizes(1), Budget(host=tight), HERE).overlap == "backward"
     with pytest.raises(BudgetError, match=r"1 B of HOST"):
@@ -139,7 +141,7 @@ def test_beside_a_device_gradients_of_several_units_wait() -> None:
 
 
 def test_units_on_disk_have_what_the_budget_leaves() -> None:
-    least = COUNT * G + POOLED + RING
+    least = COUNT * G + COPIED + POOLED + RING
     for host, in_memory in (
         (least, POOLED),
         (least + G - 1, POOLED),
@@ -228,6 +230,7 @@ def test_a_run_with_units_on_two_tiers_holds_what_is_predicted() -> None:
         optimizer.zero_grad()
     found, memory = parameter_bytes(model), optimizer._memory()
     optimizer.close()
+    assert held.pop((Tier.HOST, "gradients of a unit, copied")) == sizes.units[1].gradient_bytes
     pooled = held.pop((Tier.HOST, "parameters from disk, in memory"))
     assert 0 <= pooled - found.most_buffer_pool_bytes < 3 * ALIGN
     assert held == {
@@ -372,7 +375,7 @@ def test_what_weights_pass_through_counts_where_the_device_has_memory(parameters
     away = bytes_of(plan, sizes(4), AWAY)
     assert away[Tier.DEVICE] == 8 * G + UPLOADED + MAX_IN_FLIGHT_BYTES
     staged = UPLOADED if parameters == Tier.DISK else 0
-    assert away[Tier.HOST] - here[Tier.HOST] == staged - 8 * G
+    assert away[Tier.HOST] - here[Tier.HOST] == staged - 8 * G - 4 * COPIED
 
 
 def test_host_weights_count_where_parameters_are_on_the_device() -> None:
@@ -409,6 +412,26 @@ def test_of_one_micro_batch_gradients_come_when_activations_go(
     assert gradients > 0
     # Of two the first one's gradients are there when the second one's backward begins.
     assert items["activations"] == (peak - gradients if micro_batches == 1 else peak)
+
+
+@pytest.mark.parametrize("parameters", [Tier.HOST, Tier.DISK])
+def test_large_gradients_cannot_be_where_small_activations_were(parameters: Tier) -> None:
+    def held(**of: int) -> int:
+        held = HeldActivations(peak=9 * G, **of)
+        items = items_of(Plan(parameters, parameters), sizes(1), replace(HERE, activations=held))
+        return sum(
+            item.nbytes
+            for item in items
+            if item.purpose in ("activations", "gradients", "gradients of a unit, copied")
+        )
+
+    gradients = COUNT * G + (COPIED if parameters == Tier.DISK else 0)
+    assert held(small=9 * G) == 9 * G + gradients
+    assert held(large=9 * G) == gradients
+    assert held(small=2 * G, large=7 * G) == 2 * G + gradients
+    # Large activations that exist beside all gradients: the copy comes after them.
+    beside = 2 * G
+    assert held(large=9 * G, beside_gradients=beside, large_beside_gradients=beside) == 12 * G
 
 
 MOVED = HeldActivations(peak=100 << 20, beside_gradients=20 << 20, saved=G, largest_saved=8 << 20)

@@ -315,7 +315,7 @@ def test_units_are_on_three_tiers_where_two_are_slower() -> None:
 
 
 def test_a_chosen_plan_is_never_over_budget_and_nothing_faster_was_free() -> None:
-    for part in range(1, 9):
+    for part in range(2, 9):
         budget = Budget(host=part * HOST_BYTES // 8)
         request = PlanRequest(SIZES, budget, HERE, batch=BATCH, machine=CPU)
         found = search(request)
