@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "base/imports.h"
+#include "base/memory_limit.h"
 
 namespace stow {
 namespace {
@@ -210,7 +211,11 @@ bool is_large(std::size_t bytes) { return round_up(bytes) - bytes <= bytes / 3; 
 
 int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
   CachingAllocator& allocator = *installed_allocator();
-  if (is_large(bytes) && alignment <= kHugePage) {
+  const bool large = is_large(bytes) && alignment <= kHugePage;
+  const bool fits =
+      large ? large_fits_limit(allocator, round_up(bytes)) : small_fits_limit(allocator, bytes);
+  if (!fits) return ENOMEM;
+  if (large) {
     if (void* begin = allocator.allocate(bytes); begin != nullptr) {
       *block = begin;
       return 0;

@@ -1,5 +1,6 @@
 // Python's view of the allocator of large blocks.
 #include "base/caching_allocator.h"
+#include "base/memory_limit.h"
 #include "bindings/bindings.h"
 
 namespace stow {
@@ -25,6 +26,18 @@ void bind_memory(nb::module_& m) {
       },
       "bytes"_a = nb::none(), nb::call_guard<nb::gil_scoped_release>(),
       "return freed blocks to the system: so many bytes of them, or all");
+  m.def("set_memory_limit", &set_memory_limit, "bytes"_a,
+        "refuse blocks with which the process would have more bytes in memory; 0: no limit");
+  m.def("memory_limit", &memory_limit, "most bytes of the process in memory; 0: no limit");
+  m.def("resident_bytes", &resident_bytes, "bytes of the process in memory now");
+  m.def(
+      "fits_memory_limit",
+      [](std::size_t bytes) {
+        CachingAllocator* allocator = installed_allocator();
+        return allocator == nullptr || fits_limit(*allocator, bytes);
+      },
+      "bytes"_a, nb::call_guard<nb::gil_scoped_release>(),
+      "whether so many new bytes fit below the limit, after freed memory went back if need be");
 }
 
 }  // namespace stow

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tensorstow.fsdp.export import save_safetensors
     from tensorstow.fsdp.stow import plan_of, stow
     from tensorstow.fsdp.usage import usage
+    from tensorstow.io.allocator import set_memory_limit
     from tensorstow.optim.adam import Adam, AdamW
     from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
     from tensorstow.states.policy import PipelinePolicy
@@ -42,6 +43,7 @@ __all__ = [
     "plan_of",
     "quantize_to_int8",
     "save_safetensors",
+    "set_memory_limit",
     "state_dict_of",
     "stow",
     "usage",
@@ -64,6 +66,7 @@ _MODULES = {
     "plan_of": "tensorstow.fsdp.stow",
     "quantize_to_int8": "tensorstow.checkpoint.quantized_weights",
     "save_safetensors": "tensorstow.fsdp.export",
+    "set_memory_limit": "tensorstow.io.allocator",
     "state_dict_of": "tensorstow.checkpoint.optimizer_export",
     "stow": "tensorstow.fsdp.stow",
     "usage": "tensorstow.fsdp.usage",

@@ -106,6 +106,22 @@ def allocator_bytes() -> tuple[int, int, int]:
 def empty_cache(bytes: int | None = None) -> None:
     """return freed blocks to the system: so many bytes of them, or all"""
 
+def set_memory_limit(bytes: int) -> None:
+    """
+    refuse blocks with which the process would have more bytes in memory; 0: no limit
+    """
+
+def memory_limit() -> int:
+    """most bytes of the process in memory; 0: no limit"""
+
+def resident_bytes() -> int:
+    """bytes of the process in memory now"""
+
+def fits_memory_limit(bytes: int) -> bool:
+    """
+    whether so many new bytes fit below the limit, after freed memory went back if need be
+    """
+
 def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
     """
     (width, per, offset in a file, offset in a slot, bytes) of each stream and the weight

@@ -26,6 +26,7 @@ def test_exported_names() -> None:
         "plan_of",
         "quantize_to_int8",
         "save_safetensors",
+        "set_memory_limit",
         "state_dict_of",
         "stow",
         "usage",

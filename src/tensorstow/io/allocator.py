@@ -15,7 +15,8 @@ import os
 import torch
 
 from tensorstow import _native
-from tensorstow.base.sizes import round_up
+from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.sizes import Size, format_bytes, parse_size, round_up
 
 logger = logging.getLogger("tensorstow")
 
@@ -55,6 +56,64 @@ def is_large(nbytes: int) -> bool:
     The cache takes blocks that whole huge pages enlarge by a third at most.
     """
     return round_up(nbytes, _HUGE_PAGE) - nbytes <= nbytes // 3
+
+
+def set_memory_limit(limit: Size | None) -> None:
+    """Refuse host memory to tensors with which this process would have more than ``limit``.
+
+    What counts is the process's resident memory: tensors, buffers, Python and its libraries. The
+    page cache and pinned memory of a GPU's driver do not count. Near the limit, freed memory that
+    allocators keep goes back to the system first.
+
+    A tensor of the CPU that does not fit raises torch's ``RuntimeError`` ("can't allocate memory"),
+    and a buffer of tensorstow's :class:`~tensorstow.errors.BudgetError`, before they get memory.
+    Buffers that are allocated later get all of it at once.
+
+    Args:
+        limit: Bytes, or a size like ``"6GiB"``. ``tensorstow plan`` prints what a run needs. None
+            takes the limit away.
+
+    Raises:
+        OptionError: The process has more than that already, or torch's tensors come from an
+            allocator of the user's own, which is not asked.
+    """
+    if limit is None:
+        _native.set_memory_limit(0)
+        return
+    nbytes = parse_size(limit, "limit")
+    if not cache_large_blocks():
+        message = (
+            "A limit of memory needs torch's blocks from tensorstow's allocator, and another one is"
+            " in use: MALLOC_MMAP_THRESHOLD_ or glibc.malloc.mmap_threshold is set, or a library is"
+            " preloaded. Start Python without it."
+        )
+        raise OptionError(message)
+    resident = _native.resident_bytes()
+    if resident == 0:
+        message = (
+            "A limit of memory needs to know what the process has, and /proc/self/statm cannot be"
+            " read. Mount /proc."
+        )
+        raise OptionError(message)
+    if resident > nbytes:
+        message = (
+            f"A limit of {format_bytes(nbytes)} of memory was requested, and the process has"
+            f" {format_bytes(resident)} already. Set it higher."
+        )
+        raise OptionError(message)
+    _native.set_memory_limit(nbytes)
+
+
+def check_memory_limit(nbytes: int) -> None:
+    """Raise BudgetError if ``nbytes`` more would exceed the limit that a user has set."""
+    if _native.fits_memory_limit(nbytes):
+        return
+    message = (
+        f"{format_bytes(nbytes)} of host memory were requested, and the process has"
+        f" {format_bytes(_native.resident_bytes())} of the {format_bytes(_native.memory_limit())}"
+        " that tensorstow.set_memory_limit allows. Lower the budget, or raise the limit."
+    )
+    raise BudgetError(message)
 
 
 def empty_cache(nbytes: int | None = None) -> None:

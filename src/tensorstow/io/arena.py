@@ -5,8 +5,10 @@ import mmap
 
 import torch
 
+from tensorstow import _native
 from tensorstow.base.errors import BudgetError
 from tensorstow.base.sizes import format_bytes, round_up
+from tensorstow.io.allocator import check_memory_limit
 from tensorstow.io.numa_binding import prefer_own_node
 
 PAGE = mmap.PAGESIZE
@@ -28,14 +30,19 @@ _libc.mremap.restype = _libc.mmap.restype = _ADDRESS
 class Arena:
     """An anonymous mapping of ``nbytes``, zero-filled, in huge pages where the system has them.
 
-    Pages use no memory until they are touched. With ``in_children=False`` a forked process reads
-    zeros and shares no page, so that a transfer in flight never meets copy-on-write. The child
-    keeps the mapping: without it, freeing ours there could unmap memory that took its place.
+    Pages use no memory until they are touched, unless a limit of memory is set. With
+    ``in_children=False`` a forked process reads zeros and shares no page, so that a transfer in
+    flight never meets copy-on-write. The child keeps the mapping: without it, freeing ours there
+    could unmap memory that took its place.
     """
 
     def __init__(self, nbytes: int, *, in_children: bool) -> None:
-        """Map ``nbytes`` (rounded up to a page); raise BudgetError if the system has no room."""
+        """Map ``nbytes`` (rounded up to a page).
+
+        Raises BudgetError if the system or the user's limit of memory has no room.
+        """
         self.nbytes = max(PAGE, round_up(nbytes, PAGE))
+        check_memory_limit(self.nbytes)
         # One extra huge page lets the first byte sit on the boundary of one.
         try:
             self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)
@@ -51,6 +58,8 @@ class Arena:
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip
         prefer_own_node(self.address, self.nbytes)
+        if _native.memory_limit():  # what comes later must not get the memory of these pages
+            ctypes.memset(self.address, 0, self.nbytes)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a 1-D view of ``count`` elements from byte ``offset``; it keeps the mapping."""

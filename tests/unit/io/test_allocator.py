@@ -16,7 +16,8 @@ from torch import nn
 
 from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.activations.host_blocks import HostBlocks
-from tensorstow.io.allocator import cache_large_blocks, empty_cache
+from tensorstow.base.errors import OptionError
+from tensorstow.io.allocator import cache_large_blocks, empty_cache, is_large, set_memory_limit
 from tensorstow.io.device_link import open_link
 
 stow_module = importlib.import_module("tensorstow.fsdp.stow")
@@ -280,3 +281,142 @@ def test_tensors_of_a_forked_child_are_its_own() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert torch.equal(kept, torch.arange(1 << 20))
     empty_cache()
+
+
+_LIMITED = """
+import torch
+import tensorstow
+from tensorstow import _native
+from tensorstow.base.errors import BudgetError
+from tensorstow.io.arena import Arena
+
+MIB = 1 << 20
+
+def ones(mib, of=1 << 20):
+    return [torch.ones(of, dtype=torch.uint8) for _ in range((mib * MIB) // of)]
+
+def refused(call):
+    try:
+        call()
+    except (RuntimeError, BudgetError) as error:
+        assert _native.resident_bytes() <= limit, _native.resident_bytes() - limit
+        return str(error)
+    raise AssertionError("it had memory")
+
+ones(1), Arena(4096, in_children=True)  # what is loaded late
+limit = _native.resident_bytes() + 100 * MIB
+tensorstow.set_memory_limit(limit)
+"""
+
+
+@pytest.mark.parametrize("of", [100 << 10, 1 << 20, 20 << 20])
+def test_a_tensor_beyond_the_limit_of_memory_raises_and_one_within_does_not(of: int) -> None:
+    code = f"""
+kept = ones(80, {of})
+assert "can't allocate memory" in refused(lambda: ones(40, {of}))
+del kept
+kept = ones(80, {of})  # what was freed is there again
+del kept
+tensorstow.set_memory_limit(None)
+kept = ones(200, {of})
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_below_a_limit_small_tensors_and_large_ones_take_each_other_s_place() -> None:
+    code = """
+for _ in range(3):
+    kept = ones(80, 1 << 20)
+    del kept
+    kept = ones(80, 20 << 20)
+    del kept
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_buffers_count_in_the_limit_before_they_are_used() -> None:
+    code = """
+arena = Arena(60 * MIB, in_children=False)
+message = refused(lambda: Arena(60 * MIB, in_children=False))
+assert message.startswith("60.0 MiB of host memory were requested, and the process has "), message
+assert message.endswith(
+    " that tensorstow.set_memory_limit allows. Lower the budget, or raise the limit."
+)
+assert "can't allocate memory" in refused(lambda: ones(60, 20 << 20))
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_a_training_that_a_limit_ends_has_changed_nothing_and_goes_on_without(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+from torch import nn
+from tensorstow import AdamW, Plan, stow
+
+def trained(limited):
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    model, optimizer = stow(
+        model, AdamW, lr=1e-3, dir={str(tmp_path)!r} + str(limited), durability="none",
+        plan=Plan(parameters="disk", states="disk", overlap="forward"),
+    )
+    for step in range(3):
+        if limited and step == 1:
+            tensorstow.set_memory_limit(_native.resident_bytes() + MIB)
+            assert "can't allocate memory" in refused_here(lambda: model(torch.ones(65536, 1024)))
+            tensorstow.set_memory_limit(None)
+        model(torch.ones(4, 1024)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(torch.ones(4, 1024)).sum().item()
+    optimizer.close()
+    return loss
+
+def refused_here(call):
+    global limit
+    limit = 1 << 60
+    return refused(call)
+
+tensorstow.set_memory_limit(None)
+assert trained(True) == trained(False)
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_a_limit_that_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"1\.0 MiB of memory was requested, and the process has"):
+        set_memory_limit("1MiB")
+    with pytest.raises(OptionError, match="limit='much' is not a size"):
+        set_memory_limit("much")
+    with monkeypatch.context() as patch:
+        patch.setattr(_native, "resident_bytes", lambda: 0)
+        with pytest.raises(OptionError, match="/proc/self/statm cannot be read"):
+            set_memory_limit("64GiB")
+    assert _native.memory_limit() == 0
+    code = """
+from tensorstow import set_memory_limit
+try:
+    set_memory_limit("1TiB")
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "33554432"},
+    )
+    assert done.stdout.startswith("A limit of memory needs torch's blocks from tensorstow's alloc")
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1 << 20, (3 << 19) - 1, 3 << 19, 2 << 20, (2 << 20) + 1, 3 << 20, 3145729, 5 << 20]
+)
+def test_which_blocks_the_planner_counts_as_cached(nbytes: int) -> None:
+    assert cache_large_blocks()
+    before = _native.allocator_bytes()[0]
+    block = torch.empty(nbytes, dtype=torch.uint8)
+    assert (_native.allocator_bytes()[0] > before) == is_large(nbytes)
+    del block
