@@ -81,16 +81,18 @@ def open_engine(
     block_bytes: int = BLOCK_BYTES,
     said_by: str = "depth",
     node: NodeChoice = "auto",
+    drives: int = 1,
 ) -> _native.Engine:
     """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend.
 
-    ``depth``: None takes this rank's part of DEPTH, as if all of its machine's used one disk.
+    ``depth``: None takes this rank's part of DEPTH for each of ``drives``, as if all of its
+    machine's used the same.
     ``said_by``: what users call the depth. ``node``: where its threads run.
     """
     bind_threads(node)
     if depth is None:
         local = local_ranks()
-        depth = part(DEPTH, local.count, local.rank)
+        depth = part(DEPTH * drives, local.count, local.rank)
     value: object = depth  # as users typed it
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         message = (

@@ -36,7 +36,8 @@ class FileStripe:
 class StripedFiles:
     """Scratch files, one per directory; each buffer has a part in each of them.
 
-    So one read of a buffer takes the time that the drives need together.
+    So one read of a buffer takes the time that the drives need together. Each file has an engine
+    of its own, so that a drive which is late leaves the others' queues alone.
     """
 
     def __init__(self, directories: Sequence[Path], nbytes: int) -> None:
@@ -48,9 +49,9 @@ class StripedFiles:
         self._reserved = [round_up(math.ceil(nbytes * share), ALIGN) for share in self._shares]
         self._ends = [0] * len(self._shares)
         self._files: list[File] = []
-        engine = open_engine(backend_for(directories))
         try:
             for directory, size in zip(directories, self._reserved, strict=True):
+                engine = open_engine(backend_for([directory]))
                 self._files.append(scratch_file(engine, directory, size))
         except BaseException:
             self.close()
@@ -135,24 +136,25 @@ class ScratchFiles:
 
     def __init__(
         self,
-        engine: _native.Engine,
+        engines: Sequence[_native.Engine],
         directories: Sequence[Path],
         sizes: Sequence[int],
         shares: Sequence[float] | None = None,
     ) -> None:
         """Create a file in each of ``directories`` and reserve its bytes in ``sizes``.
 
-        ``shares``: of all extents' bytes, by file; None: equal ones.
+        ``engines``: of each file; files with one engine have one queue, in which those of a quick
+        drive wait for those of a slow one. ``shares``: of all extents' bytes, by file; None: equal
+        ones.
 
         Raises DirectoryError if a directory is missing, read-only, in RAM or too full.
         """
-        self.engine = engine
         self.files: list[File] = []
         self._free = [FreeList() for _ in directories]
         self._sizes = list(sizes)
         self._turns = FileTurns(shares or [1.0] * len(directories))
         try:
-            for directory, size in zip(directories, sizes, strict=True):
+            for engine, directory, size in zip(engines, directories, sizes, strict=True):
                 self.files.append(scratch_file(engine, directory, size))
         except BaseException:
             self.close()
@@ -160,6 +162,11 @@ class ScratchFiles:
         for free, size in zip(self._free, sizes, strict=True):
             if size:
                 free.add(0, size)
+
+    @property
+    def engine(self) -> _native.Engine:
+        """The I/O engine of the first file. Tests put faults in here."""
+        return self.files[0].engine
 
     @property
     def nbytes(self) -> int:

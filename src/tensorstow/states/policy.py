@@ -31,7 +31,8 @@ class PipelinePolicy:
         schedule: "pipelined" reads ahead during backward and writes after ``step()``. "naive" reads
             a chunk, updates it and writes it before it reads the next one, for comparison.
         backend: The I/O backend, "uring" or "threads". Default: None, the best one that works.
-        depth: I/O requests of 1 MiB in flight. Default: None, this rank's share of 32.
+        depth: I/O requests of 1 MiB in flight. Default: None, this rank's share of 32 for each
+            directory.
         isa: The instruction set of the kernels: "avx512", "avx2", "neon" or "scalar". Default:
             None, the best one of this CPU.
         threads: The number of threads that update. Default: None, this rank's share of the cores.
@@ -83,6 +84,11 @@ class PipelinePolicy:
 
 
 def engine_for(directories: Iterable[Path], policy: PipelinePolicy) -> _native.Engine:
-    """Return a new I/O engine for files in ``directories``."""
-    backend = backend_for(directories, policy.backend)
-    return open_engine(backend, depth=policy.depth, node=policy.node)
+    """Return a new I/O engine for files in ``directories``.
+
+    Its depth is that of all of them together: what is in flight to a drive that is late would
+    leave no room for another's.
+    """
+    places = list(directories)
+    backend, drives = backend_for(places, policy.backend), max(len(places), 1)
+    return open_engine(backend, depth=policy.depth, node=policy.node, drives=drives)

@@ -59,7 +59,8 @@ class ScratchStorage:
         turns = FileTurns(shares)
         for padded in (round_up(width, ALIGN) for width in widths):
             sizes[turns.next(padded)] += padded
-        scratch = ScratchFiles(self.engine, directories, sizes, shares)
+        engines = [self.engine] * len(directories)  # the native pipeline has one
+        scratch = ScratchFiles(engines, directories, sizes, shares)
         self._scratch.append(scratch)
         self._files |= {file.number: file for file in scratch.files}
         extents = [scratch.allocate(width) for width in widths]
@@ -89,7 +90,7 @@ class ScratchStorage:
 def open_scratch(
     directories: Sequence[Path], expected: int, policy: PipelinePolicy
 ) -> ScratchFiles:
-    """Return scratch files with their own I/O engine, and ``expected`` bytes reserved.
+    """Return scratch files with an I/O engine for each, and ``expected`` bytes reserved.
 
     Without ``directories`` one is chosen and logged. Raises DirectoryError if one is missing,
     read-only, in RAM or too full.
@@ -97,7 +98,8 @@ def open_scratch(
     chosen = tuple(directories) or (choose_scratch("optimizer states", expected),)
     shares = drive_shares(chosen)
     sizes = [round_up(math.ceil(expected * share), GROWTH_BYTES) for share in shares]
-    return ScratchFiles(engine_for(chosen, policy), chosen, sizes, shares)
+    engines = [engine_for([directory], policy) for directory in chosen]
+    return ScratchFiles(engines, chosen, sizes, shares)
 
 
 def choose_scratch(what: str, nbytes: int = 0) -> Path:

@@ -191,7 +191,7 @@ def _make_directories(dir_name: Directory | Sequence[Directory]) -> list[Path]:
 def _make_files(backend: str, depth: int, directories: Sequence[Path]) -> ScratchFiles:
     engine = open_engine(backend, depth=depth, said_by="n_entries")
     # One block each, so that direct I/O can be tried.
-    return ScratchFiles(engine, directories, [ALIGN] * len(directories))
+    return ScratchFiles([engine] * len(directories), directories, [ALIGN] * len(directories))
 
 
 def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:

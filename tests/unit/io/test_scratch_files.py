@@ -21,7 +21,8 @@ MIB = 1 << 20
 def files_in(directories: list[Path], sizes: list[int]) -> ScratchFiles:
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    return ScratchFiles(open_engine("threads", depth=1), directories, sizes)
+    engine = open_engine("threads", depth=1)
+    return ScratchFiles([engine] * len(directories), directories, sizes)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=40))
@@ -109,4 +110,4 @@ def test_a_file_grows_by_less_where_the_disk_has_no_more(
 def test_a_missing_directory_leaves_no_file_open(tmp_path: Path) -> None:
     engine = open_engine("threads", depth=1)
     with pytest.raises(DirectoryError):
-        ScratchFiles(engine, [tmp_path, tmp_path / "missing"], [ALIGN, ALIGN])
+        ScratchFiles([engine] * 2, [tmp_path, tmp_path / "missing"], [ALIGN, ALIGN])

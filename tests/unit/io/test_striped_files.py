@@ -67,6 +67,25 @@ def test_a_buffer_comes_back_from_its_parts(
     files.close()
 
 
+def test_parts_on_one_drive_do_not_wait_for_those_on_a_late_one(tmp_path: Path) -> None:
+    files = StripedFiles(folders(tmp_path, 2), 0)
+    memory = torch.zeros(64, 2 * ALIGN, dtype=torch.uint8)
+    places = [files.allocate(2 * ALIGN) for _ in memory]
+    for stripes, row in zip(places, memory, strict=True):
+        for write in files.write(stripes, row):
+            write.wait()
+    late = files._files[0].engine
+    late.inject_fault("read", times=-1, delay_us=50_000)
+    parts = [files.read(stripes, row) for stripes, row in zip(places, memory, strict=True)]
+    for _, second in parts:
+        second.wait()
+    assert not parts[-1][0].done()
+    late.clear_faults()
+    for first, _ in parts:
+        first.wait()
+    files.close()
+
+
 def test_a_directory_that_cannot_be_used_leaves_no_file_open(tmp_path: Path) -> None:
     [there] = folders(tmp_path, 1)
     with pytest.raises(DirectoryError):

@@ -116,6 +116,31 @@ def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
     )  # all by the caller
 
 
+def test_a_read_that_is_late_on_one_drive_holds_up_no_chunk_of_the_other(tmp_path: Path) -> None:
+    directories = (tmp_path / "a", tmp_path / "b")
+    for directory in directories:
+        directory.mkdir()
+    policy = PipelinePolicy(chunk_elements=4096, backend="threads")
+    store = StateStore(Placement(1.0, directories, None), policy)
+    store.extend([40_000], [FP32])
+    rows = [StepRow(torch.randn(40_000), torch.randn(40_000))]
+    table = torch.tensor([scalars_at(1)]).numpy()
+    store.pipeline.step(rows, table)
+    store.pipeline.wait_idle()
+    assert store.engine is not None
+    store.engine.inject_fault("read", delay_us=500_000)
+    store.pipeline.counters.start_trace()
+    store.pipeline.step(rows, table)
+    store.pipeline.wait_idle()
+    events = store.pipeline.counters.trace()
+    late = max((e for e in events if e.lane == "read"), key=lambda e: e.stop - e.start)
+    updates = sorted((e.start, e.chunk) for e in events if e.lane == "update")
+    assert len(updates) == 10
+    assert updates[-1][1] == late.chunk
+    assert updates[-2][0] < late.stop <= updates[-1][0]
+    store.close()
+
+
 def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
     policy = PipelinePolicy(chunk_elements=4096, backend="threads")
     store = StateStore(Placement(1.0, (tmp_path,), None), policy)

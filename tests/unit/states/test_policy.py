@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from tensorstow import PipelinePolicy
 from tensorstow.base.errors import OptionError
+from tensorstow.io.engine import DEPTH
+from tensorstow.states.policy import engine_for
 
 
 def test_defaults_move_four_mebibytes_of_fp32_adam_at_a_time() -> None:
@@ -32,6 +36,13 @@ def test_numbers_are_whole_and_positive(name: str, number: object) -> None:
 def test_a_node_has_a_number(node: object) -> None:
     with pytest.raises(OptionError, match="node="):
         PipelinePolicy(node=node)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drives", [0, 1, 3])
+def test_each_drive_of_an_engine_adds_to_its_depth(tmp_path: Path, drives: int) -> None:
+    directories = [tmp_path] * drives
+    assert engine_for(directories, PipelinePolicy()).depth == max(drives, 1) * DEPTH
+    assert engine_for(directories, PipelinePolicy(depth=5)).depth == 5
 
 
 def test_an_unknown_schedule_is_named() -> None:

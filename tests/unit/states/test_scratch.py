@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from tensorstow.base.errors import DirectoryError
 from tensorstow.io.scratch import GROWTH_BYTES
@@ -70,6 +71,29 @@ def test_a_missing_directory_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_what_is_expected_is_reserved(tmp_path: Path) -> None:
     files = open_scratch([tmp_path], GROWTH_BYTES + 1, POLICY)
     assert (files.nbytes, files.used_bytes) == (2 * GROWTH_BYTES, 0)
+    files.close()
+
+
+def test_a_read_that_is_late_on_one_drive_is_not_before_one_of_the_other(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    for directory in directories:
+        directory.mkdir()
+    files = open_scratch(directories, 0, PipelinePolicy(backend="threads"))
+    extents = [files.allocate(BLOCK) for _ in range(64)]
+    memory = torch.zeros(len(extents), BLOCK, dtype=torch.uint8)
+    for extent, row in zip(extents, memory, strict=True):
+        files.write(extent, row).wait()
+    late = files.files[0].engine
+    late.inject_fault("read", times=-1, delay_us=200_000)
+    # All of the late drive's are asked for first: more than its engine has in flight.
+    order = sorted(range(len(extents)), key=lambda number: extents[number].file)
+    reads = [files.read(extents[number], memory[number]) for number in order]
+    for read in reads[32:]:
+        read.wait()
+    assert not any(read.done() for read in reads[16:32])
+    late.clear_faults()
+    for read in reads[:32]:
+        read.wait()
     files.close()
 
 

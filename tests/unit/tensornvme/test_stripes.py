@@ -18,7 +18,7 @@ def files_in(directories: list[Path]) -> ScratchFiles:
     engine = open_engine("threads", depth=1)
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    return ScratchFiles(engine, directories, [ALIGN] * len(directories))
+    return ScratchFiles([engine] * len(directories), directories, [ALIGN] * len(directories))
 
 
 def test_a_large_tensor_is_cut_over_all_files_and_small_ones_take_turns(tmp_path: Path) -> None:
