@@ -214,11 +214,16 @@ def use_all_cores() -> None:
     _native.set_pool_threads(usable_cores())
 
 
-def run_alone(module: str, *arguments: str, quick: bool) -> dict[str, Any]:
-    """Run a benchmark's module in a process of its own; return the JSON of its last line."""
+def run_alone(
+    module: str, *arguments: str, quick: bool, given: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run a benchmark's module in a process of its own; return the JSON of its last line.
+
+    ``given``: what its environment has besides this one's.
+    """
     command = [sys.executable, "-m", module, *arguments, *(["--quick"] if quick else [])]
     root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", **(given or {})}
     done = subprocess.run(
         command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -27,6 +27,7 @@ SUBJECTS = {
     "gpu_overlap": "when updates run beside an accelerator, where there is one",
     "accelerator_model": "plans on the simulated accelerator: a step at break-even",
     "activations": "saved activations of GPT-2 at 4 x 1024: kept, on disk, recomputed",
+    "drives": "two drives, one twice as fast: bytes and steps, by rate, in equal parts, and alone",
     "vertical": "eight micro-batches with weights on disk: vertical order, and accumulation",
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
