@@ -179,8 +179,9 @@ def _measure(way: Way, directory: Path, *, quick: bool) -> dict[str, Any]:
     if way.plan is None:
         optimizer = make(model.parameters(), states="disk", dir=used)
     else:
-        budget = 0 if quick else way.plan.activation_ram_budget
-        plan = way.plan.but(activation_ram_budget=budget)
+        plan = way.plan
+        if quick and plan == _ACTIVATIONS:
+            plan = plan.but(activation_ram_budget=0)
         model, optimizer = stow(model, make, plan=plan, dir=used)
 
     def step() -> None:
