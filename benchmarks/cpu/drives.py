@@ -129,10 +129,10 @@ def _step_figure(name: str, runs: Sequence[Mapping[str, Any]], only_informs: boo
 
 def _bytes_figure(name: str, runs: Sequence[Mapping[str, Any]], only_informs: bool) -> Figure:  # noqa: FBT001
     wanted = RATES[0] / RATES[1]
-    off = [abs(fast / slow / wanted - 1) for fast, slow in (run["bytes"] for run in runs)]
+    ratios = [run["bytes"][0] / max(run["bytes"][1], 1) for run in runs]  # quick: one chunk
+    off = [abs(ratio / wanted - 1) for ratio in ratios]
     limit: Limit | None = None if only_informs else at_most(_MOST_OFF)
-    ratio = runs[-1]["bytes"][0] / runs[-1]["bytes"][1]
-    detail = {"note": f"{ratio:.3f} : 1"}
+    detail = {"note": f"{ratios[-1]:.3f} : 1"}
     return Figure(f"{name}: bytes per drive, off the ratio", limit, max(off), "", detail)
 
 
