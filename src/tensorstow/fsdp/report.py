@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from tensorstow.fsdp.gradient_offload import gradient_offload_of
@@ -62,6 +63,12 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
     """
     if is_read_only(model):
         return _bytes_of_read_only(model)
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # sizes, and no weights to wait for
+        return _bytes_of_trained(model)
+
+
+def _bytes_of_trained(model: nn.Module) -> ParameterBytes:
+    """Return the counts of a model that is trained."""
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
     on_disk = [shard for shard in shards if shard.pager is not None]
     pools = _pools_of(shards)

@@ -14,6 +14,7 @@ from tensorstow import AdamW, Plan, StowedOptimizer, offload_activations, stow, 
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.usage import Usage
 from tensorstow.states.traffic import Traffic
+from tensorstow.step.unpublished import Unpublished
 
 WIDTH = 128
 WEIGHTS = 2 * 4 * (WIDTH * WIDTH + WIDTH)
@@ -131,3 +132,27 @@ def test_an_optimizer_in_the_place_of_the_model_is_told() -> None:
     given: Any = AdamW(net().parameters())
     with closing(given), pytest.raises(OptionError, match=r"a AdamW: .* second argument\.$"):
         usage(given)
+
+
+def test_counting_waits_for_no_update_of_the_next_forward(tmp_path: Path) -> None:
+    model, optimizer = stow(
+        net(),
+        AdamW,
+        lr=1e-3,
+        dir=tmp_path,
+        durability="none",
+        plan=Plan(parameters="disk", states="disk", overlap="forward"),
+    )
+    with closing(optimizer):
+        for _ in range(2):
+            model(torch.ones(64, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.synchronize()
+        model(torch.ones(64, WIDTH)).sum().backward()
+        engine = optimizer._states().engine
+        engine.inject_fault("read", times=-1, delay_us=300_000)
+        optimizer.step()
+        usage(model, optimizer)
+        unpublished = [isinstance(p, Unpublished) for p in model.parameters()]
+        engine.clear_faults()
+        assert any(unpublished)
