@@ -205,16 +205,14 @@ void CachingAllocator::end_window() {
 namespace {
 
 std::atomic<CachingAllocator*> g_allocator{nullptr};  // never deleted: tensors outlive statics
+std::mutex g_below_limit;  // of allocations while there is a limit of memory; before an allocator's
 
 // Blocks that whole huge pages would enlarge by more than a third stay with the C library.
 bool is_large(std::size_t bytes) { return round_up(bytes) - bytes <= bytes / 3; }
 
-int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
+int allocate_unlimited(void** block, std::size_t alignment, std::size_t bytes) {
   CachingAllocator& allocator = *installed_allocator();
   const bool large = is_large(bytes) && alignment <= kHugePage;
-  const bool fits =
-      large ? large_fits_limit(allocator, round_up(bytes)) : small_fits_limit(allocator, bytes);
-  if (!fits) return ENOMEM;
   if (large) {
     if (void* begin = allocator.allocate(bytes); begin != nullptr) {
       *block = begin;
@@ -225,6 +223,29 @@ int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
   if (error != ENOMEM) return error;
   allocator.empty_cache();  // which may have had what is missing
   return posix_memalign(block, alignment, bytes);
+}
+
+// Fills in the pages that have no memory yet.
+void touch_pages(char* block, std::size_t bytes) {
+  constexpr std::size_t kPage = 4096;
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE: Linux 5.14
+  if (bytes < kPage) return;
+  if (number(block) % kPage == 0 && madvise(block, bytes, kPopulateWrite) == 0) return;
+  for (std::size_t at = 0; at < bytes; at += kPage) *static_cast<volatile char*>(block + at) = 0;
+}
+
+int allocate_aligned(void** block, std::size_t alignment, std::size_t bytes) {
+  if (memory_limit() == 0) return allocate_unlimited(block, alignment, bytes);
+  // What is asked for is touched before anybody else asks: the kernel counts what was touched.
+  const std::lock_guard guard(g_below_limit);
+  CachingAllocator& allocator = *installed_allocator();
+  const bool large = is_large(bytes) && alignment <= kHugePage;
+  const bool fits =
+      large ? large_fits_limit(allocator, round_up(bytes)) : small_fits_limit(allocator, bytes);
+  if (!fits) return ENOMEM;
+  const int error = allocate_unlimited(block, alignment, bytes);
+  if (error == 0) touch_pages(static_cast<char*>(*block), bytes);
+  return error;
 }
 
 void free_block(void* block) {
@@ -274,8 +295,19 @@ bool cache_blocks_of(const char* library) {
 
   if (installed_allocator() == nullptr) {
     g_allocator.store(new CachingAllocator, std::memory_order_release);
-    pthread_atfork([] { installed_allocator()->lock(); }, [] { installed_allocator()->unlock(); },
-                   [] { installed_allocator()->unlock_in_child(); });
+    pthread_atfork(
+        [] {
+          g_below_limit.lock();
+          installed_allocator()->lock();
+        },
+        [] {
+          installed_allocator()->unlock();
+          g_below_limit.unlock();
+        },
+        [] {
+          installed_allocator()->unlock_in_child();
+          g_below_limit.unlock();
+        });
   }
   // `free` first: a block that is allocated in between is the C library's.
   for (const Import& import : frees) {

@@ -21,28 +21,47 @@ constexpr std::size_t kSpare = kPace + 2 * CachingAllocator::kHugePage;
 std::atomic<std::size_t> g_limit{0};
 std::atomic<std::size_t> g_small{0};  // bytes since the kernel was asked
 
+std::atomic<std::size_t> g_shared{0};  // bytes in files and shared memory at the limit's setting
+
+struct ResidentBytes {
+  std::size_t all;
+  std::size_t shared;
+};
+
+ResidentBytes read_resident() {
+  const int file = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+  if (file < 0) return {};
+  char text[128] = {};
+  const ssize_t length = read(file, text, sizeof text - 1);
+  close(file);
+  if (length <= 0) return {};
+  char* at = text;
+  std::strtoull(at, &at, 10);  // mapped pages
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const std::size_t all = std::strtoull(at, &at, 10) * page;
+  return {all, std::strtoull(at, nullptr, 10) * page};
+}
+
 bool fits(std::size_t fresh) {
   const std::size_t limit = g_limit;
-  return limit == 0 || resident_bytes() + fresh + kSpare <= limit;
+  if (limit == 0) return true;
+  const std::size_t resident = resident_bytes();
+  return resident != 0 && resident + fresh + kSpare <= limit;
 }
 
 }  // namespace
 
-void set_memory_limit(std::size_t bytes) { g_limit = bytes; }
+void set_memory_limit(std::size_t bytes) {
+  g_shared = read_resident().shared;
+  g_limit = bytes;
+}
 
 std::size_t memory_limit() { return g_limit; }
 
 std::size_t resident_bytes() {
-  const int file = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-  if (file < 0) return 0;
-  char text[128] = {};
-  const ssize_t length = read(file, text, sizeof text - 1);
-  close(file);
-  char* size_end = text;
-  if (length <= 0) return 0;
-  std::strtoull(text, &size_end, 10);  // the first number is that of mapped pages
-  const std::size_t pages = std::strtoull(size_end, nullptr, 10);
-  return pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  const ResidentBytes now = read_resident();
+  if (now.all == 0 || g_limit == 0) return now.all;
+  return now.all - now.shared + std::min<std::size_t>(now.shared, g_shared);
 }
 
 bool fits_limit(CachingAllocator& allocator, std::size_t bytes) {

@@ -31,6 +31,7 @@ from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, placed_elsewhere
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
+from tensorstow.io.allocator import memory_limit, resident_bytes
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.headroom import usual_headroom
@@ -201,7 +202,9 @@ def machine_budget(
     headroom = usual_headroom(device_is_host=on_cpu)
     parameters = [p for unit in units for p in unit.parameters.values()]
     parameter_bytes = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    host = headroom[Tier.HOST].within(free_host_bytes() / ranks + parameter_bytes)
+    available = free_host_bytes() / ranks + parameter_bytes
+    limit = memory_limit()  # of all that the process has, as a budget with its headroom is
+    host = headroom[Tier.HOST].within(available if limit is None else min(available, limit))
     host = int(part * host) if on_cpu else host
     device_bytes = None
     if not on_cpu:
@@ -225,6 +228,12 @@ def total_host_bytes() -> int:
     """Return the memory of this machine, or what the cgroup allows of it."""
     limit = read_or_empty(_CGROUP / "memory.max").strip()
     return min(memory_bytes(), int(limit)) if limit.isdecimal() else memory_bytes()
+
+
+def own_host_bytes(ranks: int) -> int:
+    """Return the host memory that one of a machine's ``ranks`` may still take."""
+    share, limit = free_host_bytes() // ranks, memory_limit()
+    return share if limit is None else min(share, max(limit - resident_bytes(), 0))
 
 
 def free_host_bytes() -> int:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.fsdp.automatic import free_host_bytes
+from tensorstow.fsdp.automatic import own_host_bytes
 from tensorstow.fsdp.sharding import rank_here
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.fsdp.units import Unit
@@ -73,7 +73,7 @@ class HostRoom:
     def measure(self) -> None:
         """Measure the free memory and this process's memory."""
         if self._planned:
-            now = (free_host_bytes() // local_ranks().count, resident_bytes())
+            now = (own_host_bytes(local_ranks().count), resident_bytes())
             self._least = now if self._least is None else min(self._least, now)
 
     def follow(self) -> None:

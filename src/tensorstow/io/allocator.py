@@ -61,13 +61,14 @@ def is_large(nbytes: int) -> bool:
 def set_memory_limit(limit: Size | None) -> None:
     """Refuse host memory to tensors with which this process would have more than ``limit``.
 
-    What counts is the process's resident memory: tensors, buffers, Python and its libraries. The
-    page cache and pinned memory of a GPU's driver do not count. Near the limit, freed memory that
-    allocators keep goes back to the system first.
+    What counts is the process's own resident memory: tensors, buffers, Python, and libraries as
+    they are now. Files that are mapped later, shared memory, and pinned memory of a GPU's driver do
+    not count. Near the limit, freed memory that allocators keep goes back to the system first.
 
     A tensor of the CPU that does not fit raises torch's ``RuntimeError`` ("can't allocate memory"),
     and a buffer of tensorstow's :class:`~tensorstow.errors.BudgetError`, before they get memory.
-    Buffers that are allocated later get all of it at once.
+    Below a limit, tensors have all their pages from the start. NumPy and other libraries are not
+    asked: what they take counts when the next tensor is.
 
     Args:
         limit: Bytes, or a size like ``"6GiB"``. ``tensorstow plan`` prints what a run needs. None
@@ -85,7 +86,7 @@ def set_memory_limit(limit: Size | None) -> None:
         message = (
             "A limit of memory needs torch's blocks from tensorstow's allocator, and another one is"
             " in use: MALLOC_MMAP_THRESHOLD_ or glibc.malloc.mmap_threshold is set, or a library is"
-            " preloaded. Start Python without it."
+            " preloaded (the log names others). Start Python without it."
         )
         raise OptionError(message)
     resident = _native.resident_bytes()
@@ -104,9 +105,24 @@ def set_memory_limit(limit: Size | None) -> None:
     _native.set_memory_limit(nbytes)
 
 
+def fits_memory_limit(nbytes: int) -> bool:
+    """Return whether ``nbytes`` more are within the limit that a user has set, if any."""
+    return _native.fits_memory_limit(nbytes)
+
+
+def memory_limit() -> int | None:
+    """Return the bytes that a user has allowed the process; None: there is no limit."""
+    return _native.memory_limit() or None
+
+
+def resident_bytes() -> int:
+    """Return the bytes of the process in memory, as they count in its limit if it has one."""
+    return _native.resident_bytes()
+
+
 def check_memory_limit(nbytes: int) -> None:
     """Raise BudgetError if ``nbytes`` more would exceed the limit that a user has set."""
-    if _native.fits_memory_limit(nbytes):
+    if fits_memory_limit(nbytes):
         return
     message = (
         f"{format_bytes(nbytes)} of host memory were requested, and the process has"

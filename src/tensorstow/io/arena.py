@@ -30,19 +30,23 @@ _libc.mremap.restype = _libc.mmap.restype = _ADDRESS
 class Arena:
     """An anonymous mapping of ``nbytes``, zero-filled, in huge pages where the system has them.
 
-    Pages use no memory until they are touched, unless a limit of memory is set. With
-    ``in_children=False`` a forked process reads zeros and shares no page, so that a transfer in
-    flight never meets copy-on-write. The child keeps the mapping: without it, freeing ours there
+    Pages use no memory until they are touched. Under a limit of memory all are touched at once,
+    so that nothing else gets what they will need; ``on_demand`` leaves that to the caller, which
+    asks for each use (``check_memory_limit``).
+
+    With ``in_children=False`` a forked process reads zeros and shares no page, so that a transfer
+    in flight never meets copy-on-write. The child keeps the mapping: without it, freeing ours there
     could unmap memory that took its place.
     """
 
-    def __init__(self, nbytes: int, *, in_children: bool) -> None:
+    def __init__(self, nbytes: int, *, in_children: bool, on_demand: bool = False) -> None:
         """Map ``nbytes`` (rounded up to a page).
 
         Raises BudgetError if the system or the user's limit of memory has no room.
         """
         self.nbytes = max(PAGE, round_up(nbytes, PAGE))
-        check_memory_limit(self.nbytes)
+        if not on_demand:
+            check_memory_limit(self.nbytes)
         # One extra huge page lets the first byte sit on the boundary of one.
         try:
             self._map = mmap.mmap(-1, self.nbytes + _HUGE_PAGE, flags=_PRIVATE)
@@ -58,7 +62,7 @@ class Arena:
         self._skip = -start % _HUGE_PAGE
         self.address = start + self._skip
         prefer_own_node(self.address, self.nbytes)
-        if _native.memory_limit():  # what comes later must not get the memory of these pages
+        if not on_demand and _native.memory_limit():
             ctypes.memset(self.address, 0, self.nbytes)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ each further layer.
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,15 @@ def between(one: Activations, whole: Activations, batch: int, part: int) -> Acti
         low, high = getattr(one, name), getattr(whole, name)
         return int(low + -(-(high - low) * (part - 1) // (batch - 1)))
 
-    return Activations(*(at(field.name) for field in fields(Activations)))
+    found = Activations(*(at(field.name) for field in fields(Activations)))
+    # Storages that are small in one sequence are large in several: only bounds are known.
+    return replace(
+        found,
+        early_small=min(part * one.early_small, found.early),
+        early_large=found.early,
+        early_large_together=found.early_together,
+        large_together=found.together,
+    )
 
 
 def _with_layers(config: Any, layers: int) -> Any:  # noqa: ANN401  # transformers' own

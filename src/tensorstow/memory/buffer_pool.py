@@ -34,6 +34,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError
 from tensorstow.base.health import Health
 from tensorstow.base.sizes import format_bytes, round_up
+from tensorstow.io.allocator import check_memory_limit, fits_memory_limit
 from tensorstow.io.arena import Arena
 from tensorstow.io.file_runs import Run
 from tensorstow.io.files import ALIGN
@@ -73,7 +74,7 @@ class PooledBuffer(MovingBytes):
         self.runs = tuple(runs)
         """Bytes of files that are only read; none: they are in the pool's files."""
         self.pool = pool
-        self._arena = Arena(nbytes, in_children=False)
+        self._arena = Arena(nbytes, in_children=False, on_demand=True)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
         self.pins = 0
         self.dirty = False
@@ -199,7 +200,12 @@ class BufferPool:
             self._read_expected()
 
     def pin(self, buffer: PooledBuffer, *, for_write: bool) -> None:
-        """Return when the bytes of ``buffer`` are in memory and will stay."""
+        """Return when the bytes of ``buffer`` are in memory and will stay.
+
+        Raises BudgetError, and changes nothing, if the limit of memory has no room for them.
+        """
+        if not buffer.is_in_memory and self.memory.fits(buffer.nbytes):  # else others leave first
+            check_memory_limit(buffer.nbytes)
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
         if buffer.transfers and (for_write or buffer.state is ByteState.READING):
@@ -282,6 +288,8 @@ class BufferPool:
             if not buffer.is_in_memory:
                 self._make_room(buffer.nbytes, keep=nearer)
                 if not self.memory.fits(buffer.nbytes):
+                    return
+                if not self._evicted and not fits_memory_limit(buffer.nbytes):
                     return
                 self._bring(buffer)
             del self._unread[0]

@@ -196,6 +196,8 @@ def _activations_beside(
         beside += max(held.large_beside_gradients, copied)
         apart = held.small + max(held.large, beside)
         return max(held.beside_gradients, copied, held.peak - gradients, apart - gradients)
+    if conditions.device_is_host:
+        return max(held.peak, 2 * copied)  # sums are held: new gradients and their copy come beside
     if several or plan.micro_batches > 1:
         return held.peak
     # At any time the device holds at most ``gradients``: the others have left. Activations and
@@ -219,11 +221,12 @@ def _large_gradients(plan: Plan, sizes: Sizes) -> int:
     The gradients of a unit on disk are in one block.
     """
     counts: list[int] = []
+    wide = plan.micro_batches > 1
     for unit in sizes.units:
         if plan.tier_of(unit.name) == Tier.DISK:
-            counts.append(unit.gradient_bytes)
+            counts.append(_waiting([unit], wide=wide))
         else:
-            counts += [dtype.itemsize * elements for dtype, elements in unit.trained]
+            counts += [(4 if wide else dtype.itemsize) * n for dtype, n in unit.trained]
     return sum(n for n in counts if n and is_large(n))
 
 

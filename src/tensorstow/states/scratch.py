@@ -41,7 +41,9 @@ class ScratchStorage:
         if self.engine is None:
             # With all states in RAM nothing is moved: the least of engines will do.
             self.engine = (
-                engine_for((), self._policy) if self._moving else _native.Engine("threads", 1, 4096)
+                engine_for(self._directories, self._policy)
+                if self._moving
+                else _native.Engine("threads", 1, 4096)
             )
         return self.engine
 

@@ -136,7 +136,7 @@ def test_buffers_of_parameters_on_disk_follow_what_is_free(
     caplog.set_level(logging.INFO, logger="tensorstow")
     small = Budget(host="94MiB", disk="1GiB")
     monkeypatch.setattr(automatic, "machine_budget", lambda *_, **__: small)
-    monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(first_steps, "own_host_bytes", lambda _: 1 << 40)
     weights = []
     for number, given in enumerate(({}, {"budget": small})):  # one that is given is kept to
         caplog.clear()
@@ -170,7 +170,7 @@ def test_buffers_are_resized_by_the_least_that_was_free(
     room = HostRoom({str(number): [buffer] for number, buffer in enumerate(buffers)})
     monkeypatch.setattr(first_steps, "resident_bytes", lambda: 5 << 20)
     for free in (9, 5, 7):
-        monkeypatch.setattr(first_steps, "free_host_bytes", lambda free=free: free << 20)
+        monkeypatch.setattr(first_steps, "own_host_bytes", lambda _, free=free: free << 20)
         room.measure()
     room.follow()
     assert pool.memory.capacity == 7 << 20  # 5 MiB were free, and a fifth of 10 stays so
@@ -180,7 +180,7 @@ def test_buffers_are_resized_by_the_least_that_was_free(
     written = pool.bytes_written
     buffers[2].unpin(dirty=True)
     assert pool.bytes_written == written  # it is on HOST
-    monkeypatch.setattr(first_steps, "free_host_bytes", lambda: 0)
+    monkeypatch.setattr(first_steps, "own_host_bytes", lambda _: 0)
     room.measure()
     room.follow()
     assert pool.memory.capacity == 6 << 20

@@ -347,6 +347,111 @@ assert "can't allocate memory" in refused(lambda: ones(60, 20 << 20))
     subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
 
 
+@pytest.mark.parametrize("of", [1 << 20, 30 << 20])
+def test_tensors_count_before_they_are_filled(of: int) -> None:
+    code = f"""
+kept = []
+message = refused(
+    lambda: kept.extend(torch.empty({of}, dtype=torch.uint8) for _ in range((200 * MIB) // {of}))
+)
+assert "can't allocate memory" in message
+kept.clear()
+kept = [torch.empty({of}, dtype=torch.uint8) for _ in range((80 * MIB) // {of})]
+for tensor in kept:
+    tensor.fill_(1)
+assert _native.resident_bytes() <= limit
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_threads_do_not_pass_the_limit_together() -> None:
+    code = """
+import threading
+
+kept, errors = [], []
+ready = threading.Barrier(4)
+
+def take():
+    ready.wait()
+    try:
+        kept.append(torch.ones(40 * MIB, dtype=torch.uint8))
+    except RuntimeError as error:
+        errors.append(error)
+
+threads = [threading.Thread(target=take) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert (len(kept), len(errors)) == (2, 2), (kept, errors)
+assert _native.resident_bytes() <= limit
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_files_that_are_mapped_later_are_not_the_process_s_own(tmp_path: Path) -> None:
+    file = tmp_path / "values"
+    file.write_bytes(bytes(200 << 20))
+    code = f"""
+mapped = torch.from_file({str(file)!r}, size=200 * MIB, dtype=torch.uint8, shared=True)
+assert int(mapped[::4096].sum()) == 0
+kept = ones(80, 20 << 20)
+assert "can't allocate memory" in refused(lambda: ones(40, 20 << 20))
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_units_on_disk_share_the_memory_below_a_limit(tmp_path: Path) -> None:
+    code = f"""
+from torch import nn
+from tensorstow import AdamW, Plan, stow
+
+tensorstow.set_memory_limit(None)
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(24)))
+for unit in model[:-1]:
+    unit.requires_grad_(False)
+weights = {{name: torch.zeros(p.shape) for name, p in model.named_parameters()}}
+from safetensors.torch import save_file
+save_file(weights, {str(tmp_path / "base.safetensors")!r})
+del weights
+plan = Plan(parameters="disk", states="disk", overlap="none")
+make = lambda: stow(
+    model, AdamW, lr=1e-3, dir={str(tmp_path)!r}, durability="none", plan=plan,
+    weights={str(tmp_path / "base.safetensors")!r},
+)
+_native.empty_cache()
+before = _native.resident_bytes()
+limit = before + 250 * MIB  # of 384 MiB of weights
+tensorstow.set_memory_limit(limit)
+model, optimizer = make()
+for _ in range(2):
+    model(torch.ones(2, 2048)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert _native.resident_bytes() <= limit
+optimizer.close()
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
+def test_a_plan_that_is_chosen_stays_below_the_limit() -> None:
+    code = """
+from torch import nn
+from tensorstow import AdamW, stow
+from tensorstow.fsdp.automatic import own_host_bytes
+
+assert own_host_bytes(1) <= 100 * MIB
+tensorstow.set_memory_limit("1GiB")
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(16)))
+model, optimizer = stow(model, AdamW, lr=1e-3, plan="auto")
+assert tensorstow.plan_of(model).states == "disk"
+optimizer.close()
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
 def test_a_training_that_a_limit_ends_has_changed_nothing_and_goes_on_without(
     tmp_path: Path,
 ) -> None:

@@ -18,7 +18,7 @@ from tensorstow.fsdp.placed_activations import PlacedActivations
 from tensorstow.fsdp.traced_activations import Peaks, loss_of
 from tensorstow.fsdp.traced_placement import TracedPlacement
 from tensorstow.measure import activations
-from tensorstow.measure.activations import trace, trace_function
+from tensorstow.measure.activations import between, trace, trace_function
 from tensorstow.measure.models import NamedModel, build_model, from_config
 
 pytest.importorskip("transformers")
@@ -135,6 +135,22 @@ def test_a_function_s_own_inputs_are_traced() -> None:
 
 def feed_forwards() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(*(FeedForward(128) for _ in range(4))), (torch.ones(96, 128),)
+
+
+@pytest.mark.parametrize("part", [2, 3, 5])
+def test_small_and_large_activations_between_two_batches_are_bounds(
+    part: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    sizes = {"n_layer": 2, "n_embd": 256, "n_head": 4, "vocab_size": 512}
+    file.write_text(json.dumps({"model_type": "gpt2", **sizes}), encoding="utf-8")
+    model = build_model(str(file))
+    one, whole, found = (trace(model, batch, 512) for batch in (1, 8, part))
+    bound = between(one, whole, 8, part).held()
+    held = found.held()
+    assert bound.small >= held.small
+    assert bound.large >= held.large
+    assert bound.large_beside_gradients >= held.large_beside_gradients
 
 
 def many_rows() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

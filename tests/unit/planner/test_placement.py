@@ -434,6 +434,29 @@ def test_large_gradients_cannot_be_where_small_activations_were(parameters: Tier
     assert held(large=9 * G, beside_gradients=beside, large_beside_gradients=beside) == 12 * G
 
 
+def test_gradients_of_several_micro_batches_on_the_cpu() -> None:
+    disk = Plan(Tier.DISK, Tier.DISK)
+
+    def copied(plan: Plan, **of: int) -> int:
+        conditions = replace(HERE, activations=HeldActivations(**of))
+        items = {i.purpose: i.nbytes for i in items_of(plan, sizes(1), conditions)}
+        return items.get("gradients of a unit, copied", 0)
+
+    # The sums stay; a unit's new gradients and their copy come beside them.
+    assert copied(disk.but(accumulation_steps=2)) == 2 * COPIED
+    assert copied(disk.but(accumulation_steps=2), peak=9 * G) == 0
+
+
+def test_sums_of_narrow_gradients_are_large_by_their_own_size() -> None:
+    narrow = Sizes((UnitSizes("0", 5 << 20, 5 << 20, ((torch.bfloat16, 5 << 19),)),), 1)
+    held = HeldActivations(peak=8 << 20, small=8 << 20)
+    plan = Plan(Tier.HOST, Tier.HOST, micro_batches=4)
+    items = items_of(plan, narrow, replace(HERE, activations=held))
+    nbytes = {item.purpose: item.nbytes for item in items}
+    assert nbytes["gradients"] == 10 << 20
+    assert nbytes["activations"] == 8 << 20
+
+
 MOVED = HeldActivations(peak=100 << 20, beside_gradients=20 << 20, saved=G, largest_saved=8 << 20)
 
 
