@@ -16,6 +16,7 @@ import torch
 
 from tensorstow import _native
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.keywords import names_keywords
 from tensorstow.base.sizes import Size, format_bytes, parse_size, round_up
 
 logger = logging.getLogger("tensorstow")
@@ -58,6 +59,7 @@ def is_large(nbytes: int) -> bool:
     return round_up(nbytes, _HUGE_PAGE) - nbytes <= nbytes // 3
 
 
+@names_keywords
 def set_memory_limit(limit: Size | None) -> None:
     """Refuse host memory to tensors with which this process would have more than ``limit``.
 
