@@ -212,8 +212,7 @@ bool is_large(std::size_t bytes) { return round_up(bytes) - bytes <= bytes / 3; 
 
 int allocate_unlimited(void** block, std::size_t alignment, std::size_t bytes) {
   CachingAllocator& allocator = *installed_allocator();
-  const bool large = is_large(bytes) && alignment <= kHugePage;
-  if (large) {
+  if (is_large(bytes) && alignment <= kHugePage) {
     if (void* begin = allocator.allocate(bytes); begin != nullptr) {
       *block = begin;
       return 0;

@@ -19,8 +19,7 @@ constexpr std::size_t kPace = std::size_t{4} << 20;
 constexpr std::size_t kSpare = kPace + 2 * CachingAllocator::kHugePage;
 
 std::atomic<std::size_t> g_limit{0};
-std::atomic<std::size_t> g_small{0};  // bytes since the kernel was asked
-
+std::atomic<std::size_t> g_small{0};   // bytes since the kernel was asked
 std::atomic<std::size_t> g_shared{0};  // bytes in files and shared memory at the limit's setting
 
 struct ResidentBytes {
@@ -65,7 +64,7 @@ std::size_t resident_bytes() {
 }
 
 bool fits_limit(CachingAllocator& allocator, std::size_t bytes) {
-  if (g_limit == 0 || fits(bytes)) return true;
+  if (fits(bytes)) return true;
   allocator.empty_cache();
   malloc_trim(0);
   return fits(bytes);

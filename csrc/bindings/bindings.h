@@ -48,7 +48,7 @@ struct LeaveInChild {
 struct PyEngine {
   std::shared_ptr<Engine> engine;
 
-  PyEngine(const std::string& backend, int depth, std::int64_t block_bytes);
+  PyEngine(const std::string& backend, int depth, std::int64_t block_bytes, int drives);
   // Raises RuntimeError in a forked process.
   Engine& get() const;
 };

@@ -15,11 +15,12 @@ namespace stow {
 
 const char* op_name(Op op) { return op == Op::read ? "read" : "write"; }
 
-PyEngine::PyEngine(const std::string& backend, int depth, std::int64_t block_bytes) {
-  if (depth < 1 || block_bytes < 4096 || block_bytes % 4096 != 0) {
-    throw std::invalid_argument("depth must be at least 1 and block_bytes a multiple of 4096");
+PyEngine::PyEngine(const std::string& backend, int depth, std::int64_t block_bytes, int drives) {
+  if (depth < 1 || drives < 1 || block_bytes < 4096 || block_bytes % 4096 != 0) {
+    throw std::invalid_argument(
+        "depth and drives must be at least 1, block_bytes a multiple of 4096");
   }
-  const EngineOptions options{depth, block_bytes};
+  const EngineOptions options{depth, block_bytes, drives};
   std::unique_ptr<Engine> made;
   if (backend == "uring") {
     made = make_uring_engine(options);
@@ -155,8 +156,8 @@ void bind_io(nb::module_& m) {
       .def("error", &Ticket::error, "(errno, offset, length); errno 0 where all bytes moved");
 
   nb::class_<PyEngine>(m, "Engine")
-      .def(nb::init<const std::string&, int, std::int64_t>(), "backend"_a, "depth"_a = 32,
-           "block_bytes"_a = 1 << 20)
+      .def(nb::init<const std::string&, int, std::int64_t, int>(), "backend"_a, "depth"_a = 32,
+           "block_bytes"_a = 1 << 20, "drives"_a = 1)
       .def_prop_ro("backend",
                    [](const PyEngine& self) { return std::string(self.engine->backend()); })
       .def_prop_ro("depth", [](const PyEngine& self) { return self.engine->options().depth; })

@@ -24,6 +24,7 @@ namespace stow {
 struct EngineOptions {
   int depth = 32;                      // blocks in flight
   std::int64_t block_bytes = 1 << 20;  // a transfer is cut at multiples of this
+  int drives = 1;                      // that its files are on
 };
 
 struct EngineCounters {

@@ -100,10 +100,8 @@ class ThreadsEngine final : public Engine {
 
 std::unique_ptr<Engine> make_threads_engine(const EngineOptions& options) {
   // Past eight a disk gains nothing from more threads here, and each costs a stack and a bounce
-  // buffer. A greater depth is that of several disks: all threads may be at one that is late.
-  constexpr int kThreads = 8, kDepth = 32;
-  const int threads = std::max(kThreads, options.depth / (kDepth / kThreads));
-  return std::make_unique<ThreadsEngine>(options, std::min(options.depth, threads));
+  // buffer. Each disk has as many: else all could be at one that is late.
+  return std::make_unique<ThreadsEngine>(options, std::min(options.depth, 8 * options.drives));
 }
 
 }  // namespace stow

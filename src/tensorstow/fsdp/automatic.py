@@ -31,7 +31,7 @@ from tensorstow.fsdp.traced_model import ExampleBatch
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, placed_elsewhere
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.validation import OptimizerFactory, accepts, given_keywords
-from tensorstow.io.allocator import memory_limit, resident_bytes
+from tensorstow.io.allocator import memory_limit, room_below_limit
 from tensorstow.io.device_link import is_remote
 from tensorstow.io.local_ranks import local_ranks
 from tensorstow.planner.headroom import usual_headroom
@@ -232,8 +232,8 @@ def total_host_bytes() -> int:
 
 def own_host_bytes(ranks: int) -> int:
     """Return the host memory that one of a machine's ``ranks`` may still take."""
-    share, limit = free_host_bytes() // ranks, memory_limit()
-    return share if limit is None else min(share, max(limit - resident_bytes(), 0))
+    share, room = free_host_bytes() // ranks, room_below_limit()
+    return share if room is None else min(share, room)
 
 
 def free_host_bytes() -> int:

@@ -117,9 +117,10 @@ def memory_limit() -> int | None:
     return _native.memory_limit() or None
 
 
-def resident_bytes() -> int:
-    """Return the bytes of the process in memory, as they count in its limit if it has one."""
-    return _native.resident_bytes()
+def room_below_limit() -> int | None:
+    """Return the bytes that the limit leaves the process; None: there is no limit."""
+    limit = memory_limit()
+    return None if limit is None else max(limit - _native.resident_bytes(), 0)
 
 
 def check_memory_limit(nbytes: int) -> None:

@@ -86,8 +86,8 @@ def open_engine(
     """Start an I/O engine: ``depth`` blocks of ``block_bytes`` in flight on the chosen backend.
 
     ``depth``: None takes this rank's part of DEPTH for each of ``drives``, as if all of its
-    machine's used the same.
-    ``said_by``: what users call the depth. ``node``: where its threads run.
+    machine's used the same. ``drives``: how many its files are on. ``said_by``: what users call the
+    depth. ``node``: where its threads run.
     """
     bind_threads(node)
     if depth is None:
@@ -103,7 +103,7 @@ def open_engine(
         message = f"Blocks of {block_bytes} bytes were requested: use a multiple of {PAGE_BLOCK}."
         raise OptionError(message)
     try:
-        return _native.Engine(choose_backend(wanted).name, depth, block_bytes)
+        return _native.Engine(choose_backend(wanted).name, depth, block_bytes, drives)
     except OSError as error:
         if error.errno != codes.ENOMEM:
             raise

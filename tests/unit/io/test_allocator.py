@@ -452,6 +452,29 @@ optimizer.close()
     subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
 
 
+def test_without_a_descriptor_to_ask_the_kernel_nothing_fits() -> None:
+    code = """
+import os
+import resource
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+files = []
+try:
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+try:
+    torch.empty(20 * MIB, dtype=torch.uint8)
+except RuntimeError as error:
+    refusal = str(error)
+os.closerange(files[0], files[-1] + 1)
+assert "can't allocate memory" in refusal
+torch.empty(20 * MIB, dtype=torch.uint8)
+"""
+    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+
+
 def test_a_training_that_a_limit_ends_has_changed_nothing_and_goes_on_without(
     tmp_path: Path,
 ) -> None:

@@ -37,10 +37,10 @@ def forbid(monkeypatch: pytest.MonkeyPatch, *names: str, code: int) -> None:
     """Let the system answer ``code`` where one of these backends is started."""
     real = _native.Engine
 
-    def start(backend: str, depth: int = 32, block_bytes: int = 1 << 20) -> _native.Engine:
+    def start(backend: str, *options: int) -> _native.Engine:
         if backend in names:
             raise OSError(code, "io_uring_setup")
-        return real(backend, depth, block_bytes)
+        return real(backend, *options)
 
     monkeypatch.setattr(_native, "Engine", start)
 
@@ -171,3 +171,14 @@ def test_few_blocks_in_flight_go_through_buffers(tmp_path: Path) -> None:
         file.read(memory[first : first + count], 0).wait()
         assert engine.counters()["bounced"] == engine.counters()["blocks"] >= 80
         assert resident_bytes() - before < 16 << 20  # eight of a MiB, and not 32
+
+
+@pytest.mark.parametrize(("depth", "drives", "threads"), [(32, 1, 8), (128, 1, 8), (64, 2, 16)])
+def test_each_drive_has_threads_of_its_own(depth: int, drives: int, threads: int) -> None:
+    def count() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = count()
+    engine = open_engine("threads", depth=depth, drives=drives)
+    assert count() - before == threads
+    del engine
