@@ -34,7 +34,7 @@ import tensorstow._native as _native
 from tensorstow.base.errors import DamageError
 from tensorstow.base.health import Health
 from tensorstow.base.sizes import format_bytes, round_up
-from tensorstow.io.allocator import check_memory_limit, fits_memory_limit
+from tensorstow.io.allocator import check_memory_limit, fits_memory_limit, memory_limit
 from tensorstow.io.arena import Arena
 from tensorstow.io.file_runs import Run
 from tensorstow.io.files import ALIGN
@@ -204,14 +204,34 @@ class BufferPool:
 
         Raises BudgetError, and changes nothing, if the limit of memory has no room for them.
         """
-        if not buffer.is_in_memory and self.memory.fits(buffer.nbytes):  # else others leave first
-            check_memory_limit(buffer.nbytes)
+        if not buffer.is_in_memory and self.memory.fits(buffer.nbytes):
+            self._keep_limit(buffer.nbytes)
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
         if buffer.transfers and (for_write or buffer.state is ByteState.READING):
             self._wait(buffer)
             with self._poisoning():
                 self._settle(buffer)
+
+    def _keep_limit(self, nbytes: int) -> None:
+        """Hold no more than now if the limit of memory has no room: others leave for ``nbytes``.
+
+        Raises BudgetError if none can leave.
+        """
+        if self._is_within_limit(nbytes):
+            return
+        with self._lock:
+            leaving = sum(buffer.nbytes for buffer in self._recent if not buffer.pins)
+            if self.memory.held < self._least or leaving < nbytes:
+                check_memory_limit(nbytes)
+            self.memory.capacity = self.memory.held
+
+    def _is_within_limit(self, nbytes: int) -> bool:
+        """Return whether the limit of memory has room beside what reads under way will fill."""
+        if memory_limit() is None:
+            return True
+        reading = sum(b.nbytes for b in list(self._recent) if b.state is ByteState.READING)
+        return fits_memory_limit(nbytes + reading)
 
     def _begin_pin(self, buffer: PooledBuffer) -> PooledBuffer | None:
         """Pin a buffer and begin its read; if others must leave first, return one that is busy."""
@@ -289,7 +309,7 @@ class BufferPool:
                 self._make_room(buffer.nbytes, keep=nearer)
                 if not self.memory.fits(buffer.nbytes):
                     return
-                if not self._evicted and not fits_memory_limit(buffer.nbytes):
+                if not self._evicted and not self._is_within_limit(buffer.nbytes):
                     return
                 self._bring(buffer)
             del self._unread[0]

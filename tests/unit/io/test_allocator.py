@@ -435,6 +435,89 @@ optimizer.close()
     subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
 
 
+_POOLED = """
+from pathlib import Path
+from tensorstow.memory.buffer_pool import BufferPool
+
+UNIT = 20 * MIB
+tensorstow.set_memory_limit(None)
+pool = BufferPool([Path({directory!r})], 10 * UNIT, 10 * UNIT, UNIT)
+buffers = [pool.add(UNIT) for _ in range(10)]
+
+def fill(buffer, value):
+    buffer.pin(for_write=True)
+    buffer.bytes.fill_(value)
+    buffer.unpin(dirty=True)
+
+def value(buffer):
+    buffer.pin()
+    found = set(buffer.bytes[:: 1 << 16].tolist())
+    buffer.unpin()
+    return found
+
+limit = _native.resident_bytes() + 100 * MIB
+tensorstow.set_memory_limit(limit)
+"""
+
+
+def test_buffers_leave_for_others_below_a_limit(tmp_path: Path) -> None:
+    code = """
+for number, buffer in enumerate(buffers):
+    fill(buffer, number)
+    assert _native.resident_bytes() <= limit
+assert 2 * UNIT <= pool.memory.held < 6 * UNIT
+for number, buffer in enumerate(buffers):
+    assert value(buffer) == {number}
+    assert _native.resident_bytes() <= limit
+"""
+    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_buffers_that_cannot_leave_make_the_next_pin_raise(tmp_path: Path) -> None:
+    code = """
+kept = []
+
+def pin_all():
+    for number, buffer in enumerate(buffers):
+        buffer.pin(for_write=True)
+        kept.append(buffer)
+        buffer.bytes.fill_(number)
+
+assert "tensorstow.set_memory_limit allows" in refused(pin_all)
+assert 3 <= len(kept) < 6
+for buffer in kept:
+    buffer.unpin(dirty=True)
+fill(buffers[-1], 9)  # the pool goes on
+assert value(buffers[-1]) == {9}
+assert [value(buffer) for buffer in kept] == [{number} for number in range(len(kept))]
+"""
+    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_is_read_ahead_that_the_limit_has_no_room_for(tmp_path: Path) -> None:
+    code = """
+tensorstow.set_memory_limit(None)
+for number, buffer in enumerate(buffers):
+    fill(buffer, number)
+pool.synchronize()
+pool.resize(0)
+pool.resize(10 * UNIT)
+limit = _native.resident_bytes() + 50 * MIB
+tensorstow.set_memory_limit(limit)
+held = pool.memory.held
+pool.expect(buffers)
+pool.synchronize()
+assert held + 1 * UNIT <= pool.memory.held <= held + 3 * UNIT, (held, pool.memory.held)
+assert _native.resident_bytes() <= limit
+assert [value(buffer) for buffer in buffers] == [{number} for number in range(10)]
+assert _native.resident_bytes() <= limit
+"""
+    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_plan_that_is_chosen_stays_below_the_limit() -> None:
     code = """
 from torch import nn
