@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -204,34 +204,19 @@ class BufferPool:
 
         Raises BudgetError, and changes nothing, if the limit of memory has no room for them.
         """
-        if not buffer.is_in_memory and self.memory.fits(buffer.nbytes):
-            self._keep_limit(buffer.nbytes)
+        is_new = not buffer.is_in_memory and self.memory.fits(buffer.nbytes)
+        if is_new and not _fits_limit(self._recent, buffer.nbytes):
+            with self._lock:  # hold no more than now: others leave for it
+                leaving = sum(other.nbytes for other in self._recent if not other.pins)
+                if self.memory.held < self._least or leaving < buffer.nbytes:
+                    check_memory_limit(buffer.nbytes)
+                self.memory.capacity = self.memory.held
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
         if buffer.transfers and (for_write or buffer.state is ByteState.READING):
             self._wait(buffer)
             with self._poisoning():
                 self._settle(buffer)
-
-    def _keep_limit(self, nbytes: int) -> None:
-        """Hold no more than now if the limit of memory has no room: others leave for ``nbytes``.
-
-        Raises BudgetError if none can leave.
-        """
-        if self._is_within_limit(nbytes):
-            return
-        with self._lock:
-            leaving = sum(buffer.nbytes for buffer in self._recent if not buffer.pins)
-            if self.memory.held < self._least or leaving < nbytes:
-                check_memory_limit(nbytes)
-            self.memory.capacity = self.memory.held
-
-    def _is_within_limit(self, nbytes: int) -> bool:
-        """Return whether the limit of memory has room beside what reads under way will fill."""
-        if memory_limit() is None:
-            return True
-        reading = sum(b.nbytes for b in list(self._recent) if b.state is ByteState.READING)
-        return fits_memory_limit(nbytes + reading)
 
     def _begin_pin(self, buffer: PooledBuffer) -> PooledBuffer | None:
         """Pin a buffer and begin its read; if others must leave first, return one that is busy."""
@@ -309,7 +294,7 @@ class BufferPool:
                 self._make_room(buffer.nbytes, keep=nearer)
                 if not self.memory.fits(buffer.nbytes):
                     return
-                if not self._evicted and not self._is_within_limit(buffer.nbytes):
+                if not self._evicted and not _fits_limit(self._recent, buffer.nbytes):
                     return
                 self._bring(buffer)
             del self._unread[0]
@@ -441,6 +426,14 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
 
 def _operation(buffer: PooledBuffer) -> str:
     return "read" if buffer.state is ByteState.READING else "written"
+
+
+def _fits_limit(held: Iterable[PooledBuffer], nbytes: int) -> bool:
+    """Return whether the limit of memory has room beside what reads under way will fill."""
+    if memory_limit() is None:
+        return True
+    reading = sum(buffer.nbytes for buffer in list(held) if buffer.state is ByteState.READING)
+    return fits_memory_limit(nbytes + reading)
 
 
 def _reuse_pages(evicted: list[PooledBuffer], reader: PooledBuffer | None) -> None:

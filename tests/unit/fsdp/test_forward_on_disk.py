@@ -112,6 +112,7 @@ def test_a_forward_finds_updated_weights_in_memory() -> None:
             backward(model, step)
             optimizer.step()
             optimizer.zero_grad()
+            optimizer.wait()  # updates read units too
             counts.append(parameter_bytes(model).bytes_read)
         found[overlap] = counts[-1] - counts[-2]
         assert parameter_bytes(model).most_buffer_pool_bytes <= 4 * UNIT
