@@ -588,12 +588,16 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
 
             return tables, late
 
-    def fails(_: int) -> None:
-        raise KeyboardInterrupt
+    release = params.store.pipeline.caller_chunks.release
+
+    def fails(chunk: int) -> None:
+        if len(marks) > 1:  # several copies are under way
+            raise KeyboardInterrupt
+        release(chunk)
 
     params.update_router.updaters[0]._rules = {family: Late(rule) for family, rule in rules.items()}
-    monkeypatch.setattr(params.store.pipeline.caller_chunks, "release", fails)
     marks: list[DeviceEvent] = []
+    monkeypatch.setattr(params.store.pipeline.caller_chunks, "release", fails)
     d2h = link.d2h
     monkeypatch.setattr(link, "d2h", lambda *given: marks.append(d2h(*given)) or marks[-1])
     torch.autograd.backward(net(1))
