@@ -54,6 +54,8 @@ class RunConfig:
     """Read and written together."""
     steps: int
     """That are timed."""
+    clip_period: int | None = None
+    """One of so many steps is clipped, and the norm of each is computed; 0: none; None: no norm."""
 
     @property
     def elements(self) -> int:
@@ -126,12 +128,9 @@ def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa:
     device = torch.device(simulated.DEVICE, 0)
     model, optimizer = _placed(config, device, directory)
     x = torch.ones(TOKENS, config.width, dtype=torch.bfloat16, device=device)
-    for _ in _steps(
-        model,
-        optimizer,
-        x,
-        _WARM_UP + _MEASURED * (Plan.from_json(config.plan).update_on is not None),
-    ):
+    period = config.clip_period
+    warm_up = _WARM_UP + _MEASURED * (Plan.from_json(config.plan).update_on is not None)
+    for _ in _steps(model, optimizer, x, warm_up, period):
         pass
     optimizer.wait()
     torch.accelerator.synchronize()
@@ -141,7 +140,7 @@ def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa:
     simulated.start_trace()
     found = Timed()
     last = zero = time.monotonic()
-    for spans in _steps(model, optimizer, x, config.steps):
+    for spans in _steps(model, optimizer, x, config.steps, period):
         now = time.monotonic()
         found.seconds.append(now - last)
         found.spans += spans
@@ -166,15 +165,18 @@ def train(simulated: Any, config: RunConfig, directory: Path) -> Timed:  # noqa:
 
 
 def _steps(
-    model: nn.Module, optimizer: StowedAdam, x: torch.Tensor, count: int
+    model: nn.Module, optimizer: StowedAdam, x: torch.Tensor, count: int, clip_period: int | None
 ) -> Iterator[Sequence[Span]]:
     """Take steps; yield behind each what the host did in it, by ``time.monotonic()``."""
-    for _ in range(count):
+    for number in range(count):
         moments = [time.monotonic()]
         loss = model(x)
         moments.append(time.monotonic())
         loss.backward()
         moments.append(time.monotonic())
+        if clip_period is not None:
+            is_clipped = clip_period > 0 and number % clip_period == clip_period // 2
+            optimizer.clip_grad_norm_(1e-9 if is_clipped else 1e9)
         optimizer.step()
         optimizer.zero_grad()
         moments.append(time.monotonic())

@@ -157,8 +157,8 @@ struct PyPipeline {
       const nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& rows,
       const std::vector<HyperTuple>& table, std::vector<nb::object> weights,
       std::vector<nb::object> gradients, bool open, bool capture, bool resident_first,
-      bool newest_first, const std::string& caller) {
-    if (rows.shape(1) != 7) throw std::invalid_argument("begin: rows have seven columns");
+      bool newest_first, bool undoable, const std::string& caller) {
+    if (rows.shape(1) != 8) throw std::invalid_argument("begin: rows have eight columns");
     if (weights.size() != rows.shape(0) || gradients.size() != rows.shape(0)) {
       throw std::invalid_argument("begin: an owner for each row's weight and gradient");
     }
@@ -170,7 +170,8 @@ struct PyPipeline {
                        static_cast<DType>(rows(i, 2)),
                        rows(i, 3) != 0,
                        static_cast<std::int32_t>(rows(i, 4)),
-                       static_cast<std::uint64_t>(rows(i, 5))};
+                       static_cast<std::uint64_t>(rows(i, 5)),
+                       at<void>(static_cast<Address>(rows(i, 7)))};
       expected[i] = rows(i, 6) != 0;
     }
     set_hypers(table);
@@ -178,6 +179,7 @@ struct PyPipeline {
                         .capture = capture,
                         .resident_first = resident_first,
                         .newest_first = newest_first,
+                        .undoable = undoable,
                         .caller = parse_caller(caller)};
     const bool goes_on = open || step.caller != Caller::waits;
     get().begin(parameters, hypers, step, expected, goes_on);
@@ -282,6 +284,15 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
            [](PyPipeline& self, int chunk) { return self.get().ledger().captured(chunk); })
       .def("forget_capture",
            [](PyPipeline& self, int parameter) { self.get().ledger().forget_capture(parameter); })
+      .def("target",
+           [](PyPipeline& self, int chunk) {
+             const DiskPosition target = self.get().ledger().target(chunk);
+             return PlaceTuple{target.file, target.offset};
+           })
+      .def("set_spare",
+           [](PyPipeline& self, int chunk, int file, std::int64_t offset) {
+             self.get().ledger().set_spare(chunk, {file, offset});
+           })
       .def("set_target",
            [](PyPipeline& self, int chunk, int file, std::int64_t offset) {
              self.get().ledger().set_target(chunk, {file, offset});
@@ -343,8 +354,8 @@ void bind_pipeline(nb::module_& m) {
       .def("order", [](PyPipeline& self) { return self.get().order(); })
       .def("prefetch", [](PyPipeline& self) { self.get().prefetch(); })
       .def("begin", &PyPipeline::begin, "rows"_a, "hypers"_a, "weights"_a, "gradients"_a,
-           nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "newest_first"_a, "caller"_a,
-           "`weights` and `gradients`: each row's owners, or None")
+           nb::kw_only(), "open"_a, "capture"_a, "resident_first"_a, "newest_first"_a, "undoable"_a,
+           "caller"_a, "`weights` and `gradients`: each row's owners, or None")
       .def("step", &PyPipeline::step, "rows"_a, "hypers"_a)
       .def(
           "add_gradient",
@@ -383,6 +394,11 @@ void bind_pipeline(nb::module_& m) {
              return updated;
            })
       .def("close", [](PyPipeline& self) { self.get().close(); })
+      .def("confirm", [](PyPipeline& self) { self.get().undoing().confirm(); })
+      .def("undo",
+           [](PyPipeline& self) {
+             return self.wait([](Pipeline& native) { return native.undoing().undo(); });
+           })
       .def("is_published",
            [](PyPipeline& self, int parameter) {
              const bool published = self.get().progress().is_published(parameter);

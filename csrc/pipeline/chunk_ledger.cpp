@@ -15,6 +15,16 @@ DiskPosition ChunkLedger::place(int chunk) const {
   return data_.chunks.at(chunk).place;
 }
 
+DiskPosition ChunkLedger::target(int chunk) const {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  return data_.chunks.at(chunk).target;
+}
+
+void ChunkLedger::set_spare(int chunk, DiskPosition spare) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  data_.chunks.at(chunk).spare = spare;
+}
+
 void ChunkLedger::set_target(int chunk, DiskPosition target) {
   const PipelineMonitor::Lock lock = data_.monitor.lock();
   PipelineChunk& c = data_.chunks.at(chunk);

@@ -11,7 +11,9 @@ class ChunkLedger {
 
   ChunkState state(int chunk) const;
   DiskPosition place(int chunk) const;
+  DiskPosition target(int chunk) const;
   void set_target(int chunk, DiskPosition target);  // of the next step's write
+  void set_spare(int chunk, DiskPosition spare);    // a second place, for steps that may be undone
 
   // Whether the chunk's place holds its current states and weights.
   bool captured(int chunk) const;

@@ -37,6 +37,9 @@ class CurrentStep {
   bool takes_gradients() const { return is_under_way() && spec_.open; }
   // No more gradients.
   void close();
+  // Whether updates may be undone; until `confirm`.
+  bool is_undoable() const { return is_under_way() && spec_.undoable; }
+  void confirm() { spec_.undoable = false; }
 
   // Whether the chunk is written though it gets no gradient.
   bool must_capture(const PipelineChunk& chunk) const { return spec_.capture && !chunk.captured; }

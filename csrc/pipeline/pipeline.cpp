@@ -12,7 +12,8 @@ Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
       data_(order),
       ledger_(data_),
       scheduler_(engine, data_, isa, team),
-      progress_(data_, scheduler_) {}
+      progress_(data_, scheduler_),
+      undo_(data_, scheduler_) {}
 
 Pipeline::~Pipeline() {
   // The scheduler first: a step without a wait would start new transfers after `quiesce`.
@@ -95,6 +96,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   if (parameters.size() < data_.chunks.parameters()) {
     throw std::invalid_argument("begin: chunks have parameters that are not among these");
   }
+  if (step.undoable) undo_.check(parameters, step, expected);
   data_.step.start(parameters, hypers, step, expected);
   data_.queues.clear();
   data_.queues.set_newest_first(step.newest_first);

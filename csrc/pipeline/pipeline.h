@@ -7,6 +7,7 @@
 //   Scheduler        decides, in a thread of its own, with SlotTransfers and ChunkUpdater
 //   ChunkLedger      says where chunks are, and which checksums they have
 //   StepProgress     says how far the step is
+//   StepUndo         takes an undoable step back, or makes it final
 #pragma once
 
 #include <sys/types.h>
@@ -18,6 +19,7 @@
 #include "pipeline/pipeline_data.h"
 #include "pipeline/scheduler.h"
 #include "pipeline/step_progress.h"
+#include "pipeline/step_undo.h"
 
 namespace stow {
 
@@ -75,6 +77,7 @@ class Pipeline {
 
   StepProgress& progress() { return progress_; }
   ChunkLedger& ledger() { return ledger_; }
+  StepUndo& undoing() { return undo_; }
   Trace& trace() { return data_.trace; }
   PipelineCounters counters() const;
   bool in_owner() const;
@@ -87,6 +90,7 @@ class Pipeline {
   ChunkLedger ledger_;
   Scheduler scheduler_;
   StepProgress progress_;
+  StepUndo undo_;
 };
 
 }  // namespace stow

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace stow {
 
@@ -12,6 +13,31 @@ void PipelineChunk::move(ChunkState next) {
                            std::to_string(static_cast<int>(next)));
   }
   state = next;
+}
+
+void PipelineChunk::keep_undo() {
+  undo.is_taken = true;
+  undo.blank = slot_states == SlotStates::zero;
+  undo.captured = captured;
+  undo.place = place;
+  undo.target = target;
+  undo.spare = spare;
+  undo.states = checksums.states;
+  undo.recorded = checksums.recorded;
+  undo.is_recorded = checksums.is_recorded;
+  if (!undo.blank && target == place) std::swap(target, spare);
+}
+
+void PipelineChunk::restore() {
+  undo.is_taken = false;
+  state = undo.blank ? ChunkState::blank : ChunkState::stored;
+  captured = undo.captured;
+  place = undo.place;
+  target = undo.target;
+  spare = undo.spare;
+  checksums.states = undo.states;
+  checksums.recorded = undo.recorded;
+  checksums.is_recorded = undo.is_recorded;
 }
 
 }  // namespace stow

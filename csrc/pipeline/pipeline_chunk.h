@@ -26,6 +26,16 @@ enum class StepStage : std::uint8_t {
   released,    // in UpdateQueues, updated by the caller
 };
 
+// What an update that may be undone has replaced.
+struct ChunkUndo {
+  bool is_taken = false;  // the step has updated the chunk
+  bool blank = false;     // its states were zero
+  bool captured = false;
+  DiskPosition place, target, spare;
+  std::vector<std::uint32_t> states, recorded;
+  std::vector<char> is_recorded;
+};
+
 struct PipelineChunk {
   PipelineChunk(int n, ChunkSpec s) : number(n), spec(std::move(s)), parts(spec) {}
 
@@ -36,8 +46,10 @@ struct PipelineChunk {
   std::vector<SegmentGradient> gradients;  // of the step, by segment
   ChunkState state = ChunkState::blank;
   StepStage stage = StepStage::out;
-  DiskPosition place;      // where the states were last written
-  DiskPosition target;     // where they are to be written next
+  DiskPosition place;   // where the states were last written
+  DiskPosition target;  // where they are to be written next
+  DiskPosition spare;   // a second place, which an update that may be undone writes to
+  ChunkUndo undo;
   bool captured = false;   // `place` also holds the current weights
   bool capturing = false;  // what is being written holds them
   SlotStates slot_states = SlotStates::known;
@@ -54,6 +66,11 @@ struct PipelineChunk {
   std::int64_t moving = 0;
   Metered::Clock::time_point ready;  // all that it waits for was there
 
+  // Whether an update leaves the states of before where they are.
+  bool can_undo() const { return !has_own_memory() && spare.file >= 0; }
+  // Before an update that may be undone, and to undo it. The chunk is in no slot then.
+  void keep_undo();
+  void restore();
   bool has_own_memory() const { return spec.resident[0] != nullptr; }
   bool blank() const { return state == ChunkState::blank; }
   bool needs_slot() const { return blank() || state == ChunkState::stored; }

@@ -113,8 +113,8 @@ void Scheduler::add_gradient(PipelineChunk& chunk, std::size_t segment, const vo
   }
 }
 
-// All gradients that the chunk will get are there.
 void Scheduler::mark_ready(PipelineChunk& chunk) {
+  if (data_.step.is_undoable() && !chunk.can_undo()) return;  // until the step is confirmed
   chunk.ready = Metered::Clock::now();
   if (chunk.stage == StepStage::waiting) {
     if (data_.step.spec().open) data_.order.push_ready(chunk);
@@ -221,6 +221,7 @@ void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
   const UpdateScope scope = updater_.scope_of(chunk);
   const UpdatePhase phase = phase_of(chunk);
   if (phase != UpdatePhase::after) {
+    if (data_.step.is_undoable()) chunk.keep_undo();
     chunk.capturing = data_.step.spec().capture;
     if (scope == UpdateScope::resident) {
       if (chunk.capturing) data_.ring.take(chunk);

@@ -54,6 +54,8 @@ class Scheduler {
   void end_finished_step();
   // The chunk has no part in this step.
   void exclude(PipelineChunk& chunk);
+  // All gradients that the chunk will get are there.
+  void mark_ready(PipelineChunk& chunk);
 
  private:
   void loop();
@@ -69,7 +71,6 @@ class Scheduler {
   void settle_transfer(PipelineChunk& chunk, Op op, bool failed);
   void settle_write(PipelineChunk& chunk);
   bool slots_are_wanted() const;
-  void mark_ready(PipelineChunk& chunk);
   void finish(PipelineChunk& chunk);
 
   PipelineData& data_;

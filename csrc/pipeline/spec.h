@@ -48,6 +48,7 @@ struct StepSpec {
                          // gradient are written too where the disk has not all of them
   bool resident_first = false;  // resident chunks before those in slots
   bool newest_first = false;    // of the chunks that are ready, the last that became so
+  bool undoable = false;        // `undo` may take the step back, until `confirm`
   Caller caller = Caller::waits;
 };
 

@@ -58,6 +58,11 @@ class BlockUpdate {
     args.first = segment.parameter_offset + piece.offset;
     args.param = static_cast<char*>(parameter.param) + args.first * size_of(family.param_dtype);
     args.n = piece.count;
+    if (parameter.backup != nullptr) {
+      const std::int64_t width = size_of(family.param_dtype);
+      std::memcpy(static_cast<char*>(parameter.backup) + args.first * width, args.param,
+                  args.n * width);
+    }
     if (task_.phase == UpdatePhase::both) compute(args, piece);
     // An fp32 weight is its own master: writes by others need not be detected.
     if (family.param_dtype == DType::f32) return;

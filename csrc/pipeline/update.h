@@ -15,7 +15,8 @@ struct StepParameter {
   DType grad_dtype;
   bool seed_master;
   std::int32_t hyper;
-  std::uint64_t key;  // of the random bits that inexact formats round with
+  std::uint64_t key;       // of the random bits that inexact formats round with
+  void* backup = nullptr;  // where an update puts the old weight first; null: nowhere
 };
 
 // The gradient of one segment, from the segment's first element on. `data` null: there is none.

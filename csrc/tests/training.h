@@ -45,6 +45,7 @@ struct TrainedParameter {
       std::memcpy(&weight[i * width], reinterpret_cast<const char*>(&value) + 4 - width, width);
     }
     wanted = weight;
+    old.resize(weight.size());
     recorded = false;
   }
 
@@ -55,6 +56,7 @@ struct TrainedParameter {
 
   Shape shape;
   std::vector<char> weight, wanted;
+  std::vector<char> old;  // where a step that may be undone puts the weight
   std::vector<float> gradient;
   std::vector<char> states[kMaxStreams];  // as they ought to be
   bool recorded = false;                  // the weight is what our last update left
@@ -85,7 +87,7 @@ class FlatTraining {
   // What the step is told of the parameter, whose gradient is at `gradient`.
   StepParameter row(int parameter, const void* gradient) {
     TrainedParameter& it = at(parameter);
-    return {it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(parameter)};
+    return {it.weight.data(), gradient, DType::f32, it.seed, 0, key_of(parameter), it.old.data()};
   }
 
   // The step's update of the parameter, but for memory.
@@ -112,6 +114,18 @@ class FlatTraining {
     }
     adam_update(args, Isa::scalar);
     it.recorded = true;
+  }
+
+  // The memory that a pipeline knows stays where it is.
+  void go_back_to(const FlatTraining& before) {
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      TrainedParameter& it = parameters_[p];
+      const TrainedParameter& was = before.parameters_[p];
+      std::copy(was.weight.begin(), was.weight.end(), it.weight.begin());
+      std::copy(was.wanted.begin(), was.wanted.end(), it.wanted.begin());
+      for (int k = 0; k < kMaxStreams; ++k) it.states[k] = was.states[k];
+      it.recorded = was.recorded;
+    }
   }
 
   bool agrees() const {

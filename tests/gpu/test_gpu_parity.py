@@ -14,7 +14,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.optim.stowed_adam import StowedAdam
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OVERLAPS = ("none", "forward", "backward")
+DURABLE = ("none", "forward", "backward")
+OVERLAPS = (*DURABLE, "speculative")
 
 
 @pytest.mark.parametrize("overlap", [*OVERLAPS, DelayedUpdate(warmup_steps=1)])
@@ -110,7 +111,7 @@ def test_a_run_goes_on_where_updates_are_or_were(
     second.close()
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("overlap", DURABLE)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_run_goes_on_from_its_commit(
     dtype: str, overlap: str, tmp_path: Path, device: torch.device

@@ -30,7 +30,7 @@ ROUTE_AXES: Mapping[str, tuple[Value, ...]] = {
     "backend": ("uring", "threads"),
     "isa": ("scalar", "avx2", "avx512"),
     "threads": (1, 2, 3),
-    "overlap": ("none", "forward", "backward"),
+    "overlap": ("none", "forward", "backward", "speculative"),
     "nan_until_published": (False, True),
     "final": ("counted", "context"),
     "format": ("default", "fp32", "split"),
@@ -154,16 +154,22 @@ def _objections_to_schedules(row: Mapping[str, Value], *, upstream: bool) -> Ite
     overlap = row.get("overlap", "backward" if row.get("final") == "context" else None)
     # The keywords are those of tensorstow's own classes.
     theirs = upstream or row.get("scaling") == "div_scale"
-    yield theirs and overlap in {"forward", "backward"}
+    yield theirs and overlap in {"forward", "backward", "speculative"}
     yield theirs and (row.get("nan_until_published") is True or row.get("final") == "context")
     yield theirs and row.get("format") in {"fp32", "split"}
     yield overlap == "none" and row.get("nan_until_published") is True
     # Only beside backward must the last micro-batch be known.
-    yield row.get("final") == "context" and overlap != "backward"
+    yield row.get("final") == "context" and overlap not in {"backward", "speculative"}
     yield row.get("final") == "context" and row.get("accumulation") == 1
     # These look at gradients before they are used: refused by name, see test_backward.
     looks = row.get("clipping", "none") != "none" or row.get("scaling", "none") != "none"
     yield overlap == "backward" and looks
+    # What is undone has a second copy on disk, and torch's clipping needs gradients in ``.grad``.
+    yield overlap == "speculative" and row.get("placement") == "ram"
+    stored = row.get("durability") == "commit" or row.get("resume") in {"commit", "crash"}
+    yield overlap == "speculative" and stored
+    yield overlap == "speculative" and row.get("clipping") == "torch"
+    yield overlap == "speculative" and row.get("scaling", "none") != "none"
 
 
 def _objections_to_commits(row: Mapping[str, Value], *, upstream: bool) -> Iterator[bool]:

@@ -38,7 +38,12 @@ from tensorstow.states.layout import Family, slot_bytes
 
 ELSEWHERE = {"ram": "disk", "split": "ram", "disk": "split"}
 """Where a resumed run puts the states."""
-OTHER_OVERLAP = {"none": "forward", "forward": "backward", "backward": "none"}
+OTHER_OVERLAP = {
+    "none": "forward",
+    "forward": "backward",
+    "backward": "none",
+    "speculative": "forward",
+}
 OTHER_FORMAT = {"default": "split", "split": "fp32", "fp32": "default"}
 COMMIT_EVERY = 2
 CRASHED_AT = RESUME_AFTER // COMMIT_EVERY * COMMIT_EVERY
@@ -352,7 +357,7 @@ def where(model: Model, recipe: Recipe, route: Route, directory: Path) -> dict[s
 
 def when(model: Model, recipe: Recipe, route: Route) -> dict[str, Any]:
     """Return the keywords that say when states move, and as what."""
-    counted = route.overlap == "backward" and route.final == "counted"
+    counted = route.overlap in {"backward", "speculative"} and route.final == "counted"
     return {
         "overlap": route.overlap,
         "module": model,

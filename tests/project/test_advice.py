@@ -316,6 +316,12 @@ CASES = [
         },
     ),
     Case(
+        "an update is undone from a second",
+        Plan,
+        {"overlap": "speculative", "states": "host"},
+        {'Use overlap="forward"': {"overlap": "forward"}},
+    ),
+    Case(
         "states live on the host or on disk",
         Plan,
         {"states": "device"},
@@ -864,7 +870,7 @@ UNTRIED = (
     ": in a Trainer the optimizer's states",
     "The DeepSpeed configuration enables",
     "A checkpoint was to be written with the",
-    'overlap="backward" was given:',
+    '"speculative" was given: LLaMA',
     "processes, and a checkpoint is of rank",
     "was given, and the NUMA nodes with",
     "Trying to backward through the graph a",

@@ -92,7 +92,7 @@ def test_no_axis_vanished() -> None:
         "backend": 2,
         "isa": 3,
         "threads": 3,
-        "overlap": 3,
+        "overlap": 4,
         "nan_until_published": 2,
         "final": 2,
         "format": 3,
@@ -100,9 +100,9 @@ def test_no_axis_vanished() -> None:
         "share": 2,
         "resume": 7,
     }
-    assert len(MEETINGS) == 2374 + 801
-    assert len(ROWS) == 105
-    assert len(PRODUCT_CASES) == 438
+    assert len(MEETINGS) == 2431 + 863
+    assert len(ROWS) == 112
+    assert len(PRODUCT_CASES) == 479
 
 
 def test_the_rows_have_every_pair_and_triple_that_is_allowed() -> None:

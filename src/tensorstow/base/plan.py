@@ -33,6 +33,7 @@ from tensorstow.base.update_on import (
     reaches_device,
     read_update_on,
     refuse_delayed,
+    refuse_undo,
     timing_of,
 )
 
@@ -89,9 +90,9 @@ class Plan:
         unsharded: Under stage 3 the units whose parameters stay unsharded from forward to
             backward, as under stage 2: less communication, more memory.
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
-        overlap: When updates run: "none", "forward", "backward", as in ``AdamW``; what "backward"
-            leaves, if weights are not on disk, goes on in the next forward. Default: "auto",
-            "forward" if weights are on disk, else "none".
+        overlap: When updates run: "none", "forward", "backward", "speculative", as in ``AdamW``;
+            what the last two leave, if weights are not on disk, goes on in the next forward.
+            Default: "auto", "forward" if weights are on disk, else "none".
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
@@ -152,6 +153,7 @@ class Plan:
         refuse_delayed(self.overlap, "in a plan", f"Use {exact}, which are exact.")
         check_fields(self)
         self._check_update_on()
+        self._check_undo()
         self._refuse_idle()
         on_disk = [name for name in self.unsharded if self.tier_of(name) == Tier.DISK]
         if self.unsharded and (self.stage < 3 or on_disk):
@@ -215,6 +217,16 @@ class Plan:
                 ' update_on="host".'
             )
             raise OptionError(message)
+
+    def _check_undo(self) -> None:
+        if not self.timing.can_undo:
+            return
+        obstacles = {
+            "states in host memory": self.states != Tier.DISK,
+            "parameters on disk": Tier.DISK in self.parameter_tiers,
+            keyword_of(self.update_on): reaches_device(self.update_on),
+        }
+        refuse_undo(obstacles)
 
     def _refuse_idle(self) -> None:
         """Raise OptionError for options that would have no effect."""

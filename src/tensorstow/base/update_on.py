@@ -8,9 +8,9 @@ from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.fields import check_fields, read_value, whole_number
 from tensorstow.base.keywords import names_keywords
 
-Overlap = Literal["none", "forward", "backward"]
+Overlap = Literal["none", "forward", "backward", "speculative"]
 """What updates run during: nothing, the next forward, or the backward that makes gradients."""
-PlanOverlap = Literal["auto", "none", "forward", "backward"]
+PlanOverlap = Literal["auto", "none", "forward", "backward", "speculative"]
 """``Overlap``, or "auto": what fits the places of a plan's weights."""
 
 
@@ -115,6 +115,8 @@ class UpdateTiming:
     """Whether updates run during the next forward: ``step()`` returns before weights are new."""
     in_backward: bool = False
     """Whether updates run during a backward, which moves them on."""
+    can_undo: bool = False
+    """Whether updates of backward are undone where the gradients are clipped."""
 
     @property
     def is_overlapped(self) -> bool:
@@ -127,6 +129,11 @@ class UpdateTiming:
         return self.in_backward and not self.in_forward
 
     @property
+    def allows_clipping(self) -> bool:
+        """Whether gradients may be clipped after backward."""
+        return self.can_undo or not self.begins_early
+
+    @property
     def waits_by_module(self) -> bool:
         """Whether the next forward waits, module by module, until weights are new."""
         return self.in_forward and not self.in_backward
@@ -137,7 +144,23 @@ _TIMINGS: Mapping[Overlap, UpdateTiming] = {
     "none": IN_STEP,
     "forward": UpdateTiming('overlap="forward"', in_forward=True),
     "backward": UpdateTiming('overlap="backward"', in_backward=True),
+    "speculative": UpdateTiming('overlap="speculative"', in_backward=True, can_undo=True),
 }
+
+
+def refuse_undo(obstacles: Mapping[str, bool]) -> None:
+    """Raise OptionError for what ``overlap="speculative"`` cannot be used with.
+
+    ``obstacles``: whether each is there, by its name.
+    """
+    present = " and ".join(name for name, is_present in obstacles.items() if is_present)
+    if present:
+        message = (
+            f'overlap="speculative" was given with {present}: an update is undone from a second'
+            " copy of its states on disk, by the host, and its weight stays in memory. Use"
+            ' overlap="forward", which is exact under clipping too.'
+        )
+        raise OptionError(message)
 
 
 def timing_of(overlap: object) -> UpdateTiming:

@@ -399,10 +399,11 @@ class DeepSpeedEngine(ConfiguredModule):
                 boundary already, or the context is inside of another one.
         """
         optimizer, _ = self._trained("coalesce_grad_reduction()")
+        timing = optimizer.offload_policy.timing
         without = {
             "ZeRO stage 0": not self.zero_optimization(),
             "managed_gradient_accumulation=false": not self.managed_gradient_accumulation(),
-            'overlap="backward"': optimizer.offload_policy.timing.begins_early,
+            timing.keyword: timing.begins_early,
         }
         for reason, applies in without.items():
             if applies:

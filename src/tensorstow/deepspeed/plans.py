@@ -104,7 +104,7 @@ def _refuse_overlap(plan: Plan, asked: Overlap, dependent: str) -> None:
         )
         raise OptionError(message)
     message = (
-        f'overlap="backward" was given with {dependent}: gradients are used during backward, before'
+        f'overlap="{asked}" was given with {dependent}: gradients are used during backward, before'
         f" all of a step are final. {use}, or leave {dependent.replace(', ', ' and ')} out."
     )
     raise OptionError(message)

@@ -106,7 +106,7 @@ class StowRequest:
     @property
     def gradients_wait_on_host(self) -> bool:
         """Whether gradients leave the device during backward, and wait in host memory."""
-        return not self.plan.timing.begins_early and not reaches_device(self.plan.update_on)
+        return self.plan.timing.allows_clipping and not reaches_device(self.plan.update_on)
 
     @property
     def is_plain(self) -> bool:

@@ -47,8 +47,9 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
         message = "optim_config without lr was given: add it, for learning_rate is not passed on."
     elif timing_of(options.get("overlap", "none")).begins_early:
         message = (
-            'overlap="backward" was given: LLaMA-Factory asks for the norm of all gradients after'
-            ' backward, when they are already used. Use overlap="none" or "forward".'
+            'overlap="backward" or "speculative" was given: LLaMA-Factory asks for the norm of all'
+            ' gradients after backward, when they are already used. Use overlap="none" or'
+            ' "forward".'
         )
     elif durable and world > 1:
         message = (

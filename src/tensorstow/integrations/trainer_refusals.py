@@ -57,9 +57,10 @@ def refuse_for_optimizer(
     """Refuse arguments that do not work with ``adamw``, an optimizer alone."""
     durable, directory = is_durable(keywords), keywords.get("dir")
     other = _other_optimizer(args)
+    timing = timing_of(keywords.get("overlap", "none"))
     yield _Refusal(
-        timing_of(keywords.get("overlap", "none")).begins_early,
-        'overlap="backward" was given: a Trainer asks for the norm of all gradients after backward,'
+        timing.begins_early,
+        f"{timing.keyword} was given: a Trainer asks for the norm of all gradients after backward,"
         ' also with max_grad_norm=0, when they are already used. Use overlap="none" or "forward";'
         " or Stowed, which has the norm.",
     )
@@ -105,9 +106,10 @@ def refuse_plan(args: transformers.TrainingArguments, plan: Plan) -> Iterator[_R
     steps, planned = args.gradient_accumulation_steps, plan.accumulation_steps
     begins_early = plan.timing.begins_early
     yield _Refusal(
-        begins_early and args.max_grad_norm > 0,
+        not plan.timing.allows_clipping and args.max_grad_norm > 0,
         f'overlap="backward" is in the plan with max_grad_norm={args.max_grad_norm}: gradients are'
-        ' used before their norm is known. Set max_grad_norm=0, or use overlap="none"',
+        ' used before their norm is known. Set max_grad_norm=0, or use overlap="none", "forward" or'
+        ' "speculative"',
     )
     yield _Refusal(
         (plan.stage == 1 or begins_early) and steps != planned,

@@ -162,12 +162,14 @@ class AdamW(Adam):
             else "host".
         overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
             updates run during the backward that computes the gradients, without clipping or
-            GradScaler. ``DelayedUpdate()``, which is inexact: updates run during the next forward
+            GradScaler; "speculative", the same with ``clip_grad_norm_``: updates are undone where
+            it changes the gradients, from a second copy of the states on disk and of the weights
+            in memory. ``DelayedUpdate()``, which is inexact: updates run during the next forward
             and backward, which use the earlier weights.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one
-            under way is the last; used by ``overlap="backward"`` only.
+            under way is the last; used by ``overlap`` "backward" and "speculative" only.
         durability: "commit" or "none". Default: None, "commit" with ``dir``, else "none".
         commit_every: A time ("10min"), a number of steps, or None for ``commit()`` by hand.
         extra: A function that returns a dict to save with each commit: numbers, text, bytes, lists,

@@ -17,6 +17,7 @@ from tensorstow.base.update_on import (
     UpdateOn,
     keyword_of,
     reaches_device,
+    refuse_undo,
 )
 from tensorstow.checkpoint.run import Checkpoints, Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
@@ -79,6 +80,14 @@ def offload_policy(
         _state_format(state_format, amsgrad=amsgrad),
         update_on,
     )
+    if chosen.timing.can_undo:
+        refuse_undo(
+            {
+                "all states in host memory": state_placement.disk_fraction == 0,
+                "a durable run": state_placement.durable,
+                keyword_of(update_on): reaches_device(update_on),
+            }
+        )
     if reaches_device(update_on):
         refuse_beside(chosen.timing, f"{keyword_of(update_on)} was requested")
     return chosen

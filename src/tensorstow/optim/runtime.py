@@ -40,6 +40,7 @@ from tensorstow.step.delayed_overlap import DelayedOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.schedule import ForwardOverlap, Schedule, Synchronous, weakly
+from tensorstow.step.speculative_overlap import SpeculativeOverlap
 
 logger = logging.getLogger("tensorstow")
 
@@ -105,6 +106,8 @@ class OptimizerRuntime:
             return DelayedOverlap(self.params, run.module, offload_policy.overlap)
         if offload_policy.timing.is_overlapped and run.module is not None:
             self.waits = ForwardWaits(run.module, weakly(self._wait))
+        if offload_policy.timing.can_undo:
+            return SpeculativeOverlap(self.params, run.accumulation_steps, self.waits)
         if offload_policy.timing.begins_early:
             return BackwardOverlap(self.params, run.accumulation_steps, self.waits)
         if self.waits is None:

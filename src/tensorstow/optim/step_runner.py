@@ -30,6 +30,7 @@ from tensorstow.step.param_table import ParamTable
 from tensorstow.step.repeated_steps import RepeatedSteps
 from tensorstow.step.replaced import ModuleParameters
 from tensorstow.step.schedule import Schedule, Synchronous
+from tensorstow.step.speculative_overlap import SpeculativeOverlap
 from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_table, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.tensors.dtensor import (
@@ -263,7 +264,7 @@ class StepRunner:
         elif self._early is None:
             self._take_step(factor, scale)
         else:
-            self._end_open_step(self._early)
+            self._end_open_step(self._early, factor)
         if self._commits.prompt:
             self._commits.join(self._params)
         if self._commits.requested and self._ranks.alone:
@@ -388,9 +389,10 @@ class StepRunner:
         try:
             if param is not None and schedule.gradients.is_final(param.number):
                 _check_gradient(param, self.contents.groups)
-                if not schedule.is_open:
+                if not schedule.is_open and schedule.begins_now:
                     self._open_step(schedule)
-                schedule.on_gradient(param)
+                if schedule.is_open:
+                    schedule.on_gradient(param)
         except BaseException:
             schedule.break_off()
             raise
@@ -429,7 +431,8 @@ class StepRunner:
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
             return self._params.update_router.step_path.wait_for_copy()
 
-    def _end_open_step(self, schedule: BackwardOverlap) -> None:
+    def _end_open_step(self, schedule: BackwardOverlap, factor: float) -> None:
+        """End the open step; a ``factor`` that is not one makes it be undone, and taken again."""
         params = self._params
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
@@ -453,7 +456,12 @@ class StepRunner:
         commits = self._open_commits
         with self._ending_step(schedule.held, commits=commits, is_open=True):
             updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
-            schedule.step(StepPlan(updates, [], [], commits=commits), self.contents.states)
+            states = self.contents.states
+            if isinstance(schedule, SpeculativeOverlap) and factor != 1.0:
+                updates = [*schedule.undo(), *updates]
+                schedule.redo(make_plan(updates, params, states, factor, commits=commits), states)
+            else:
+                schedule.step(StepPlan(updates, [], [], commits=commits), states)
 
 
 def _check_gradient(param: ManagedParam, groups: Groups) -> None:

@@ -372,7 +372,7 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     The sum over several micro-batches is fp32, in vertical order too.
     """
     several, wide = plan.accumulation_steps > 1, plan.micro_batches > 1
-    in_backward = plan.timing.begins_early
+    in_backward = not plan.timing.allows_clipping
     away = not conditions.device_is_host
     units: Sequence[UnitSizes] = sizes.units
     on_device = units_on(Tier.DEVICE, plan, sizes) if away else []
@@ -413,13 +413,17 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     """Return the optimizer's states, the ring that they pass through, and commits."""
     memory = states_of(plan, sizes, conditions)
     yield Item(Tier.HOST, "states", memory.ram_bytes)
+    copies = 1
+    if plan.timing.can_undo:
+        copies = 2
+        yield Item(Tier.HOST, "old weights", sum(unit.gradient_bytes for unit in sizes.units))
     yield Item(Tier.HOST, "ring of states", memory.ring_bytes)
     yield from _on_the_link(plan, sizes, conditions)
     if conditions.commits:
         frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
         yield Item(Tier.DISK, "two commits", 2 * (memory.file_bytes + max(frozen, 0)))
     else:
-        yield Item(Tier.DISK, "states", memory.file_bytes)
+        yield Item(Tier.DISK, "states", copies * memory.file_bytes)
 
 
 def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:

@@ -40,12 +40,12 @@ class StateMemory:
     disk_bytes: int
     """States that are on disk alone, padding excluded."""
     file_bytes: int
-    """One copy of the bytes on disk, alignment included."""
+    """The bytes on disk that steps use, alignment included."""
     ring_bytes: int
     """Host memory that states on disk pass through; does not grow with the model."""
     host_weight_bytes: int = 0
-    """A copy in host memory of the weights on an accelerator, aligned. With ``DelayedUpdate``,
-    copies of all other weights too."""
+    """A copy in host memory of the weights on an accelerator, aligned. With ``DelayedUpdate`` and
+    ``overlap="speculative"``, copies of all weights too."""
     staging_bytes: int = 0
     """Host memory that gradients from an accelerator pass through; does not grow with the model."""
     gradient_bytes: int = 0

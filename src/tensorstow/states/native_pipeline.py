@@ -73,6 +73,22 @@ class CallerChunks:
             self._handle.check(native.quiesce())
 
 
+class Undoing:
+    """The end of an undoable step (``StepKind``), which is open."""
+
+    def __init__(self, handle: NativeHandle) -> None:
+        """Use the pipeline of ``handle``."""
+        self._handle = handle
+
+    def confirm(self) -> None:
+        """Make the updates final; the step is still open."""
+        self._handle.live().confirm()
+
+    def undo(self) -> None:
+        """End the step as if it had never begun: weights and states are those of before."""
+        self._handle.check(self._handle.live().undo())
+
+
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
 
@@ -90,6 +106,8 @@ class StepRow(NamedTuple):
     """Key of the random bits that inexact formats round with."""
     expected: bool = False
     """Whether the gradient may follow, in an open step."""
+    backup: torch.Tensor | None = None
+    """Where the update puts the old weight first, in an undoable step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +122,8 @@ class StepKind:
     """Resident chunks come before the others: the next forward needs them first."""
     newest_first: bool = False
     """The chunks whose gradients came last are updated first, of those that are there."""
+    undoable: bool = False
+    """``undo`` may take the open step back, until ``confirm``."""
     caller: Caller = "waits"
 
     @property
@@ -152,6 +172,7 @@ class UpdatePipeline:
         self.steps_begun = 0
         """Number of steps that the native side has begun, or may have."""
         self.caller_chunks = CallerChunks(handle, naive=policy.schedule == "naive")
+        self.undoing = Undoing(handle)
         self.memory = handle.resources.memory
         """Memory outside the ring that steps read and write: it outlives the native pipeline."""
         self.lock = threading.RLock()
@@ -236,6 +257,7 @@ class UpdatePipeline:
                     capture=kind.capture,
                     resident_first=kind.resident_first,
                     newest_first=kind.newest_first,
+                    undoable=kind.undoable,
                     caller=kind.caller,
                 )
             # The next wait raises a failure of a step that still runs. This call never does,
@@ -354,10 +376,11 @@ def _table_of(rows: Sequence[StepRow]) -> npt.NDArray[np.int64]:
             _address(gradient),
             0 if gradient is None else DTYPE_CODES[gradient.dtype],
             *rest,
+            _address(backup),
         )
-        for weight, gradient, *rest in rows
+        for weight, gradient, *rest, backup in rows
     ]
-    return np.array(table, dtype=np.int64).reshape(-1, 7)
+    return np.array(table, dtype=np.int64).reshape(-1, 8)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

@@ -18,7 +18,7 @@ logger = logging.getLogger("tensorstow")
 
 
 class ScratchStorage:
-    """Disk space for chunks in scratch files; a chunk never changes its position.
+    """Disk space for chunks in scratch files; a chunk keeps the positions that it got.
 
     Chunks that come later get scratch files of their own.
     """

@@ -153,6 +153,8 @@ class StateStore:
         self.policy = policy
         self.weights = weights
         self.pipeline = UpdatePipeline(policy, timing)
+        self._copies = 2 if timing.can_undo else 1
+        """Places on disk of each chunk."""
         self.storage = storage or ScratchStorage(
             placement.directories, policy, moving=placement.disk_fraction > 0
         )
@@ -302,9 +304,8 @@ class StateStore:
             chunk.file_bytes = chunk_bytes(
                 chunk.family, chunk.plan.elements, with_weights=self.storage.durable
             )
-        places = dict(
-            zip(on_disk, self.storage.reserve([c.file_bytes for c in on_disk]), strict=True)
-        )
+        reserved = self.storage.reserve([c.file_bytes for c in on_disk] * self._copies)
+        places = dict(zip(on_disk, reserved, strict=False))
         # With commits a chunk has no place until a commit includes it.
         stored = stored or [
             StoredChunk(NOWHERE if self.storage.durable else places.get(c, NOWHERE)) for c in chunks
@@ -312,6 +313,8 @@ class StateStore:
         self.pipeline.connect(self.storage.open_engine(), ring, chunks, stored, self.storage.path)
         for chunk, place in places.items():
             self.pipeline.stored.target(chunk, place)
+        for chunk, place in zip(on_disk, reserved[len(on_disk) :], strict=False):
+            self.pipeline.stored.spare(chunk, place)
         self.chunks += chunks
         self._ring = ring
 
@@ -324,7 +327,7 @@ class StateStore:
             logical_bytes=logical,
             ram_bytes=logical - disk_bytes,
             disk_bytes=disk_bytes,
-            file_bytes=sum(c.file_bytes for c in self.chunks),
+            file_bytes=self._copies * sum(c.file_bytes for c in self.chunks),
             ring_bytes=self._ring.plan.nbytes,
         )
 

@@ -31,7 +31,6 @@ class StoredChunks:
     def __init__(self, handle: NativeHandle) -> None:
         """Use the pipeline of ``handle``."""
         self._handle = handle
-        self._targets: dict[int, FilePosition] = {}
 
     def state(self, chunk: Chunk) -> str:
         """Return the chunk's state: resident, blank, stored, ... (csrc/pipeline/chunk.h)."""
@@ -44,12 +43,16 @@ class StoredChunks:
 
     def target(self, chunk: Chunk, place: FilePosition) -> None:
         """Set the position of the chunk's next write."""
-        self._targets[chunk.number] = place
         self._handle.live().set_target(chunk.number, *place)
 
     def target_of(self, chunk: Chunk) -> FilePosition:
         """Return where the chunk is written next."""
-        return self._targets[chunk.number]
+        file, offset = self._handle.live().target(chunk.number)
+        return file, offset
+
+    def spare(self, chunk: Chunk, place: FilePosition) -> None:
+        """Set a second position, where updates write to that may be undone."""
+        self._handle.live().set_spare(chunk.number, *place)
 
     def captured(self, chunk: Chunk) -> bool:
         """Return whether the chunk's place holds its current states and weights."""

@@ -109,6 +109,8 @@ class ConsumedGradients:
         """Bytes of the gradients added since the last check."""
         self.most_bytes = 0
         """The most bytes of consumed gradients that were held at once."""
+        self.holds_all = False
+        """Whether all are held until the step ends: it may be undone."""
         self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
@@ -191,6 +193,8 @@ class ConsumedGradients:
         ``wait_for_one`` gets their parameters' numbers, the oldest first, and waits for an update.
         Return as well if it returns False.
         """
+        if self.holds_all:
+            return
         if self._bytes > window():
             self.free_published()
         while self._bytes > window() and wait_for_one([n for n, _ in self._held]):
@@ -213,6 +217,8 @@ class ConsumedGradients:
         A check for each new gradient takes quadratic time, which dominates backward if gradients
         are small and share a chunk.
         """
+        if self.holds_all:
+            return False
         is_grown = len(self._held) >= self._needed + self._needed // 4
         return is_grown or self._new_bytes >= _CHECK_BYTES
 
@@ -280,6 +286,8 @@ class BackwardOverlap(UpdatesInForward):
 
         self.gradients = ConsumedGradients(accumulation_steps, is_published)
         self._waits = waits
+        self.begins_now = True
+        """Whether the first final gradient begins the step; False: ``step()`` does."""
         self._going_on: ForwardWaits | None = None
         """Waits for what is left of the open step ([Note: The rest]); None: ``step()`` waits."""
         self._plan: StepPlan | None = None
@@ -351,7 +359,7 @@ class BackwardOverlap(UpdatesInForward):
         """Whether updates of a step have begun that ``step()`` has not ended."""
         return self._plan is not None
 
-    def begin(self, plan: StepPlan) -> None:
+    def begin(self, plan: StepPlan, *, undoable: bool = False) -> None:
         """Begin a step without gradients."""
         params = self._params
         pipeline = params.store.pipeline
@@ -366,11 +374,10 @@ class BackwardOverlap(UpdatesInForward):
             pipeline.order(by_last(params.store.chunks, last_first))
         if self._nan_until_published:
             write_to_copies(plan)
-        waits = self._waits
-        can_wait = self.may_go_on and waits is not None and not waits.blind and not plan.commits
-        beside = OverlapWith.BACKWARD_AND_FORWARD if can_wait else OverlapWith.BACKWARD
+        waits = rest_waits(self._waits, plan) if self.may_go_on else None
+        beside = OverlapWith.BACKWARD if waits is None else OverlapWith.BACKWARD_AND_FORWARD
         with poisoning(pipeline):  # an interrupt may leave the step open in the pipeline alone
-            goes_on = params.update_router.step_path.begin(plan, beside)
+            goes_on = params.update_router.step_path.begin(plan, beside, undoable=undoable)
             self._going_on = waits if goes_on else None
             self._written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
@@ -528,6 +535,11 @@ class BackwardOverlap(UpdatesInForward):
                 " scaler."
             )
             raise OptionError(message)
+
+
+def rest_waits(waits: ForwardWaits | None, plan: StepPlan) -> ForwardWaits | None:
+    """Return what waits in the next forward for the rest of ``plan``; None: nothing can."""
+    return None if waits is None or waits.blind or plan.commits else waits
 
 
 def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:

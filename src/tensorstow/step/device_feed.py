@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tensorstow.io.device_link import CopyQueue, DeviceEvent, DeviceLink
+from tensorstow.io.device_link import COMPLETE, CopyQueue, DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Segment
@@ -51,13 +51,16 @@ class DeviceFeed(LinkFeed):
         """Serve the parameters of ``host_weights``, by number; take the staging memory."""
         super().__init__(link, pipeline, chunks, host_weights)
         self.plan: StagingPlan = plan_staging([c.plan.elements for c in self._chunks.values()])
+        self.staging_bytes = self.plan.nbytes
         self.staging = PinnedBlock(self.plan.nbytes, link.device, link.synchronize)
         self._free = list(range(self.plan.slots))
         self._uploads = True
         self._d2h: CopyQueue[_ChunkInFlight] = CopyQueue()
         self._updating: deque[_ChunkInFlight] = deque()
         self._h2d: DeviceEvent | None = None
-        self._caught_up = False
+        """The last copies of new weights to the device."""
+        self._last_h2d: DeviceEvent | None = None
+        """Those of the step before, until they are known to be complete."""
 
     # --- a step ---
 
@@ -89,11 +92,6 @@ class DeviceFeed(LinkFeed):
         if self.is_over:
             self._weights.clear()  # their memory is next used after the copies to the device
 
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients pass through."""
-        return self.plan.nbytes
-
     def join(self) -> None:
         """Make the caller's stream wait for the copies of new weights to the device.
 
@@ -103,19 +101,43 @@ class DeviceFeed(LinkFeed):
         if copied is not None:
             self.link.join(copied)
 
+    def pass_on(self) -> None:
+        """Pass on what can be before an undoable step is closed; wait for gradients.
+
+        A chunk whose states stay in memory keeps its slot until the step is confirmed.
+        """
+        with self._failing():
+            self._move_on()
+            while self._ready or self._d2h:
+                moving = [flight for flight in self._updating if not flight.chunk.resident]
+                if self._d2h:
+                    self._update(self._d2h.pop())
+                elif moving:
+                    self._pipeline.wait_chunk(moving[-self.newest_first].chunk.number)
+                else:
+                    return
+                self._move_on()
+
+    def undo(self) -> None:
+        """Forget the open step, and take its slots back."""
+        while self._d2h:
+            self._updating.append(self._d2h.pop())
+        self._free += [flight.slot for flight in self._updating]
+        self._updating.clear()
+        super().undo()
+
     # --- inside ---
 
     def _begin(self, plan: StepPlan) -> None:
         # The last step's copies to the device end before its host weights change: those change
         # after gradients are copied down, and these copies wait for the caller's stream.
-        self._h2d = None
-        self._caught_up = False
+        self._last_h2d, self._h2d = self._h2d, None
         self._uploads = plan.uploads
 
     def _hold(self, number: int, gradient: torch.Tensor, computed: DeviceEvent | None) -> None:
-        if computed is None and not self._caught_up:
-            self.link.record_event().synchronize()  # the last step's copies: see ``_begin``
-            self._caught_up = True
+        if computed is None and self._last_h2d is not None:
+            self._last_h2d.synchronize()  # see ``_begin``
+            self._last_h2d = None
         super()._hold(number, gradient, computed)
 
     def _move_on(self) -> None:
@@ -183,7 +205,8 @@ class DeviceFeed(LinkFeed):
             pairs.append((target, source))
             pieces.append((run.parameter, target))
             events[id(gradient.computed)] = gradient.computed
-        copied = self.link.d2h(pairs, events.values())
+        # An event of no copy would still wait for those before it.
+        copied = self.link.d2h(pairs, events.values()) if pairs else COMPLETE
         self._d2h.add(_ChunkInFlight(chunk, slot, pieces), copied)
 
     def _free_gradients(self, flight: _ChunkInFlight, *, updated: bool) -> None:

@@ -79,6 +79,7 @@ class DeviceUpdater(LinkFeed):
             torch.empty(self._states_end + self._table_room, dtype=torch.uint8, device=link.device)
             for _ in range(slots)
         ]
+        self.device_bytes = sum(slot.nbytes for slot in self._slots)
         self.tables = PinnedBlock(
             len(self._slots) * self._table_room, link.device, link.synchronize
         )
@@ -93,11 +94,6 @@ class DeviceUpdater(LinkFeed):
         self._ahead = 0
         """Chunks whose gradients the pipeline has, and that were not acquired yet."""
         self._in_flight: CopyQueue[_ChunkOnDevice] = CopyQueue()
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-        return sum(slot.nbytes for slot in self._slots)
 
     # --- a step ---
 

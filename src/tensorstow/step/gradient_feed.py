@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from typing import ClassVar
 
@@ -39,6 +40,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.io.device_link import COMPLETE, CopyQueue, DeviceEvent
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.kernels import Caller
+from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import CallerChunks, StepKind, UpdatePipeline, poisoning
 from tensorstow.step.chunk_gate import ChunkGate
 from tensorstow.step.managed_param import ManagedParam, StepPlan
@@ -75,6 +77,12 @@ class GradientFeed:
     """Whether the feed updates chunks in the pipeline's place: then ``close`` ends the step."""
     newest_first = False
     """Whether the step that begins uses the newest gradients first."""
+    staging_bytes = 0
+    """Pinned memory that gradients pass through."""
+    device_bytes = 0
+    """Device memory that states pass through."""
+    elements = 0
+    """Elements of its chunks, if they are one side's alone."""
 
     def __init__(self, pipeline: UpdatePipeline) -> None:
         """Feed ``pipeline``."""
@@ -130,26 +138,17 @@ class GradientFeed:
     def join(self) -> None:
         """Make the caller's stream wait for new weights that are copied to the device."""
 
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients pass through."""
-        return 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-        return 0
-
-    @property
-    def elements(self) -> int:
-        """Return how many elements its chunks have, if they are one side's alone."""
-        return 0
-
     def wait_computed(self) -> None:
         """Return when the caller's stream has computed the gradients."""
 
     def synchronize(self) -> None:
         """Return when no copy and no update of the feed is under way."""
+
+    def pass_on(self) -> None:
+        """Pass on what can be before an undoable step is closed; wait for gradients."""
+
+    def undo(self) -> None:
+        """Forget the open step, which the pipeline has undone; no copy is under way."""
 
     def abort(self) -> None:
         """Free the memory of the step: it has failed, or its store is closed."""
@@ -265,8 +264,14 @@ class StepFeeds:
         self.arriving_bytes = 0
         """Bytes of gradients that were offered and are still being copied to host memory."""
 
-    def begin(self, plan: StepPlan, overlap_with: OverlapWith = OverlapWith.NOTHING) -> bool:
-        """Begin a step, with the gradients that ``plan`` has.
+    def begin(
+        self,
+        plan: StepPlan,
+        overlap_with: OverlapWith = OverlapWith.NOTHING,
+        *,
+        undoable: bool = False,
+    ) -> bool:
+        """Begin a step, with the gradients that ``plan`` has; ``undoable``: until ``confirm``.
 
         If the caller waits and all weights are in host memory, the step is over when this returns.
         Otherwise more gradients may be offered, until ``close``. Return whether the step goes on
@@ -305,6 +310,7 @@ class StepFeeds:
             capture=plan.commits,
             resident_first=overlap_with.goes_on_in_forward,
             newest_first=self._newest_first,
+            undoable=undoable,
             caller=caller,
         )
         self._helps = caller == "helps"
@@ -341,6 +347,25 @@ class StepFeeds:
             return
         self._arriving.add((param, gradient), copied or COMPLETE)
         self._take_arrived()
+
+    def pass_on(self) -> None:
+        """Pass on what can be before an undoable step is closed; wait for gradients."""
+        while self.wait_for_copy():
+            pass
+        for feed in self._feeds:
+            feed.pass_on()
+
+    def undo(self) -> None:
+        """End an undoable step as if it had never begun; gradients are in host memory by then."""
+        with poisoning(self._pipeline):
+            while self._arriving:
+                self._arriving.pop()
+            self.arriving_bytes, self._is_open = 0, False
+            for feed in self._feeds:
+                feed.synchronize()
+            self._pipeline.undoing.undo()
+            for feed in self._feeds:
+                feed.undo()
 
     def close(self) -> None:
         """Send the rest of an open step: no more gradients come.
@@ -430,15 +455,13 @@ class StepFeeds:
         """
         return self._helps or bool(self._feeds_of.get(Tier.DISK))
 
-    @property
-    def staging_bytes(self) -> int:
-        """Return the pinned memory that gradients pass through."""
-        return sum(feed.staging_bytes for feed in self._feeds)
-
-    @property
-    def device_bytes(self) -> int:
-        """Return the device memory that states pass through."""
-        return sum(feed.device_bytes for feed in self._feeds)
+    def counted_in(self, memory: StateMemory) -> StateMemory:
+        """Return ``memory`` with the buffers that gradients and states pass through."""
+        return replace(
+            memory,
+            staging_bytes=sum(feed.staging_bytes for feed in self._feeds),
+            device_bytes=sum(feed.device_bytes for feed in self._feeds),
+        )
 
     def abort(self) -> None:
         """Free what the step holds: it has failed, or its store is closed."""
@@ -487,10 +510,11 @@ class StepFeeds:
                 feed.wait_computed()
         seconds = run_to_end(self._feeds, self._pipeline.caller_chunks, self._close_feeds)
         self._pipeline.caller_chunks.end()
-        host, device = (self._timing(seconds, on_device=side) for side in (False, True))
+        host, device = (_timing_of(seconds, on_device=side) for side in (False, True))
         self._share_tuner.note(host, device, commits=self._commits)
 
-    def _timing(self, seconds: Mapping[GradientFeed, float], *, on_device: bool) -> SideTiming:
-        """Return the elements of one side, and the time until its last one was updated."""
-        side = [feed for feed in self._feeds if feed.updates_chunks == on_device]
-        return SideTiming(sum(f.elements for f in side), max(seconds[f] for f in side))
+
+def _timing_of(seconds: Mapping[GradientFeed, float], *, on_device: bool) -> SideTiming:
+    """Return the elements of one side, and the time until its last one was updated."""
+    side = [feed for feed in seconds if feed.updates_chunks == on_device]
+    return SideTiming(sum(f.elements for f in side), max(seconds[f] for f in side))

@@ -61,7 +61,7 @@ _WAYS: dict[Phase, str] = {
 def refuse(call: PublicCall, phase: Phase, why: str) -> NoReturn:
     """Raise OptionError: ``call`` is not legal in ``phase``."""
     message = (
-        f'{call.value} was requested, and {why}: with overlap="backward" gradients have been used'
-        f" by then. {_WAYS[phase]}"
+        f'{call.value} was requested, and {why}: with overlap="backward" or "speculative" gradients'
+        f" have been used by then. {_WAYS[phase]}"
     )
     raise OptionError(message)

@@ -60,7 +60,7 @@ class FeedStage(Enum):
 
 _NEXT = {
     FeedStage.OVER: {FeedStage.OPEN},
-    FeedStage.OPEN: {FeedStage.CLOSED, FeedStage.FAILED},
+    FeedStage.OPEN: {FeedStage.CLOSED, FeedStage.FAILED, FeedStage.OVER},
     FeedStage.CLOSED: {FeedStage.SENT, FeedStage.FAILED},
     FeedStage.SENT: {FeedStage.OVER, FeedStage.FAILED},
     FeedStage.FAILED: {FeedStage.FAILED},
@@ -109,11 +109,7 @@ class LinkFeed(GradientFeed):
                 if number in self._host_weights:
                     self._chunks[chunk.number] = chunk
                     self._chunks_of.setdefault(number, []).append(chunk.number)
-
-    @property
-    def elements(self) -> int:
-        """Return how many elements the chunks of this side have."""
-        return elements_of(self._chunks.values())
+        self.elements = elements_of(self._chunks.values())
 
     # --- a step ---
 
@@ -134,8 +130,9 @@ class LinkFeed(GradientFeed):
                 self._hold(update.param.number, update.gradient, None if on_host else computed)
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
-        """Take a parameter's contiguous gradient, which the caller's stream computes."""
-        self._hold(param.number, gradient, self.link.record_event())
+        """Take a parameter's contiguous gradient, which the caller's stream computes, or has."""
+        is_on_host = gradient.device != param.parameter.device
+        self._hold(param.number, gradient, None if is_on_host else self.link.record_event())
 
     def send(self, chunk: int) -> None:
         """Send a chunk's gradients as soon as possible: it awaits no more of them."""
@@ -173,6 +170,12 @@ class LinkFeed(GradientFeed):
     def wait_computed(self) -> None:
         """Return when all work in the caller's stream so far is complete."""
         self.link.record_event().synchronize()
+
+    def undo(self) -> None:
+        """Forget the open step, and its gradients."""
+        for held in (self._gradients, self._unsent, self._unfinished, self._ready, self._weights):
+            held.clear()
+        self._stage = self._stage.then(FeedStage.OVER)
 
     def synchronize(self) -> None:
         """Return when no copy and no update is under way."""

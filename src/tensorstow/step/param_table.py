@@ -140,10 +140,8 @@ class ParamTable:
     def memory(self) -> StateMemory:
         """Return the bytes of states and buffers, by place."""
         return replace(
-            self.store.memory(),
+            self.update_router.step_path.counted_in(self.store.memory()),
             host_weight_bytes=self.update_router.host_weight_bytes(),
-            staging_bytes=self.update_router.step_path.staging_bytes,
-            device_bytes=self.update_router.step_path.device_bytes,
             pinned_bytes=self.links.pinned_bytes,
         )
 

@@ -233,7 +233,7 @@ def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
 def gradient_and_event(parameter: torch.Tensor) -> tuple[torch.Tensor | None, DeviceEvent | None]:
     """Return the result of ``gradient_of``, and the event of its copy; None: it is complete."""
     gradient = parameter.grad
-    if gradient is not None and is_sharded(gradient):
+    if gradient is not None and (is_sharded(gradient) or layout_of(parameter) is None):
         local = to_local(gradient)
         if isinstance(local, OffloadedGradient) and not local.host.query():
             return local.host.memory, local.host

@@ -40,7 +40,7 @@ def test_json_goes_there_and_back() -> None:
         ({"states": 1}, '"device", "host" or "disk"'),
         ({"parameter_units": {"h.0": "tape"}}, r"parameter_units\['h.0'\]"),
         ({"stage": 4}, "a whole number, 0 to 3"),
-        ({"overlap": "both"}, '"none", "forward" or "backward"'),
+        ({"overlap": "both"}, '"none", "forward", "backward" or "speculative"'),
         ({"replicas": 0}, "at least 1"),
         ({"accumulation_steps": True}, "at least 1"),
         ({"prefetch": -1}, "at least 0"),

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
-from typing import get_args
 
 import pytest
 import torch
@@ -248,6 +247,10 @@ BLOCKS = Sizes(
 """Blocks, and a larger unit around them."""
 
 
+CHOSEN: tuple[Overlap, ...] = ("none", "forward", "backward")
+"""Overlaps that a search chooses from."""
+
+
 def every_placement(conditions: Conditions) -> Iterator[Plan]:
     """Yield every choice of units on the tiers, of states and of overlap."""
     tiers = [Tier.HOST, Tier.DISK] if conditions.device_is_host else list(Tier)
@@ -255,7 +258,7 @@ def every_placement(conditions: Conditions) -> Iterator[Plan]:
     for placed in combinations_with_replacement(tiers, len(blocks)):
         for root in tiers:
             units = {**dict(zip(blocks, placed, strict=True)), "root": root}
-            for states, overlap in product((Tier.HOST, Tier.DISK), get_args(Overlap)):
+            for states, overlap in product((Tier.HOST, Tier.DISK), CHOSEN):
                 if not (Tier.DISK in units.values() and overlap == "forward"):
                     yield Plan(
                         parameter_units=units, parameters=root, states=states, overlap=overlap

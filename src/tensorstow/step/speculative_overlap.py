@@ -1,0 +1,162 @@
+"""``overlap="speculative"``: updates run during backward, and are undone where clipping applies.
+
+[Note: Speculation] A clip factor is known when the last gradient is. Once a run is warm it mostly
+is one: then the updates that ran during backward are those of the step. Where it is not, they are
+undone, and the step is taken with the factor from the gradients, which are still held; its bits are
+those of a step without overlap. Undoing reads nothing from disk: new states were written to a
+second place, and the old weights are in a copy in memory. A chunk whose states stay in memory has
+no second place, and is not updated before the factor is known.
+
+So it takes the weights once more in memory, the states once more on disk, and the gradients of all
+parameters until ``step()``, as clipping does anyway. An undone step takes the time of one with
+``overlap="forward"`` and that of writing what was undone. So after two clipped steps in a row, as
+at the start of a run, updates wait for ``step()`` until one is not clipped.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from tensorstow.base.update_on import AccumulationSteps
+from tensorstow.states.memory import StateMemory
+from tensorstow.states.native_pipeline import poisoning
+from tensorstow.step.backward_overlap import BackwardOverlap, rest_waits
+from tensorstow.step.forward_waits import ForwardWaits
+from tensorstow.step.gradient_feed import OverlapWith
+from tensorstow.step.legal_calls import Phase, PublicCall
+from tensorstow.step.managed_param import (
+    ParamUpdate,
+    StepPlan,
+    fill_with_nan,
+    write_to_copies,
+)
+from tensorstow.step.norms import KeptNorms
+from tensorstow.step.param_table import ParamTable
+from tensorstow.step.step_plan import States, record_step
+
+_MOST_IN_A_ROW = 2
+"""Clipped steps after which none begins in backward, until one is not clipped."""
+
+
+class SpeculativeOverlap(BackwardOverlap):
+    """Updates of backward that ``step()`` confirms, or undoes ([Note: Speculation])."""
+
+    def __init__(
+        self,
+        params: ParamTable,
+        accumulation_steps: AccumulationSteps,
+        waits: ForwardWaits | None = None,
+    ) -> None:
+        """``accumulation_steps`` and ``waits`` are those of ``BackwardOverlap``."""
+        super().__init__(params, accumulation_steps, waits)
+        self.gradients.holds_all = True
+        self.norms = KeptNorms(params.offload_policy.policy.isa)
+        self._backups: dict[int, torch.Tensor] = {}
+        """Memory for the old weights, by the numbers of their parameters."""
+        self._clipped_in_a_row = 0
+        """How many of the last steps were clipped."""
+
+    def require(self, call: PublicCall) -> None:
+        """Raise OptionError where ``call`` is not legal now; ``zero_grad()`` undoes a step."""
+        if not (call is PublicCall.ZERO_GRAD and self.phase is Phase.OPEN):
+            super().require(call)
+
+    def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
+        """Begin a step without gradients, whose updates keep the old weights."""
+        for update in plan.updates:
+            number = update.param.number
+            row = plan.rows[number]
+            plan.rows[number] = row._replace(backup=self._backup_of(number, row.weight))
+        super().begin(plan, undoable=undoable)
+
+    def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
+        backup = self._backups.get(number)
+        if weight is None or (backup is not None and backup.nbytes == weight.nbytes):
+            return backup
+        if backup is not None:
+            self._params.store.pipeline.memory.remove(backup)
+        backup = self._backups[number] = torch.empty(
+            weight.numel(), dtype=weight.dtype, device="cpu"
+        )
+        self._params.store.pipeline.memory.append(backup)
+        return backup
+
+    def step(self, plan: StepPlan, states: States) -> None:
+        """Confirm the updates of the open step, and end it."""
+        self._clipped_in_a_row, self.begins_now = 0, True
+        self._params.store.pipeline.undoing.confirm()
+        super().step(plan, states)
+
+    def undo(self) -> list[ParamUpdate]:
+        """End the open step as if it had never begun; return its updates with their gradients."""
+        opened, held = self._plan, self.gradients.held_by_number
+        if opened is None:
+            return []
+        with poisoning(self._params.store.pipeline):
+            self._params.update_router.step_path.undo()
+            for update in opened.updates:
+                _restore_hidden(update)
+        self._plan = None
+        self.gradients.restart()
+        self._last_order = []  # ``redo`` has another
+        return [
+            u._replace(gradient=held[u.param.number])
+            for u in opened.updates
+            if u.param.number in held
+        ]
+
+    def redo(self, plan: StepPlan, states: States) -> None:
+        """Take the step of ``plan`` after ``undo``; what is left of it runs in the next forward."""
+        self._clipped_in_a_row += 1
+        self.begins_now = self._clipped_in_a_row < _MOST_IN_A_ROW
+        path = self._params.update_router.step_path
+        waits = rest_waits(self._waits, plan) if self.may_go_on else None
+        hides = self._nan_until_published and waits is not None
+        if hides:
+            write_to_copies(plan)
+            for update in plan.updates:
+                fill_with_nan(update.param)
+        with poisoning(self._params.store.pipeline):
+            path.begin(plan, OverlapWith.NOTHING if waits is None else OverlapWith.FORWARD)
+            path.close()
+            if waits is None:
+                path.wait()
+        params = [update.param for update in plan.updates]
+        record_step(params, plan.counts, states, commits=plan.commits)
+        if waits is not None:
+            self._go_on(plan.updates, waits)
+
+    def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
+        """Undo the open step, if any, and drop its gradients."""
+        self.undo()
+        super().drop_gradients(parameters, to_zero=to_zero)
+
+    def counted_in(self, memory: StateMemory) -> StateMemory:
+        """Return ``memory`` with the peak bytes of gradients, and the copies of weights."""
+        copies = sum(backup.nbytes for backup in self._backups.values())
+        counted = super().counted_in(memory)
+        return replace(counted, host_weight_bytes=memory.host_weight_bytes + copies)
+
+    def check_clipping(self) -> None:
+        """Allow clipping; pass gradients on as they arrive, whose norms the caller waits for."""
+        if self.phase is Phase.OPEN:
+            with poisoning(self._params.store.pipeline):
+                self._params.update_router.step_path.pass_on()
+
+    def check_scaling(self, factor: float, *, may_skip: bool) -> None:
+        """Raise OptionError if steps may be skipped; any other factor is applied by ``redo``."""
+        if may_skip:
+            super().check_scaling(factor, may_skip=may_skip)
+
+
+@torch.no_grad()
+def _restore_hidden(update: ParamUpdate) -> None:
+    """Copy the old weight back that ``nan_until_published`` has hidden.
+
+    It stays a weight that others may have written: its master may have to be seeded still.
+    """
+    param = update.param
+    if param.host is not None and param.host_weight is None:
+        param.parameter.copy_(param.host)
+    param.host = None

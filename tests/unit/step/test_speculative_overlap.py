@@ -1,0 +1,283 @@
+"""``overlap="speculative"``: the bits of a step without overlap, whether it is clipped or not."""
+
+import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parity.beside import CHUNK, blocks, mean_square, optimizer_for, same, slow, weights
+from tensorstow import AdamW, PipelinePolicy, Plan, stow, usage
+from tensorstow.base.errors import OptionError, PoisonedError, TransferError
+from tensorstow.tensors.placeholder import ConsumedGradient
+
+NEVER, ALWAYS = 1e9, 1e-3
+"""Norms that clip no step, and every step."""
+SCHEDULES = {
+    "never": [NEVER] * 7,
+    "always": [ALWAYS] * 7,
+    "in turns": [NEVER, ALWAYS] * 3 + [NEVER],
+    "at first": [ALWAYS] * 3 + [NEVER] * 4,
+    "at last": [NEVER] * 4 + [ALWAYS] * 3,
+}
+PLAIN = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+    torch.autograd.backward(model(x).float().square().mean())
+
+
+def train(optimizer: AdamW, model: nn.Module, norms: Sequence[float]) -> list[float]:
+    found = []
+    for step, most in enumerate(norms):
+        optimizer.zero_grad()
+        backward(model, step)
+        found.append(optimizer.clip_grad_norm_(most).item())
+        optimizer.step()
+    optimizer.wait()
+    return found
+
+
+def states_of(optimizer: AdamW) -> list[Tensor]:
+    entries = optimizer.state_dict()["state"].values()
+    return [torch.as_tensor(value).clone() for entry in entries for value in entry.values()]
+
+
+def speculating(model: nn.Module, directory: Path, **given: Any) -> AdamW:  # noqa: ANN401
+    return optimizer_for(model, directory, "speculative", **given)
+
+
+def updated(optimizer: AdamW) -> int:
+    """Return how many chunks were updated so far."""
+    return int(optimizer._states().pipeline.handle.live().counters()["chunks_updated"])
+
+
+@pytest.mark.parametrize("norms", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_it_gives_the_same_bits(
+    norms: Sequence[float],
+    dtype: torch.dtype,
+    hidden: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    model = blocks().to(dtype)
+    plain = AdamW(model.parameters(), lr=1e-2, state_format="fp32")
+    want = train(plain, model, norms), weights(model), states_of(plain)
+    other = blocks().to(dtype)
+    given = {} if hidden else {"policy": PLAIN}
+    optimizer = speculating(other, tmp_path, state_format="fp32", **given)
+    assert train(optimizer, other, norms) == want[0]
+    assert same(weights(other), want[1])
+    assert all(map(torch.equal, states_of(optimizer), want[2]))
+    optimizer.close()
+
+
+def test_what_stays_in_memory_waits_for_the_norm(tmp_path: Path) -> None:
+    norms = SCHEDULES["in turns"]
+    model = blocks()
+    want = train(AdamW(model.parameters(), lr=1e-2), model, norms), weights(model)
+    other = blocks()
+    optimizer = AdamW(
+        other.parameters(),
+        lr=1e-2,
+        states=0.5,
+        dir=tmp_path,
+        durability="none",
+        overlap="speculative",
+        module=other,
+        policy=PLAIN,
+    )
+    assert train(optimizer, other, norms) == want[0]
+    assert same(weights(other), want[1])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("norms", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_placed_model_goes_on_in_the_next_forward(norms: Sequence[float], tmp_path: Path) -> None:
+    model = blocks()
+    want = train(AdamW(model.parameters(), lr=1e-2), model, norms), weights(model)
+    other, optimizer = stow(
+        blocks(),
+        AdamW,
+        lr=1e-2,
+        durability="none",
+        dir=tmp_path,
+        plan=Plan(parameters="host", states="disk", overlap="speculative"),
+    )
+    assert isinstance(optimizer, AdamW)
+    slow(optimizer, seconds=0.002)
+    assert train(optimizer, other, norms) == want[0]
+    assert same(weights(other), want[1])
+    optimizer.close()
+
+
+def test_sums_of_micro_batches_are_clipped(tmp_path: Path) -> None:
+    def train_twice(optimizer: AdamW, model: nn.Module) -> dict[str, Tensor]:
+        for step, most in enumerate(SCHEDULES["in turns"]):
+            optimizer.zero_grad()
+            backward(model, 2 * step)
+            backward(model, 2 * step + 1)
+            optimizer.clip_grad_norm_(most)
+            optimizer.step()
+        optimizer.wait()
+        return weights(model)
+
+    model = blocks()
+    want = train_twice(AdamW(model.parameters(), lr=1e-2), model)
+    other = blocks()
+    optimizer = speculating(other, tmp_path, accumulation_steps=2)
+    assert same(train_twice(optimizer, other), want)
+    optimizer.close()
+
+
+def test_updates_run_before_the_norm_is_known(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    train(optimizer, model, [NEVER])
+    before = updated(optimizer)
+    optimizer.zero_grad()
+    backward(model, 1)
+    pipeline = optimizer._states().pipeline
+    for param in model.parameters():
+        pipeline.wait_parameters([optimizer._params().get(param).number])
+    assert updated(optimizer) == before + len(optimizer._states().chunks)
+    assert optimizer.clip_grad_norm_(NEVER) > 0
+    optimizer.step()
+    optimizer.wait()
+    assert updated(optimizer) == before + len(optimizer._states().chunks)
+    optimizer.close()
+
+
+def test_after_two_clipped_steps_updates_wait_for_one_that_is_not(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+
+    def begins_in_backward(most: float) -> bool:
+        optimizer.zero_grad()
+        backward(model, 0)
+        begun = all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+        optimizer.clip_grad_norm_(most)
+        optimizer.step()
+        return begun
+
+    most = [NEVER, ALWAYS, NEVER, ALWAYS, ALWAYS, ALWAYS, NEVER, NEVER]
+    assert list(map(begins_in_backward, most)) == [True] * 5 + [False] * 2 + [True]
+    optimizer.close()
+
+
+def drop_batch(optimizer: AdamW, model: nn.Module) -> None:
+    backward(model, 99)
+    optimizer.zero_grad()
+
+
+def drop_infinite(optimizer: AdamW, model: nn.Module) -> None:
+    torch.autograd.backward(mean_square(model, 99) * torch.inf)
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("drop", [drop_batch, drop_infinite])
+def test_zero_grad_undoes_an_open_step(
+    drop: Callable[[AdamW, nn.Module], None], tmp_path: Path
+) -> None:
+    model = blocks()
+    want = train(AdamW(model.parameters(), lr=1e-2), model, [NEVER] * 3), weights(model)
+    other = blocks()
+    optimizer = speculating(other, tmp_path)
+    found = []
+    for step in range(3):
+        drop(optimizer, other)
+        assert all(p.grad is None for p in other.parameters())
+        backward(other, step)
+        found.append(optimizer.clip_grad_norm_(NEVER).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.wait()
+    assert (found, True) == (want[0], same(weights(other), want[1]))
+    optimizer.close()
+
+
+def test_it_counts_what_it_holds_twice(tmp_path: Path) -> None:
+    model = blocks()
+    plain = usage(optimizer=optimizer_for(model, tmp_path, "backward")).states
+    other = blocks()
+    optimizer = speculating(other, tmp_path)
+    train(optimizer, other, [NEVER])
+    memory = usage(optimizer=optimizer).states
+    assert memory.file_bytes == 2 * plain.file_bytes
+    assert memory.host_weight_bytes == sum(p.nbytes for p in other.parameters())
+    assert memory.gradient_bytes == memory.host_weight_bytes
+    optimizer.close()
+
+
+def test_a_failed_write_is_raised_where_the_step_is_undone(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    train(optimizer, model, [NEVER])
+    engine = optimizer._states().engine
+    assert engine is not None
+    optimizer.synchronize()
+    engine.inject_fault("write", times=-1, error=errno.EIO, delay_us=2000)
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.clip_grad_norm_(ALWAYS)
+    with pytest.raises(TransferError):
+        optimizer.step()
+    with pytest.raises(PoisonedError):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"states": "host"}, "all states in host memory"),
+        ({"states": "disk", "durability": "commit"}, "a durable run"),
+    ],
+)
+def test_what_cannot_be_undone_is_refused(given: dict[str, Any], why: str, tmp_path: Path) -> None:
+    if given["states"] == "disk":
+        given = {**given, "dir": tmp_path}
+    with pytest.raises(OptionError, match=f"{why}.*forward"):
+        AdamW(blocks().parameters(), lr=1e-2, overlap="speculative", **given)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({}, "states in host memory"),
+        ({"states": "disk", "parameters": "disk"}, "parameters on disk"),
+        ({"states": "disk", "parameter_units": {"0": "disk"}}, "parameters on disk"),
+        ({"states": "disk", "parameters": "device", "update_on": "device"}, 'update_on="device"'),
+    ],
+)
+def test_plans_that_cannot_be_undone_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(OptionError, match=f"{why}.*forward"):
+        Plan(**fields, overlap="speculative")
+
+
+def test_others_cannot_clip_what_is_used(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    backward(model, 0)
+    with pytest.raises(OptionError, match="used already"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_grad_scaler_is_refused(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    scaler = torch.amp.GradScaler("cpu")
+    torch.autograd.backward(scaler.scale(mean_square(model, 0)))
+    with pytest.raises(OptionError):
+        scaler.step(optimizer)
+    optimizer.close()
