@@ -103,3 +103,24 @@ def test_updates_run_while_the_device_computes(
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weights_on_the_device_are_those_of_before(dtype: str, device: torch.device) -> None:
+    """After ``zero_grad()`` in place of ``step()``, as where a loss is not finite."""
+    want, got = Net(DTYPES[dtype]).to(device), Net(DTYPES[dtype]).to(device)
+    plain, optimizer = make(want), make(got, overlap="speculative")
+    found = []
+    for step in range(3):
+        torch.autograd.backward(got(step + 50))
+        optimizer.clip_grad_norm_(NEVER)
+        optimizer.zero_grad()
+        found.append(same_weights(got, want))
+        for net, each in ((got, optimizer), (want, plain)):
+            torch.autograd.backward(net(step))
+            each.step()
+            each.zero_grad()
+            each.wait()
+    assert found == [True] * 3
+    assert same_weights(got, want)
+    optimizer.close()

@@ -13,7 +13,7 @@ AXES: dict[str, tuple[Value, ...]] = {
     "stage": (3, 0, 1, 2),
     "parameters": ("host", "device", "disk"),
     "states": ("host", "disk"),
-    "overlap": ("none", "forward", "backward"),
+    "overlap": ("none", "forward", "backward", "speculative"),
     "accumulation": (1, 3),
     "micro_batches": (1, 2),
     "clip": ("none", "ours", "torch"),
@@ -84,9 +84,15 @@ def allowed(row: Mapping[str, Value]) -> bool:
         or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
         or (on_disk and row.get("stage", 3) != 3)
         or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
+        or (row.get("overlap") == "speculative" and not _can_undo(row, on_disk or by_device))
         # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
         or (row.get("clip") == "torch" and row.get("dtype", "float32") != "float32")
     )
+
+
+def _can_undo(row: Mapping[str, Value], elsewhere: bool) -> bool:  # noqa: FBT001
+    scratch = row.get("states", "disk") == "disk" and row.get("resume", "none") == "none"
+    return scratch and row.get("clip") != "torch" and not elsewhere
 
 
 def configs(axes: Axes) -> list[tuple[RunConfig, int]]:

@@ -18,6 +18,7 @@ import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan, offload_activations
 from tensorstow.activations import offload as saved_tensors
+from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.placed_activations import PlacedActivations
 from tensorstow.fsdp.report import parameter_bytes
@@ -330,7 +331,9 @@ def _summed(
         for micro in range(steps):
             own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=True)
         sums.append(own)
-    return _mean(sums, config.dtype)
+    # Gradients that wait for step() are summed in fp32; those used at once are what FSDP2 makes.
+    waits = config.plan.timing.allows_clipping and not reaches_device(config.plan.update_on)
+    return _mean(sums, torch.float32 if steps > 1 and waits else config.dtype)
 
 
 def _in_order(

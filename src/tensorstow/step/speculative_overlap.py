@@ -129,7 +129,9 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""
-        self.undo()
+        if self.is_open:
+            self.undo()
+            self._params.update_router.upload()
         super().drop_gradients(parameters, to_zero=to_zero)
 
     def counted_in(self, memory: StateMemory) -> StateMemory:

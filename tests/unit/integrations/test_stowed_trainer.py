@@ -111,6 +111,16 @@ def test_updates_run_beside_backward_and_the_norm_is_logged(tmp_path: Path) -> N
     assert finish(made) == by_hand(3, clip=None)
 
 
+@pytest.mark.parametrize("most", [1.0, 1e-3, 1e9])
+def test_updates_beside_backward_are_undone_where_it_clips(most: float, tmp_path: Path) -> None:
+    plan = Plan(states="disk", overlap="speculative", accumulation_steps=2)
+    made = trainer(
+        tmp_path, plan, batches=8, gradient_accumulation_steps=2, max_grad_norm=most, durable=False
+    )
+    made.train()
+    assert finish(made) == by_hand(8, 2, clip=most)
+
+
 @pytest.mark.parametrize("durable", [True, False], ids=["reference", "files"])
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, durable: bool) -> None:  # noqa: FBT001
     """In new objects, whose weights are others; the files are those of ``from_pretrained``."""
