@@ -124,3 +124,19 @@ def test_weights_on_the_device_are_those_of_before(dtype: str, device: torch.dev
     assert found == [True] * 3
     assert same_weights(got, want)
     optimizer.close()
+
+
+def test_a_clipped_step_is_over_when_step_returns(device: torch.device) -> None:
+    """As one that is not clipped: a script may have views of the weights."""
+    net = Net(torch.float32).to(device)
+    optimizer = make(net, overlap="speculative")
+    for step, most in enumerate((NEVER, ALWAYS, ALWAYS, ALWAYS)):
+        optimizer.zero_grad()
+        torch.autograd.backward(net(step))
+        optimizer.clip_grad_norm_(most)
+        optimizer.step()
+        with torch._C.DisableTorchFunctionSubclass():
+            now = [p.detach().cpu() for p in net.parameters()]
+        optimizer.wait()
+        assert all_equal(now, [p.detach().cpu() for p in net.parameters()])
+    optimizer.close()

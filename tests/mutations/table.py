@@ -307,8 +307,8 @@ MUTATIONS = (
     # --- gradients down and weights up, by chunk ---
     Mutation(
         _DEVICE_FEED,
-        "self._last_h2d.synchronize()  # see",
-        "pass  # see",
+        "self.link.record_event().synchronize()  # the last step's copies",
+        "pass  # the last step's copies",
         f"{_WAITS}::test_a_step_by_gradients_that_are_in_host_memory_already",
     ),
     Mutation(_DEVICE_FEED, "self.link.join(copied)", "pass", _STEPS),
@@ -339,8 +339,8 @@ MUTATIONS = (
     *(
         Mutation(
             _LINK_FEED,
-            "None if is_on_host else self.link.record_event()",
-            "None if is_on_host else torch.Event(gradient.device)",
+            "else self.link.record_event()\n        self._hold",
+            "else torch.Event(gradient.device)\n        self._hold",
             f"{_STEPS}[backward-{side}-bf16]",
         )
         for side in ("host", "device")
@@ -395,6 +395,12 @@ MUTATIONS = (
         "self.link.record_event().synchronize()",
         "pass",
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
+    ),
+    Mutation(
+        "step/speculative_overlap.py",
+        "path.wait()",
+        "pass",
+        "gpu/test_gpu_speculation.py::test_a_clipped_step_is_over_when_step_returns",
     ),
     Mutation(
         _FEED,

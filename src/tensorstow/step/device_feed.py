@@ -23,8 +23,8 @@ from tensorstow.states.layout import Segment
 from tensorstow.states.memory import StagingPlan, plan_staging
 from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.step.host_weight import HostWeight
-from tensorstow.step.link_feed import FeedStage, LinkFeed, part_of
-from tensorstow.step.managed_param import StepPlan
+from tensorstow.step.link_feed import FeedStage, LinkFeed, is_on_host, part_of
+from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.tensors.dtensor import flat
 
 
@@ -58,11 +58,15 @@ class DeviceFeed(LinkFeed):
         self._d2h: CopyQueue[_ChunkInFlight] = CopyQueue()
         self._updating: deque[_ChunkInFlight] = deque()
         self._h2d: DeviceEvent | None = None
-        """The last copies of new weights to the device."""
-        self._last_h2d: DeviceEvent | None = None
-        """Those of the step before, until they are known to be complete."""
+        self._caught_up = False
 
     # --- a step ---
+
+    def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
+        """Take a parameter's contiguous gradient, which the caller's stream computes, or has."""
+        if is_on_host(gradient, param):
+            self._caught_up = True  # what used the weight before is over: it made the gradient
+        super().offer(param, gradient)
 
     @property
     def oldest_copy(self) -> DeviceEvent | None:
@@ -131,13 +135,14 @@ class DeviceFeed(LinkFeed):
     def _begin(self, plan: StepPlan) -> None:
         # The last step's copies to the device end before its host weights change: those change
         # after gradients are copied down, and these copies wait for the caller's stream.
-        self._last_h2d, self._h2d = self._h2d, None
+        self._h2d = None
+        self._caught_up = False
         self._uploads = plan.uploads
 
     def _hold(self, number: int, gradient: torch.Tensor, computed: DeviceEvent | None) -> None:
-        if computed is None and self._last_h2d is not None:
-            self._last_h2d.synchronize()  # see ``_begin``
-            self._last_h2d = None
+        if computed is None and not self._caught_up:
+            self.link.record_event().synchronize()  # the last step's copies: see ``_begin``
+            self._caught_up = True
         super()._hold(number, gradient, computed)
 
     def _move_on(self) -> None:

@@ -67,6 +67,11 @@ _NEXT = {
 }
 
 
+def is_on_host(gradient: torch.Tensor, param: ManagedParam) -> bool:
+    """Return whether a gradient was copied to host memory, of a parameter on an accelerator."""
+    return gradient.device != param.parameter.device
+
+
 class LinkFeed(GradientFeed):
     """Gradients of weights on an accelerator, for the chunks of one side.
 
@@ -131,8 +136,8 @@ class LinkFeed(GradientFeed):
 
     def offer(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         """Take a parameter's contiguous gradient, which the caller's stream computes, or has."""
-        is_on_host = gradient.device != param.parameter.device
-        self._hold(param.number, gradient, None if is_on_host else self.link.record_event())
+        computed = None if is_on_host(gradient, param) else self.link.record_event()
+        self._hold(param.number, gradient, computed)
 
     def send(self, chunk: int) -> None:
         """Send a chunk's gradients as soon as possible: it awaits no more of them."""

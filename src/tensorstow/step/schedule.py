@@ -256,11 +256,9 @@ class ForwardOverlap(UpdatesInForward):
             logger.warning(_BLIND)
 
     def _arrange(self) -> None:
-        params = self._params
-        order = (id(params.store), self._waits.order())
+        order = (id(self._params.store), self._waits.order())
         if order != self._last_order:
-            first = [param.number for i in order[1] if (param := params.by_id(i)) is not None]
-            params.store.pipeline.order(by_first(params.store.chunks, first))
+            order_for_forward(self._params, order[1])
             self._last_order = order
 
 
@@ -277,6 +275,15 @@ def weakly(method: Callable[_P, None]) -> Callable[_P, None]:
             alive(*args, **kwargs)
 
     return call
+
+
+def order_for_forward(params: ParamTable, ids: Iterable[int]) -> None:
+    """Update first, from the next step on, what the next forward needs first.
+
+    ``ids``: the ids of the parameters, in the order of the forward.
+    """
+    first = [param.number for i in ids if (param := params.by_id(i)) is not None]
+    params.store.pipeline.order(by_first(params.store.chunks, first))
 
 
 def by_first(chunks: Sequence[Chunk], parameters: Sequence[int]) -> list[int]:

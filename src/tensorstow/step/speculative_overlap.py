@@ -33,6 +33,7 @@ from tensorstow.step.managed_param import (
 )
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
+from tensorstow.step.schedule import order_for_forward
 from tensorstow.step.step_plan import States, record_step
 
 _MOST_IN_A_ROW = 2
@@ -118,6 +119,8 @@ class SpeculativeOverlap(BackwardOverlap):
             for update in plan.updates:
                 fill_with_nan(update.param)
         with poisoning(self._params.store.pipeline):
+            if waits is not None:
+                order_for_forward(self._params, waits.order())
             path.begin(plan, OverlapWith.NOTHING if waits is None else OverlapWith.FORWARD)
             path.close()
             if waits is None:
