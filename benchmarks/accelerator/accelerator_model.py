@@ -7,10 +7,11 @@ a schedule lets updates run beside (forward: a third of it; backward: two thirds
 beside all of it) is as long as the slowest of the others. So compute takes 3 times (forward) or 1.5
 times (backward) as long as the update where nothing else is slower, and a step as long as compute
 where nothing serialises: the limits hold there alone, and each figure's name says how many times it
-is. With overlap "none" updates run beside nothing, by what it promises. Where the device updates,
-states take the link's time, and the update itself none: the simulated device counts products of
-matrices and copies. What the host does is not simulated, and other work on the machine makes steps
-longer: figures are of a machine that does nothing else.
+is. With overlap "none" updates run beside nothing, by what it promises. Clipped trainings have a
+disk as slow as compute, and buffers of a tenth of the states. Where the device updates, states take
+the link's time, and the update itself none: the simulated device counts products of matrices and
+copies. What the host does is not simulated, and other work on the machine makes steps longer:
+figures are of a machine that does nothing else.
 
     python benchmarks/run.py accelerator_model   # Chrome traces: build/accelerator_model/*.json
 """
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ _WEIGHT_BYTES = 8
 _DOWN_BYTES = {Tier.HOST: 14, Tier.DISK: 12}
 """Of a bf16 parameter that the device updates: m, v, master (on disk its low half) and weight."""
 _LIMITS = {Tier.DEVICE: 1.05, Tier.HOST: 1.10, Tier.DISK: 1.15}
+_ONE_OF, _CLIPPED = 20, 1.10
+"""Of a training that clips one step of so many."""
+_SMALL_RING = "1MiB"
 _LONGEST = 1200
 
 
@@ -55,6 +59,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
         yield not_available("a step on the simulated accelerator / its bound", None, why)
         return
     configs = [_config(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
+    configs += _clipped(quick=settings.quick)
     command = [
         sys.executable,
         "-m",
@@ -97,6 +102,21 @@ def _plans(*, quick: bool) -> Iterator[Plan]:
                 )
 
 
+def _clipped(*, quick: bool) -> Iterator[RunConfig]:
+    """Yield trainings that clip no step, one of twenty, or each one."""
+    ways: list[tuple[Overlap, int]] = [("forward", 0)]
+    ways += [("speculative", period) for period in (0, 20, 1)]
+    for parameters in (Tier.DEVICE, Tier.HOST):
+        for overlap, period in ways[-1:] if quick else ways:
+            plan = Plan(
+                parameters=parameters, states=Tier.DISK, overlap=overlap, ram_budget=_SMALL_RING
+            )
+            config = _config(plan, quick=quick)
+            steps = max(config.steps, 0 if quick else period)
+            compute = _STATE_BYTES * config.elements / config.disk
+            yield replace(config, steps=steps, compute=compute, clip_period=period)
+
+
 def _config(plan: Plan, *, quick: bool) -> RunConfig:
     on_disk = Tier.DISK in {plan.parameters, plan.states}
     layers, width = (2, 32) if quick else (20, 72 if on_disk else 112)
@@ -137,6 +157,8 @@ def _update_seconds(config: RunConfig) -> float:
 def _name_of(config: RunConfig) -> str:
     plan = Plan.from_json(config.plan)
     where = "" if plan.update_on is None else f", updated on {plan.update_on}"
+    if config.clip_period is not None:
+        where += f", clipped {100 / config.clip_period if config.clip_period else 0:.0f} %"
     return (
         f"parameters {plan.parameters.name}, states {plan.states.name}, {plan.overlap}{where},"
         f" compute {config.compute / _update_seconds(config):.2g} x the update"
@@ -155,7 +177,10 @@ def _figure(config: RunConfig, found: Mapping[str, Any]) -> Figure:
             DISK: (moved["read"] + moved["written"]) / config.disk,
         }
     )
-    step = statistics.median(found["seconds"])
+    seconds = found["seconds"]
+    is_mixed = bool(config.clip_period) and len(seconds) > 1
+    # The first step of a training that never waits for its updates has none to wait for.
+    step = statistics.fmean(seconds[1:]) if is_mixed else statistics.median(seconds)
     detail = {
         "seconds": found["seconds"],
         "bound_by": bound.name,
@@ -165,6 +190,8 @@ def _figure(config: RunConfig, found: Mapping[str, Any]) -> Figure:
         + ", ".join(f"{lane} {alone:.2f}" for lane, alone in bound.seconds.items()),
     }
     limit = None if plan.overlap == "none" else at_most(_LIMITS[plan.parameters])
+    if config.clip_period is not None:
+        limit = at_most(_CLIPPED) if config.clip_period == _ONE_OF else None
     return Figure(f"{_name_of(config)}: step / its bound", limit, step / bound.most, detail=detail)
 
 
