@@ -108,9 +108,8 @@ def _clipped(*, quick: bool) -> Iterator[RunConfig]:
     ways += [("speculative", period) for period in (0, 20, 1)]
     for parameters in (Tier.DEVICE, Tier.HOST):
         for overlap, period in ways[-1:] if quick else ways:
-            plan = Plan(
-                parameters=parameters, states=Tier.DISK, overlap=overlap, ram_budget=_SMALL_RING
-            )
+            budget = None if quick else _SMALL_RING  # it would hold all states of a small model
+            plan = Plan(parameters=parameters, states=Tier.DISK, overlap=overlap, ram_budget=budget)
             config = _config(plan, quick=quick)
             steps = max(config.steps, 0 if quick else period)
             compute = _STATE_BYTES * config.elements / config.disk
