@@ -148,11 +148,14 @@ def checkpointed(*, use_reentrant: bool, **given: Any) -> None:  # noqa: ANN401
         optimizer.step()
 
 
-def looked_at(overlap: Any) -> None:  # noqa: ANN401
+def looked_at(overlap: Any, **given: Any) -> None:  # noqa: ANN401
     net = model()
-    with AdamW(net.parameters(), overlap=overlap) as optimizer:
+    with AdamW(net.parameters(), overlap=overlap, **given) as optimizer:
         net(torch.ones(2, 8)).sum().backward()
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if overlap == "speculative":
+            optimizer.clip_grad_norm_(1.0)
+        else:
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
 
@@ -754,7 +757,10 @@ CASES = [
         "was called on a gradient that its update has used already",
         looked_at,
         {"overlap": "backward"},
-        {'needs overlap="none"': {"overlap": "none"}},
+        {
+            'with overlap="speculative"': {"overlap": "speculative", "states": "disk"},
+            'needs overlap="none"': {"overlap": "none"},
+        },
     ),
     # Classes of torch's.
     Case(

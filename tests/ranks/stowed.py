@@ -332,7 +332,7 @@ def _summed(
             own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=True)
         sums.append(own)
     # Gradients that wait for step() are summed in fp32; those used at once are what FSDP2 makes.
-    waits = config.plan.timing.allows_clipping and not reaches_device(config.plan.update_on)
+    waits = not config.plan.timing.begins_early and not reaches_device(config.plan.update_on)
     return _mean(sums, torch.float32 if steps > 1 and waits else config.dtype)
 
 

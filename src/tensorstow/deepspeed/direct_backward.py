@@ -83,8 +83,8 @@ class DirectBackward:
         if self._beside_backward and self.micro_batches > 1:
             message = (
                 "backward() was called directly, with gradient_accumulation_steps="
-                f'{self.micro_batches} and overlap="backward": which micro-batch is the last of a'
-                " step is known to engine.backward(loss) alone. Use that."
+                f'{self.micro_batches} and overlap="backward" or "speculative": which micro-batch'
+                " is the last of a step is known to engine.backward(loss) alone. Use that."
             )
             raise BackwardError(message)
         return gradient * self._times / self.micro_batches

@@ -95,6 +95,13 @@ def _refuse_overlap(plan: Plan, asked: Overlap, dependent: str) -> None:
     ]
     if asked in usable:
         return
+    if timing_of(asked).can_undo:
+        plan.but(overlap=asked)  # raises what it lacks
+        message = (
+            f'overlap="{asked}" was given with {dependent}: the engine does not undo updates of'
+            " backward. Use tensorstow.stow with optimizer.clip_grad_norm_()."
+        )
+        raise OptionError(message)
     use = f"Use overlap={' or '.join(map(json.dumps, usable))}"
     if not _fits(plan, asked):
         also = f" and {dependent}" if dependent else ""

@@ -387,12 +387,12 @@ class StepRunner:
             parameter.grad = None  # of weights that no longer exist, as those that resume() drops
             return
         try:
-            if param is not None and schedule.gradients.is_final(param.number):
+            is_early = schedule.is_open or schedule.begins_now
+            if param is not None and is_early and schedule.gradients.is_final(param.number):
                 _check_gradient(param, self.contents.groups)
-                if not schedule.is_open and schedule.begins_now:
+                if not schedule.is_open:
                     self._open_step(schedule)
-                if schedule.is_open:
-                    schedule.on_gradient(param)
+                schedule.on_gradient(param)
         except BaseException:
             schedule.break_off()
             raise
@@ -439,6 +439,9 @@ class StepRunner:
         late, new_params = collect(
             self.contents.groups, params, self._param_filter.manages, backward_overlap=True
         )
+        if schedule.is_open:  # those that were frozen, and have states
+            known = [p for _, p, _ in late if params.find(p) is not None]
+            new_params += [p for p in known if params.get(p).number not in schedule.written]
         gradients = sum(gradient_of(p) is not None for p in self.contents.parameters())
         self._module_parameters.check_step(gradients)
         if not schedule.is_open:
@@ -449,8 +452,8 @@ class StepRunner:
             count = format_count(len(new_params), "parameter")
             message = (
                 f"{count} got a gradient and had been frozen when"
-                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
-                " before backward."
+                ' backward began: with overlap="backward" or "speculative" updates have begun by'
+                " then. Unfreeze before backward."
             )
             raise OptionError(message)
         commits = self._open_commits

@@ -22,7 +22,7 @@ parameters that took part in fewer of them are final when ``step()`` is called.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -291,7 +291,8 @@ class BackwardOverlap(UpdatesInForward):
         self._going_on: ForwardWaits | None = None
         """Waits for what is left of the open step ([Note: The rest]); None: ``step()`` waits."""
         self._plan: StepPlan | None = None
-        self._written: dict[int, tuple[int, int]] = {}
+        self.written: dict[int, tuple[int, int]] = {}
+        """Version and address of each weight of the open step, by number, as its update began."""
         self._last_order: list[int] = []
         """The order of arrival that the pipeline's order is of."""
         self._next_order: list[int] = []
@@ -317,10 +318,8 @@ class BackwardOverlap(UpdatesInForward):
             return "backward has not ended (it raised, or another thread is in it)"
         if not self.gradients.has_placeholders:
             return "a gradient was dropped or replaced after backward (as by model.zero_grad())"
-        plan = self._plan
-        for update in [] if plan is None else plan.updates:
-            if _written(update.param) != self._written[update.param.number]:
-                return "a weight was written or replaced between backward and step()"
+        if is_written(self._plan, self.written):
+            return "a weight was written or replaced between backward and step()"
         return None
 
     def require(self, call: PublicCall) -> None:
@@ -379,7 +378,7 @@ class BackwardOverlap(UpdatesInForward):
         with poisoning(pipeline):  # an interrupt may leave the step open in the pipeline alone
             goes_on = params.update_router.step_path.begin(plan, beside, undoable=undoable)
             self._going_on = waits if goes_on else None
-            self._written = {u.param.number: _written(u.param) for u in plan.updates}
+            self.written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
             self._plan = plan
 
@@ -397,7 +396,7 @@ class BackwardOverlap(UpdatesInForward):
                 if copied is not None:
                     copied.synchronize()  # copies of the weight to the device are before it
                 fill_with_nan(param)
-            self._written[param.number] = _written(param)
+            self.written[param.number] = _written(param)
             path.offer(param, gradient, copied)
 
         try:
@@ -547,6 +546,12 @@ def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:
     if not has_module or reaches_device(params.offload_policy.update_on):
         return 'overlap="none"'
     return 'overlap="forward" or "none"'
+
+
+def is_written(plan: StepPlan | None, written: Mapping[int, tuple[int, int]]) -> bool:
+    """Return whether others wrote or replaced a weight of ``plan`` since ``written``."""
+    updates = [] if plan is None else plan.updates
+    return any(_written(u.param) != written[u.param.number] for u in updates)
 
 
 def _written(param: ManagedParam) -> tuple[int, int]:

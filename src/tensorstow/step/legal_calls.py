@@ -52,7 +52,7 @@ _WAYS: dict[Phase, str] = {
     Phase.OPEN: (
         "Call step() first, which ends the step. Several backward passes per step need"
         " accumulation_steps=, or all but the last under `with optimizer.accumulate():`. To give"
-        f" the step up instead: {ABORT_ADVICE}."
+        f' the step up instead: with overlap="speculative", zero_grad(); else {ABORT_ADVICE}.'
     ),
     Phase.BROKEN: f"Half a step can be neither completed nor undone: {ABORT_ADVICE}.",
 }

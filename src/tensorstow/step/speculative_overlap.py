@@ -18,10 +18,16 @@ from dataclasses import replace
 
 import torch
 
+from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.update_on import AccumulationSteps
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
-from tensorstow.step.backward_overlap import BackwardOverlap, rest_waits
+from tensorstow.step.backward_overlap import (
+    BackwardOverlap,
+    is_written,
+    newest_backward,
+    rest_waits,
+)
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import Phase, PublicCall
@@ -60,8 +66,17 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now; ``zero_grad()`` undoes a step."""
-        if not (call is PublicCall.ZERO_GRAD and self.phase is Phase.OPEN):
+        if not (call is PublicCall.ZERO_GRAD and self._can_undo_now()):
             super().require(call)
+
+    def _can_undo_now(self) -> bool:
+        """Return whether the open step can be undone, also after a backward that has raised."""
+        if self.phase is Phase.OPEN:
+            return True
+        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if is_in_backward or is_written(self._plan, self.written):
+            return False
+        return self.phase is Phase.BROKEN
 
     def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
@@ -133,9 +148,21 @@ class SpeculativeOverlap(BackwardOverlap):
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""
         if self.is_open:
+            self._give_up()
+        super().drop_gradients(parameters, to_zero=to_zero)
+
+    def finish(self) -> None:
+        """End the step under way: it is the last one. One that is open is undone."""
+        if not self._params.store.pipeline.handle.is_poisoned and self._can_undo_now():
+            self._give_up()
+        super().finish()
+
+    def _give_up(self) -> None:
+        """Undo the open step, whose gradients nobody needs."""
+        self._given_up = newest_backward()  # of one that has raised, hooks may still run
+        with SignalsDeferred():
             self.undo()
             self._params.update_router.upload()
-        super().drop_gradients(parameters, to_zero=to_zero)
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
         """Return ``memory`` with the peak bytes of gradients, and the copies of weights."""
@@ -145,8 +172,9 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def check_clipping(self) -> None:
         """Allow clipping; pass gradients on as they arrive, whose norms the caller waits for."""
-        if self.phase is Phase.OPEN:
-            with poisoning(self._params.store.pipeline):
+        if self.is_open:
+            super().require(PublicCall.STEP)
+            with SignalsDeferred(), poisoning(self._params.store.pipeline):
                 self._params.update_router.step_path.pass_on()
 
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:

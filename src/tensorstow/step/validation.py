@@ -122,8 +122,9 @@ def refuse_ranks(module: torch.nn.Module | None, parameters: Iterable[torch.Tens
         several and any(layout_of(p) is None for p in parameters)
     ):
         message = (
-            'overlap="backward" was requested in a run of several ranks: a gradient is not final'
-            ' when this rank has it. Use overlap="none", or fully_shard the model.'
+            'overlap="backward" or "speculative" was requested in a run of several ranks: a'
+            ' gradient is not final when this rank has it. Use overlap="none", or fully_shard the'
+            " model."
         )
         raise OptionError(message)
 

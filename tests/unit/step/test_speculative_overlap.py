@@ -204,6 +204,92 @@ def test_zero_grad_undoes_an_open_step(
     optimizer.close()
 
 
+def failing(model: nn.Module) -> None:
+    """Run a backward that raises when the last block has its gradients."""
+
+    def fail(_: Tensor) -> None:
+        message = "in backward"
+        raise RuntimeError(message)
+
+    first = next(model.parameters())
+    hook = first.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in backward"):
+        backward(model, 5)
+    hook.remove()
+
+
+def test_zero_grad_undoes_a_step_whose_backward_has_raised(tmp_path: Path) -> None:
+    model = blocks()
+    want = train(AdamW(model.parameters(), lr=1e-2), model, [NEVER] * 2), weights(model)
+    other = blocks()
+    optimizer = speculating(other, tmp_path, policy=PLAIN)
+    failing(other)
+    with pytest.raises(OptionError, match="has not ended"):
+        optimizer.clip_grad_norm_(1.0)
+    assert (train(optimizer, other, [NEVER] * 2), True) == (want[0], same(weights(other), want[1]))
+    optimizer.close()
+
+
+def test_a_weight_that_was_written_stays_as_it_was_written(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path, policy=PLAIN)
+    backward(model, 0)
+    with torch.no_grad():
+        next(model.parameters()).fill_(7.0)
+    with pytest.raises(OptionError, match="a weight was written"):
+        optimizer.zero_grad()
+    optimizer.close()
+    assert torch.equal(next(model.parameters()), torch.full((32, 32), 7.0))
+
+
+def test_close_undoes_an_open_step(tmp_path: Path) -> None:
+    model = blocks()
+    before = weights(model)
+    optimizer = speculating(model, tmp_path)
+    pipeline = optimizer._states().pipeline
+    backward(model, 0)
+    for param in model.parameters():
+        pipeline.wait_parameters([optimizer._params().get(param).number])
+    optimizer.close()
+    assert same(weights(model), before)
+
+
+@pytest.mark.parametrize("most", [NEVER, ALWAYS])
+def test_a_gradient_of_what_was_frozen_is_refused_before_anything_ends(
+    most: float, tmp_path: Path
+) -> None:
+    model = blocks()
+    want = train(AdamW(model.parameters(), lr=1e-2), model, [NEVER] * 2), weights(model)
+    other = blocks()
+    optimizer = speculating(other, tmp_path, policy=PLAIN)
+    frozen = next(other.parameters())
+    frozen.requires_grad = False
+    backward(other, 0)
+    frozen.grad = torch.ones_like(frozen)
+    optimizer.clip_grad_norm_(most)
+    with pytest.raises(OptionError, match="had been frozen when backward began"):
+        optimizer.step()
+    frozen.requires_grad = True
+    assert (train(optimizer, other, [NEVER] * 2), True) == (want[0], same(weights(other), want[1]))
+    optimizer.close()
+
+
+def test_several_backwards_add_up_where_updates_wait_for_step(tmp_path: Path) -> None:
+    """After two clipped steps, as without overlap."""
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    for net, each in ((model, plain), (other, optimizer)):
+        train(each, net, [ALWAYS] * 2)
+        each.zero_grad()
+        backward(net, 7)
+        backward(net, 8)
+        each.clip_grad_norm_(NEVER)
+        each.step()
+        each.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
 def test_it_counts_what_it_holds_twice(tmp_path: Path) -> None:
     model = blocks()
     plain = usage(optimizer=optimizer_for(model, tmp_path, "backward")).states
@@ -227,9 +313,16 @@ def test_a_failed_write_is_raised_where_the_step_is_undone(tmp_path: Path) -> No
     engine.inject_fault("write", times=-1, error=errno.EIO, delay_us=2000)
     optimizer.zero_grad()
     backward(model, 1)
+    pipeline = optimizer._states().pipeline
     optimizer.clip_grad_norm_(ALWAYS)
-    with pytest.raises(TransferError):
+
+    def end_step() -> None:
+        for param in model.parameters():
+            pipeline.wait_parameters([optimizer._params().get(param).number])
         optimizer.step()
+
+    with pytest.raises(TransferError):
+        end_step()
     with pytest.raises(PoisonedError):
         optimizer.step()
     optimizer.close()
