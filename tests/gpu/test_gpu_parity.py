@@ -1,5 +1,6 @@
 """Parameters on the accelerator: the bits of the CPU path, whatever the route."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ DURABLE = ("none", "forward", "backward")
 OVERLAPS = (*DURABLE, "speculative")
 
 
-@pytest.mark.parametrize("overlap", [*OVERLAPS, DelayedUpdate(warmup_steps=1)])
-@pytest.mark.parametrize("states", ["ram", "disk", 0.5])
+@pytest.mark.parametrize(
+    ("states", "overlap"),
+    [
+        *product(("ram", "disk", 0.5), (*DURABLE, DelayedUpdate(warmup_steps=1))),
+        *product(("disk", 0.5), ("speculative",)),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_are_those_of_the_cpu(
     dtype: str,
