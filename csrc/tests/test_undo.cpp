@@ -50,12 +50,15 @@ void test_an_undone_step_has_not_been(Make make) {
           std::shuffle(given.begin(), given.end(), random);
           given.resize(random() % (given.size() + 1));
           const FlatTraining before = rig.training();
+          std::vector<bool> unchanged;
+          for (int p = 0; p < rig.training().size(); ++p) unchanged.push_back(rig.unchanged(p));
           // Other gradients than those of the step that is taken then.
           speculate(rig, 100 + number, given, static_cast<int>(random() % 3) * 400);
           CHECK(rig.pipeline().undoing().undo().error == 0);
           CHECK(rig.pipeline().progress().is_over());
           for (int p = 0; p < rig.training().size(); ++p) {
             CHECK(rig.training().at(p).weight == FlatTraining(before).at(p).weight);
+            CHECK(rig.unchanged(p) == unchanged[p]);
           }
           rig.training().go_back_to(before);
           CHECK(rig.step(number, number % 4 == 3 ? number % 3 : -1).error == 0);

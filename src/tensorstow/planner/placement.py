@@ -5,7 +5,7 @@ of units on disk, the bounds of transfers in flight.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -266,13 +266,15 @@ def states_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StateMemory:
     """Return the memory of the optimizer's states on each tier, by the state store's formula."""
     budget = None if plan.ram_budget is None else int(plan.ram_budget)
     lines = _lines(plan, sizes, conditions)
-    return _predict(
+    memory = _predict(
         lines,
         disk_fraction=float(plan.states == Tier.DISK),
         durable=conditions.commits,
         chunk_elements=PipelinePolicy().chunk,
         budget=budget,
     )
+    # Each chunk has a second place.
+    return replace(memory, file_bytes=2 * memory.file_bytes) if plan.timing.can_undo else memory
 
 
 _predict = lru_cache(maxsize=64)(predict_memory)  # most plans of a search have the same states
@@ -413,9 +415,7 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     """Return the optimizer's states, the ring that they pass through, and commits."""
     memory = states_of(plan, sizes, conditions)
     yield Item(Tier.HOST, "states", memory.ram_bytes)
-    copies = 1
     if plan.timing.can_undo:
-        copies = 2
         yield Item(Tier.HOST, "old weights", sum(unit.gradient_bytes for unit in sizes.units))
     yield Item(Tier.HOST, "ring of states", memory.ring_bytes)
     yield from _on_the_link(plan, sizes, conditions)
@@ -423,7 +423,7 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
         frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
         yield Item(Tier.DISK, "two commits", 2 * (memory.file_bytes + max(frozen, 0)))
     else:
-        yield Item(Tier.DISK, "states", copies * memory.file_bytes)
+        yield Item(Tier.DISK, "states", memory.file_bytes)
 
 
 def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:

@@ -88,14 +88,10 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
         backup = self._backups.get(number)
-        if weight is None or (backup is not None and backup.nbytes == weight.nbytes):
-            return backup
-        if backup is not None:
-            self._params.store.pipeline.memory.remove(backup)
-        backup = self._backups[number] = torch.empty(
-            weight.numel(), dtype=weight.dtype, device="cpu"
-        )
-        self._params.store.pipeline.memory.append(backup)
+        if backup is None and weight is not None:  # it keeps its size: another one is refused
+            backup = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
+            self._backups[number] = backup
+            self._params.store.pipeline.memory.append(backup)
         return backup
 
     def step(self, plan: StepPlan, states: States) -> None:

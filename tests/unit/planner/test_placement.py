@@ -200,6 +200,22 @@ def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, pl
     assert found == predicted
 
 
+def test_what_may_be_undone_is_predicted_twice() -> None:
+    plan = Plan(Tier.HOST, Tier.DISK, overlap="speculative")
+    model = deep()
+    sizes = Sizes.of(units_of(model), 1)
+    held = {(item.tier, item.purpose): item.nbytes for item in items_of(plan, sizes, HERE)}
+    model, optimizer = stow(model, partial(AdamW, lr=1e-3), plan=plan)
+    model(torch.randn(2, 512)).square().mean().backward()
+    optimizer.step()
+    found = optimizer._memory()
+    optimizer.close()
+    assert states_of(plan, sizes, HERE).file_bytes == found.file_bytes
+    assert held[Tier.DISK, "states"] == found.file_bytes
+    assert held[Tier.HOST, "old weights"] == found.host_weight_bytes
+    assert held[Tier.HOST, "gradients"] == found.gradient_bytes
+
+
 @pytest.mark.parametrize("kept_as", StateFormat)
 @pytest.mark.parametrize("states", [Tier.HOST, Tier.DISK])
 def test_states_of_each_format_are_predicted(kept_as: StateFormat, states: Tier) -> None:
