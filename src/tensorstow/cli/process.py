@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from tensorstow.base.errors import StowError
+from tensorstow.base.signals import SignalsDeferred
 
 OPTIMIZER = "opt.step"
 """Name of the part of a step that updates."""
@@ -50,7 +51,7 @@ class Process:
             self._orders().close()
 
     def kill(self) -> None:
-        """Send SIGKILL, as ``kill -9`` does, and wait for its end."""
+        """Send SIGKILL, as ``kill -9`` does, unless it has ended, and wait for its end."""
         self._child.send_signal(signal.SIGKILL)
         self._child.wait()
 
@@ -78,26 +79,27 @@ def started(
     command = [sys.executable, "-P", "-m", module, *arguments]
     path = [*([] if folder is None else [str(folder)]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    process = None
     with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
         try:
-            child = subprocess.Popen(  # noqa: S603  # this interpreter
-                [*command, "--descriptor", str(writer)],
-                env=environment,
-                pass_fds=[writer],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-            )
-        finally:
-            os.close(writer)  # the child's copy is the last: its end is the end of the lines
-        process = Process(name, child, lines, output)
-        try:
+            with SignalsDeferred():  # an interrupt within Popen would leave a process behind
+                try:
+                    child = subprocess.Popen(  # noqa: S603  # this interpreter
+                        [*command, "--descriptor", str(writer)],
+                        env=environment,
+                        pass_fds=[writer],
+                        stdin=subprocess.PIPE,
+                        stdout=output,
+                        stderr=output,
+                    )
+                finally:
+                    os.close(writer)  # the child's copy is the last: its end is that of the lines
+                process = Process(name, child, lines, output)
             yield process
         finally:
-            if child.poll() is None:
-                child.kill()
-            process.tell_no_more()
-            child.wait()
+            if process is not None:
+                process.kill()
+                process.tell_no_more()
 
 
 def teller(pipe: TextIO) -> Callable[[int, str], None]:

@@ -1,7 +1,10 @@
 """Processes of the demo: told and heard by lines, quoted when they fail, never left behind."""
 
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,18 +50,42 @@ def test_one_that_ended_may_be_told_more(script: Path) -> None:
         process.tell_no_more()
 
 
-def test_an_interrupt_leaves_no_process(script: Path) -> None:
+@pytest.fixture
+def children(script: Path) -> Iterator[Callable[[], set[str]]]:
+    """A function that names the children of this process; after the test there are no more."""
     script.write_text("#!/bin/sh\nexec sleep 60\n")
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    if not children.exists():
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    if not path.exists():
         pytest.skip("this kernel does not list children")
-    before = set(children.read_text().split())  # other tests' ranks
+    before = set(path.read_text().split())  # other tests' ranks
+    yield lambda: set(path.read_text().split()) - before
+    assert set(path.read_text().split()) <= before
 
+
+def test_an_interrupt_leaves_no_process(children: Callable[[], set[str]]) -> None:
     def interrupted() -> None:
         with started("a row", "demo.worker", [], EXAMPLES):
-            assert set(children.read_text().split()) > before
+            assert children()
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert set(children.read_text().split()) <= before
+
+
+def test_an_interrupt_while_it_is_started_leaves_no_process(
+    children: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Popen itself forgets a process that it has started if a signal's handler raises there."""
+    execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def execute_and_interrupt(*arguments: object) -> None:
+        execute(*arguments)
+        assert children()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", execute_and_interrupt)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        started("a row", "demo.worker", [], EXAMPLES),
+    ):
+        pytest.fail("the interrupt is raised before the block runs")
