@@ -26,7 +26,7 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "an extent given back": (stored.StoreStorage, "release", "after"),
     "chunks have new extents": (commits.CommittedExtents, "retarget", "after"),
     # Going back.
-    "resuming begins": (resuming, "_match", "before"),
+    "resuming begins": (resuming, "match", "before"),
     "an extent adopted": (stored.StoreStorage, "adopt", "after"),
     "weights half loaded": (resuming, "weight_checksums", "after"),
     "resumed but for a little": (resuming, "_begin", "after"),

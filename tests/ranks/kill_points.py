@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ RANK_MOMENTS: dict[str, tuple[Any, str, str]] = {
             "a step handed over",
         )
     },
-    "its word is left": (Coordinator, "_say", "after"),
+    "its word is left": (Coordinator, "_post", "after"),
     "all have it and none is dropped": (Store, "drop_older", "before"),
     "the one before is dropped": (Store, "drop_older", "after"),
     "its generations are told": (agreement, "_everyones", "after"),
@@ -106,9 +107,11 @@ def _pin(run: DurableRun) -> None:
     run.optimizer.snapshot("last")
 
 
-def attend(jobs: list[dict[str, Any]]) -> list[int]:
-    """Return the exit status of a child for each job."""
-    children = {_born(job): job for job in jobs}
+def attend(
+    jobs: list[dict[str, Any]], train: Callable[[dict[str, Any]], None] = train_rank
+) -> list[int]:
+    """Return the exit status of a child for each job, which ``train`` does."""
+    children = {_born(job, train): job for job in jobs}
     statuses: dict[int, int] = {}
     began: dict[int, float] = {}
     end = time.monotonic() + _PATIENCE_SECONDS
@@ -134,12 +137,12 @@ def _has_resumed(job: dict[str, Any]) -> bool:
     return told.exists() and told.stat().st_size > 0
 
 
-def _born(job: dict[str, Any]) -> int:
+def _born(job: dict[str, Any], train: Callable[[dict[str, Any]], None]) -> int:
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            train_rank(job)
+            train(job)
             status = 0
         except BaseException:  # noqa: BLE001  # the parent shows it
             traceback.print_exc()

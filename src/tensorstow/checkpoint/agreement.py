@@ -15,12 +15,13 @@ from tensorstow.store.store import Store
 
 logger = logging.getLogger("tensorstow")
 
-COMMIT, FIRST = "commit", "first"
-"""Keys of a generation's ``hyper``: its id, and whether its run had committed nothing before."""
+COMMIT, FIRST, ERA = "commit", "first", "era"
+"""Keys of a generation's ``hyper``: its id, whether its run had committed nothing before, and how
+often the run went on with another number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
-class _RankGeneration:
+class RankGeneration:
     """A generation, as ranks exchange it."""
 
     id: str | None
@@ -28,8 +29,10 @@ class _RankGeneration:
     step: int
     names: Sequence[str]
     first: bool
+    era: int
 
     def called(self, which: str | int) -> bool:
+        """Return whether ``which`` is its number or one of its snapshots' names."""
         return which in self.names or which == self.number
 
 
@@ -43,7 +46,7 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
     if ranks.alone:
         return store.generation(which)
     generations = _everyones(store, f"resume({'' if which is None else repr(which)})", ranks)
-    common = set.intersection(*({g.id for g in of_rank} for of_rank in generations)) - {None}
+    common = common_ids(generations)
     if which is not None:
         wanted = _named(generations, which)
     elif common:
@@ -91,26 +94,49 @@ def _drop_unless_all(store: Store, name: str, ranks: Ranks, operation: str) -> b
     return torn
 
 
-def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[_RankGeneration]]:
+def newest_era(store: Store, ranks: Ranks) -> int | None:
+    """Return the era of the newest generation that all ranks have; None if they have none."""
+    if ranks.alone:
+        generation = store.generation()
+        return None if generation is None else era_of(generation)
+    generations = _everyones(store, "resume()", ranks)
+    common = common_ids(generations)
+    return max((g.era for g in generations[0] if g.id in common), default=None)
+
+
+def common_ids(generations: Sequence[Sequence[RankGeneration]]) -> set[str | None]:
+    """Return the ids of the generations that every rank has, given those of each."""
+    return set.intersection(*({g.id for g in of_rank} for of_rank in generations)) - {None}
+
+
+def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[RankGeneration]]:
     with ranks.reporting_errors(operation):
-        mine = [astuple(_of(store.load(summary))) for summary in store.generations()]
+        mine = [astuple(exchanged(store.load(summary))) for summary in store.generations()]
     gathered: list[list[list[Any]]] = ranks.all_gather(operation, mine)
-    return [[_RankGeneration(*row) for row in of_rank] for of_rank in gathered]
+    return [[RankGeneration(*row) for row in of_rank] for of_rank in gathered]
 
 
-def _of(generation: Generation) -> _RankGeneration:
+def exchanged(generation: Generation) -> RankGeneration:
+    """Return what ranks exchange of ``generation``."""
     hyper: Mapping[str, Any] = generation.hyper if isinstance(generation.hyper, dict) else {}
     commit_id, is_first = hyper.get(COMMIT), bool(hyper.get(FIRST))
-    return _RankGeneration(
+    return RankGeneration(
         commit_id if isinstance(commit_id, str) else None,
         generation.number,
         generation.step,
         generation.names,
         is_first,
+        era_of(generation),
     )
 
 
-def _named(generations: Sequence[Sequence[_RankGeneration]], which: str | int) -> str | None:
+def era_of(generation: Generation) -> int:
+    """Return how often the run of ``generation`` had gone on with another number of ranks."""
+    era = generation.hyper.get(ERA, 0) if isinstance(generation.hyper, dict) else 0
+    return era if type(era) is int else 0
+
+
+def _named(generations: Sequence[Sequence[RankGeneration]], which: str | int) -> str | None:
     """Return the id of what all ranks have under a name, or of what rank 0 has under a number."""
     ids = [next((k.id for k in of_rank if k.called(which)), None) for of_rank in generations]
     if not isinstance(which, str):
@@ -131,7 +157,7 @@ def _named(generations: Sequence[Sequence[_RankGeneration]], which: str | int) -
     return ids[0]
 
 
-def _log_difference(generations: Sequence[Sequence[_RankGeneration]], wanted: str | None) -> None:
+def _log_difference(generations: Sequence[Sequence[RankGeneration]], wanted: str | None) -> None:
     newer = [rank for rank, of_rank in enumerate(generations) if of_rank[-1].id != wanted]
     if newer:
         step = next(k.step for k in generations[0] if k.id == wanted)
@@ -145,7 +171,7 @@ def _log_difference(generations: Sequence[Sequence[_RankGeneration]], wanted: st
 
 
 def _refuse_lost(
-    store: Store, generations: Sequence[Sequence[_RankGeneration]], ranks: Ranks
+    store: Store, generations: Sequence[Sequence[RankGeneration]], ranks: Ranks
 ) -> None:
     """Raise RankError if ranks lack more than the first commit of the run.
 

@@ -14,6 +14,7 @@ from tensorstow.checkpoint.run import Extra
 from tensorstow.states.stored import StoreStorage
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
+from tensorstow.store.rank_dirs import refuse_other_worlds
 
 
 def commit_to(
@@ -29,6 +30,7 @@ def commit_to(
     The old store is read through its open files, even if they were moved, and closed. Raises
     OptionError if ``directories`` hold a run. Nothing is changed before the commit is durable.
     """
+    refuse_other_worlds(directories[0], commits.ranks.world)
     placement = replace(params.offload_policy.placement, directories=tuple(directories))
     offload_policy = commits.ranks.in_rank_directory(
         replace(params.offload_policy, placement=placement)

@@ -19,9 +19,16 @@ import torch
 from tensorstow.base.errors import OptionError, UnlinkedError
 from tensorstow.base.health import Health
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.checkpoint.agreement import COMMIT, FIRST
+from tensorstow.checkpoint.agreement import COMMIT, ERA, FIRST, era_of
 from tensorstow.checkpoint.committed_extents import CommittedExtents
-from tensorstow.checkpoint.content import chunk_record, hyper_of, layout_of, names_of
+from tensorstow.checkpoint.content import (
+    ROWS,
+    chunk_record,
+    hyper_of,
+    layout_of,
+    names_of,
+    rows_of_others,
+)
 from tensorstow.checkpoint.frozen_weights import CHECKSUMS
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, Interval
@@ -33,6 +40,7 @@ from tensorstow.states.stored import StoreStorage
 from tensorstow.step.managed_param import StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States
+from tensorstow.store.rank_dirs import refuse_other_worlds, run_directory
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 
@@ -81,6 +89,8 @@ class Commits:
 
         In a run that begins anew: the number of a first commit that not all ranks had made.
         """
+        self.era = 0
+        """How often the run went on with another number of ranks."""
         self.requested = False
         """Whether a commit is pending after ``request_commit()``."""
         self.prompt = False
@@ -90,13 +100,19 @@ class Commits:
         self._health = Health("A commit was waited for in a forked process: it is the parent's.")
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[Generation] | None = None
-        self._warned_foreign = False
+        self._warned_foreign = self._refused_worlds = False
 
     def refuse_strange(self, params: ParamTable) -> None:
         """Raise OptionError if the directory holds a run that this one would replace."""
         if not params.offload_policy.placement.durable or self.committed is not None:
             return
-        newest = storage_of(params).store.generation()
+        store = storage_of(params).store
+        if not self._refused_worlds:
+            refuse_other_worlds(
+                run_directory(store.directories[0], self.ranks.world), self.ranks.world
+            )
+            self._refused_worlds = True
+        newest = store.generation()
         if newest is not None and newest.number != self.generation:
             directory = params.store.storage.directories[0]
             message = (
@@ -256,7 +272,9 @@ class Commits:
             *self.extents.write("hyper", numbers, storage),
             *self.extents.write_module(self.module, params, storage, small.buffers),
         ]
-        hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None}
+        hyper |= {COMMIT: self.ranks.next_id(), FIRST: self.committed is None, ERA: self.era}
+        if rows := rows_of_others(self.module, params):
+            hyper[ROWS] = rows
         if checksums := self.extents.checksums_in_files(self.module, params):
             hyper[CHECKSUMS] = checksums
         layout = layout_of(params, names_of(groups, self.module))
@@ -321,6 +339,7 @@ class Commits:
         """Continue from a generation that was just loaded."""
         self.step = self.committed = generation.step
         self.generation = generation.number
+        self.era = era_of(generation)
         self.saved = None
         self._last = time.monotonic()
         self.extents.resumed(params.store, storage_of(params))

@@ -17,7 +17,11 @@ from tensorstow.states.stored import StoreStorage
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups, States, must_seed
 from tensorstow.store.records import ChunkRecord, ChunkShape, StreamShape
-from tensorstow.tensors.dtensor import shard_of
+from tensorstow.tensors.dtensor import layout_of as layout_of_shards
+from tensorstow.tensors.dtensor import rows_of, shard_of
+
+ROWS = "rows"
+"""Key of a generation's ``hyper``: ``rows_of_others``."""
 
 
 def names_of(groups: Groups, module: torch.nn.Module | None) -> dict[int, str]:
@@ -74,6 +78,12 @@ def unmanaged_tensors(
             yield name, tensor
 
 
+def rows_of_others(module: torch.nn.Module | None, params: ParamTable) -> dict[str, Any]:
+    """Return the rows that this rank has of sharded tensors that no optimizer updates, by name."""
+    entries = {name: rows_entry(tensor) for name, tensor in unmanaged_tensors(module, params)}
+    return {name: entry["rows"] for name, entry in entries.items() if entry}
+
+
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Return whether a frozen parameter or buffer is a plain tensor whose bytes can be stored.
 
@@ -94,17 +104,30 @@ def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
                 "name": names.get(id(m.owner)),
                 "shape": list(m.shard.shape),
                 **({} if m.order is None else {"order": list(m.order)}),
+                **rows_entry(m.owner),
                 "dtype": str(m.family.dtype).removeprefix("torch."),
                 "amsgrad": m.family.amsgrad,
                 "format": str(m.family.format),
             }
             for m in params.all()
         ],
-        "chunks": [_chunk_entry(chunk) for chunk in params.store.chunks],
+        "chunks": [chunk_entry(chunk) for chunk in params.store.chunks],
     }
 
 
-def _chunk_entry(chunk: Chunk) -> dict[str, Any]:
+def rows_entry(tensor: torch.Tensor) -> dict[str, list[int] | None]:
+    """Return which rows of a sharded tensor this rank has, as JSON; nothing for a whole one.
+
+    None in place of rows: it is cut in another way.
+    """
+    if layout_of_shards(tensor) is None or not tensor.ndim:
+        return {}
+    rows = rows_of(tensor)
+    return {"rows": None if rows is None else [rows.start, rows.whole]}
+
+
+def chunk_entry(chunk: Chunk) -> dict[str, Any]:
+    """Return the entry of ``chunk`` in a layout, as JSON."""
     runs = [[r.parameter, r.start, r.count, r.position] for r in chunk.plan.runs]
     return {**asdict(shape_of(chunk)), "runs": runs}
 

@@ -18,7 +18,7 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.launch import launched
 from tensorstow.checkpoint.coordinator import Coordinator
 from tensorstow.states.offload_policy import OffloadPolicy
-from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds
+from tensorstow.store.rank_dirs import rank_directory
 from tensorstow.tensors.dtensor import layout_of
 
 _T = TypeVar("_T")
@@ -67,14 +67,10 @@ class Ranks:
         return self._coordinator is None
 
     def in_rank_directory(self, offload_policy: OffloadPolicy) -> OffloadPolicy:
-        """Return ``offload_policy`` in this rank's directories; make the directory that all share.
-
-        Raises OptionError if it holds a run of another number of ranks.
-        """
+        """Return ``offload_policy`` in this rank's directories; make the one that all share."""
         placement = offload_policy.placement
         if not placement.durable or not placement.directories:
             return offload_policy
-        refuse_other_worlds(placement.directories[0], self.world)
         if self.alone:
             return offload_policy
         make_directories(placement.directories)

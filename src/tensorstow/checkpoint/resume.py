@@ -78,14 +78,14 @@ def resume(
     """
     layout = read_layout(generation)
     hyper = read_hyper(generation, len(layout.parameters))
-    order = _match(layout.parameters, hyper, groups, module)
+    order = match(layout.parameters, hyper, groups, module, _print)
     storage = storage_of(params)
     values = _group_values(hyper, generation, groups, storage)
     extra = _extra(generation, storage)
     refuse_other_rule("The run that is stored here", values, groups)
     _refuse_unknown(params, order, names_of(groups, module))
     buffers = _module_records(generation, order, module)
-    families = [_family(parameter, params) for parameter in layout.parameters]
+    families = [family_of(parameter, params) for parameter in layout.parameters]
     records = sorted(generation.chunks, key=lambda record: record.chunk)
 
     def adopt() -> list[StoredChunk]:
@@ -173,16 +173,22 @@ def _rule(group: Mapping[str, Any]) -> str:
     return f"{name}(amsgrad={bool(group.get('amsgrad'))})"
 
 
-def _match(
+Facts = tuple[tuple[int, ...], str]
+"""Shape and dtype of a tensor."""
+
+
+def match(
     stored: Sequence[StoredParameter],
     hyper: StoredHyper,
     groups: Groups,
     module: torch.nn.Module | None,
+    facts_of: Callable[[torch.Tensor], Facts],
 ) -> list[torch.Tensor]:
     """Return this optimizer's parameters in the order of the saved ones.
 
     Parameters are matched by name if all have one, else by their places in the groups. Frozen
-    ones, without states, are matched too: the run may have unfrozen them later.
+    ones, without states, are matched too: the run may have unfrozen them later. ``facts_of``: what
+    of a parameter is like the saved one. Raises OptionError if they are others.
     """
     refuse_other_groups("The run that is stored here", len(hyper.groups), len(groups))
     names = own_names(groups, module)
@@ -208,8 +214,9 @@ def _match(
         else:
             parameter = _at(groups, at)
         is_taken = id(parameter) in taken
-        if parameter is None or is_taken or _print(parameter) != (wanted.shape, wanted.dtype):
-            raise OptionError(_difference(number, wanted, parameter, len(stored), groups))
+        if parameter is None or is_taken or facts_of(parameter) != (wanted.shape, wanted.dtype):
+            actual = "nothing" if parameter is None else "{1} {0}".format(*facts_of(parameter))
+            raise OptionError(_difference(number, wanted, actual, len(stored), groups))
         _check_order(number, wanted, parameter)
         parameters.append(parameter)
         taken.add(id(parameter))
@@ -240,12 +247,11 @@ def _at(groups: Groups, place: tuple[int, int] | None) -> torch.Tensor | None:
 def _difference(
     number: int,
     stored: StoredParameter,
-    parameter: torch.Tensor | None,
+    actual: str,
     saved: int,
     groups: Groups,
 ) -> str:
     wanted = f"{stored.name or f'number {number}'} ({stored.dtype} {stored.shape})"
-    actual = "nothing" if parameter is None else "{1} {0}".format(*_print(parameter))
     count = sum(len(group["params"]) for group in groups)
     return (
         f"The run that is stored here trains {format_count(saved, 'parameter')}, this"
@@ -270,14 +276,21 @@ def _refuse_unknown(
         raise OptionError(message)
 
 
-def _print(parameter: torch.Tensor) -> tuple[tuple[int, ...], str]:
+def whole_facts(parameter: torch.Tensor) -> Facts:
+    """Return the shape that ``parameter`` has on all ranks together, and its dtype."""
+    shape, dtype = _print(parameter)
+    return (shape if is_lazy(parameter) else tuple(parameter.shape)), dtype
+
+
+def _print(parameter: torch.Tensor) -> Facts:
     if is_lazy(parameter):
         return (), "uninitialized: run a forward of the model first"
     parameter = shard_of(parameter)
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
-def _family(stored: StoredParameter, params: ParamTable) -> Family:
+def family_of(stored: StoredParameter, params: ParamTable) -> Family:
+    """Return the family of a saved parameter; raise OptionError if other states were requested."""
     saved = stored.family
     wanted = params.offload_policy.family(saved.dtype, amsgrad=saved.amsgrad)
     if params.offload_policy.format is not None and wanted != saved:

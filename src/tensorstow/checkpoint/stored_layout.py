@@ -33,6 +33,10 @@ class StoredParameter:
     order: tuple[int, ...] | None
     """The order of its dimensions in memory, as ``tensors.dtensor.order_of`` has it."""
     family: Family
+    rows: tuple[int, int] | None = None
+    """The first of its rank's rows, and the number of all rows; None: cut along other dimensions,
+    or not at all."""
+    is_sharded: bool = False
 
     @property
     def dtype(self) -> str:
@@ -160,7 +164,14 @@ def _parameter(whose: str, entry: object) -> StoredParameter:
         order = tuple(_list(order, "the order of dimensions", whose))
         is_order = {type(n) for n in order} == {int} and sorted(order) == [*range(len(shape))]
         check(order, "the order of dimensions", whose, is_possible=is_order)
-    return StoredParameter(name, shape, order, _family(fields, whose))
+    rows = fields.get("rows")
+    if rows is not None:
+        rows = tuple(_list(rows, "the rows", whose))
+        is_rows = len(rows) == 2 and len(shape) > 0
+        check(rows, "the rows", whose, is_possible=is_rows)
+        check_whole(rows[1], "the number of rows", whose, 0, MOST_ELEMENTS)
+        check_whole(rows[0], "the first row", whose, 0, rows[1] - shape[0])
+    return StoredParameter(name, shape, order, _family(fields, whose), rows, "rows" in fields)
 
 
 def _family(fields: Mapping[str, Any], whose: str) -> Family:

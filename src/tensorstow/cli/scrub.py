@@ -11,10 +11,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import make_console, print_by_rank, print_line
+from tensorstow.store.contents import StoreContents, open_contents
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.records import Generation
 from tensorstow.store.retention import find
-from tensorstow.store.scrub import Damage, ScrubProgress, StoreContents, open_contents, scrub
+from tensorstow.store.scrub import Damage, ScrubProgress, scrub
 
 DAMAGED = 1
 
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     console = make_console(to_stderr=options.json)  # JSON has standard output for itself
     readings = []
     for directory in directories:
-        with open_contents(directory) as store:
+        with open_contents(directory, "A scrub") as store:
             reading = _read_back(store, options, console)
         readings.append(reading)
         if not options.json:

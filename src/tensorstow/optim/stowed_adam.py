@@ -23,6 +23,7 @@ from tensorstow.checkpoint.full_state import (
     without_placeholders,
 )
 from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.checkpoint.reshard import move_rows, newer_world, remove_world
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
@@ -282,12 +283,19 @@ class StowedAdam(PlacedOptimizer):
         storage = storage_of(self._params(), "resume()")
         self._runtime.steps.wait_idle_or_abandon()
         self._call_resume_hooks()
-        generation = agreement.choose(storage.store, which, self._runtime.ranks)
+        store, ranks = storage.store, self._runtime.ranks
+        with newer_world(store, ranks) as world:
+            if world is not None:
+                module = self._runtime.commits.module
+                move_rows(world, which, self._params(), self.param_groups, module, store, ranks)
+        generation = agreement.choose(store, which if world is None else None, ranks)
         if generation is None:
-            self._runtime.commits.begin_anew(storage.store)
+            self._runtime.commits.begin_anew(store)
             return None
-        self._runtime.ranks.run_on_all("resume()", partial(self._go_on_from, generation))
+        ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
+        if world is not None:
+            remove_world(world, ranks)
         return generation.step
 
     @property

@@ -199,7 +199,7 @@ class StateStore:
             self.pipeline.wait_idle()
             first = len(self.sizes)
             chunks, views = self._cut(
-                sizes, families, capacity, chunk_groups or [None] * len(sizes)
+                first, sizes, families, capacity, chunk_groups or [None] * len(sizes)
             )
             self._connect(chunks, self._plan_ring(chunks))
             self.sizes += sizes
@@ -229,14 +229,20 @@ class StateStore:
             with_weights=self.storage.durable,
         )
 
+    def cut_chunks(
+        self, sizes: Sequence[int], families: Sequence[Family], chunk_groups: Sequence[Hashable]
+    ) -> list[Chunk]:
+        """Return the chunks that ``extend`` would add to an empty store with commits."""
+        return self._cut(0, sizes, families, RESIDENT_CAPACITY, chunk_groups)[0]
+
     def _cut(
         self,
+        first: int,
         sizes: Sequence[int],
         families: Sequence[Family],
         capacity: int,
         chunk_groups: Sequence[Hashable],
     ) -> tuple[list[Chunk], dict[int, tuple[torch.Tensor, ...]]]:
-        first = len(self.sizes)
         # A commit also writes chunks in RAM, so with commits all have one size.
         fraction = 1.0 if self.storage.durable else self.placement.disk_fraction
         chunks: list[Chunk] = []

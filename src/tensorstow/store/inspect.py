@@ -104,6 +104,16 @@ def inspect_store(directory: Path) -> StoreInfo:
         )
 
 
+def is_finished(directory: Path) -> bool:
+    """Return whether the store in ``directory`` was made to its end, and may have commits."""
+    path = directory / MANIFEST_NAME
+    try:
+        with peek(directory) as holder, _connect(path, holder) as connection:
+            return check_marks(connection, path)
+    except sqlite3.Error as error:
+        raise read_failure(path, error) from error
+
+
 def data_files(connection: sqlite3.Connection, first: Path) -> dict[Label, Path]:
     """Return the data files that a manifest lists, which was found in ``first``.
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from tensorstow.base.errors import DirectoryError, OptionError, named
 from tensorstow.base.sizes import format_count
+from tensorstow.store.inspect import inspect_store, is_finished
 from tensorstow.store.schema import MANIFEST_NAME
 
-_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+RANK_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+"""Name of the directory of one of several ranks."""
 
 
 def rank_directory(base: Path, rank: int, world: int) -> Path:
@@ -15,27 +17,46 @@ def rank_directory(base: Path, rank: int, world: int) -> Path:
     return base if world == 1 else base / f"rank-{rank}-of-{world}"
 
 
-def stores_in(base: Path) -> list[Path]:
-    """Return the directories of the stores of the run in ``base``, by rank.
+def run_directory(directory: Path, world: int) -> Path:
+    """Return the run's directory, given that of the store of one of its ``world`` ranks."""
+    return directory if world == 1 else directory.parent
 
-    ``base`` itself if it is a store, or if there is none.
+
+def stores_in(base: Path) -> list[Path]:
+    """Return the directories of the stores of the run in ``base``: of one process, then by rank.
+
+    ``base`` itself if there is none.
     """
     ranks = [path for _, _, path in _ranks_in(base)]
-    return ranks if ranks and not _has_store(base) else [base]
+    return [base, *ranks] if _has_store(base) or not ranks else ranks
+
+
+def worlds_in(base: Path) -> dict[int, dict[int, Path]]:
+    """Return the directories of the stores in ``base`` by number of ranks, then by rank.
+
+    Those that were never finished, which hold nothing, are left out.
+    """
+    alone = [(1, 0, base)] if _has_store(base) else []
+    worlds: dict[int, dict[int, Path]] = {}
+    for world, rank, path in (*alone, *_ranks_in(base)):
+        if is_finished(path):
+            worlds.setdefault(world, {})[rank] = path
+    return worlds
 
 
 def refuse_other_worlds(base: Path, world: int) -> None:
-    """Raise OptionError if ``base`` holds a run of another number of ranks."""
-    other_worlds = {count for count, _, _ in _ranks_in(base)} | ({1} if _has_store(base) else set())
-    other_worlds.discard(world)
+    """Raise OptionError if ``base`` holds commits of another number of ranks."""
+    other_worlds = {
+        size
+        for size, stores in worlds_in(base).items()
+        if size != world and any(inspect_store(path).generations for path in stores.values())
+    }
     if other_worlds:
         message = (
             f"{base} was named for a run of {_ranks(world)}, and it holds one of"
-            f" {' and one of '.join(map(_ranks, sorted(other_worlds)))}: each rank has its own"
-            " shards in its own store. Start as many as before; or, to go on with another number,"
-            " resume there, save by torch.distributed.checkpoint, and load that into a run in"
-            " another directory (docs/guides/saving-and-resuming.md). To remove a dead run, use"
-            " `tensorstow run clean`."
+            f" {' and one of '.join(map(_ranks, sorted(other_worlds)))}. Call resume() to go on"
+            " with that run, or name another directory for a new one (`tensorstow run clean`"
+            " removes a dead run)."
         )
         raise OptionError(message)
 
@@ -56,7 +77,9 @@ def _ranks_in(base: Path) -> list[tuple[int, int, Path]]:
         DirectoryError: One is a symbolic link: whoever gave the directory away chose its target.
     """
     with named("Directory", base):
-        matches = [(m, path) for path in base.glob("rank-*") if (m := _NAME.fullmatch(path.name))]
+        matches = [
+            (m, path) for path in base.glob("rank-*") if (m := RANK_NAME.fullmatch(path.name))
+        ]
         linked = sorted(path.name for _, path in matches if path.is_symlink())
         if linked:
             message = (

@@ -18,6 +18,7 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.store.bounds import check_schema, without_overlaps
+from tensorstow.store.contents import open_for_reading
 from tensorstow.store.datafiles import check_files, data_path, data_paths, read_label
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import Head, find_head, put_head
@@ -41,7 +42,7 @@ from tensorstow.store.schema import (
     read_meta,
     with_suffix,
 )
-from tensorstow.store.scrub import ScrubProgress, open_for_reading, scrub
+from tensorstow.store.scrub import ScrubProgress, scrub
 from tensorstow.store.verify import MALFORMED, check_all, check_heads, whole_generations
 
 _BESIDE = ("-wal", "-journal")

@@ -8,7 +8,7 @@ those of the shard, so code that reads bytes uses the shard, and the public inte
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
 import torch
@@ -338,6 +338,36 @@ def rows_of_rank(length: int, rank: int, ranks: int) -> tuple[int, int]:
     """
     rows = rows_per_rank(length, ranks)
     return min(length, rows * rank), min(length, rows * (rank + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows of a tensor: those of its first dimension."""
+
+    start: int
+    count: int
+    whole: int
+    """The rows of the whole tensor."""
+
+
+def rows_of(parameter: torch.Tensor) -> Rows | None:
+    """Return this rank's rows of ``parameter``, of which it may have all.
+
+    None if the parameter is cut along another dimension, has none, or is not on this rank.
+    """
+    layout = layout_of(parameter)
+    if not parameter.ndim:
+        return None
+    start, count = 0, parameter.shape[0]
+    if layout is None:
+        return Rows(0, count, count)
+    mesh, coordinate = layout.device_mesh, layout.device_mesh.get_coordinate()
+    for mesh_dim, placement in _in_order_of_cuts(layout.placements):
+        if placement.is_partial() or placement.dim or coordinate is None:
+            return None
+        first, end = rows_of_rank(count, coordinate[mesh_dim], mesh.size(mesh_dim))
+        start, count = start + first, end - first
+    return Rows(start, count, parameter.shape[0])
 
 
 def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:

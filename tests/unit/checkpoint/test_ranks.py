@@ -94,13 +94,15 @@ def test_snapshots_are_of_all_ranks(tmp_path: Path, ranks: Pools) -> None:
         assert found == [[("two",), ("four",)], 2, True, [("two",)]]
 
 
-def test_another_number_of_ranks_is_refused(tmp_path: Path, ranks: Pools) -> None:
+def test_another_number_of_ranks_must_resume(tmp_path: Path, ranks: Pools) -> None:
     ranks(2).run(task_in_two_lives, tmp_path / "run", {"commit_every": 2})
-    for told in ranks(1).run(refused, tmp_path / "run", "commit"):
-        assert told.startswith("OptionError:")
-        assert "run of 1 rank, and it holds one of 2 ranks" in told
-    with pytest.raises(OptionError, match="holds one of 2 ranks"):
-        AdamW([torch.nn.Parameter(torch.ones(3))], states="disk", dir=tmp_path / "run")
+    for act in ("commit", "step"):
+        for told in ranks(1).run(refused, tmp_path / "run", act):
+            assert told.startswith("OptionError:")
+            assert "run of 1 rank, and it holds one of 2 ranks. Call resume()" in told
+    other = AdamW([torch.nn.Parameter(torch.ones(3))], states="disk", dir=tmp_path / "other")
+    with other, pytest.raises(OptionError, match="holds one of 2 ranks"):
+        other.commit_to(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,24 @@ from pathlib import Path
 
 import pytest
 
+from powerloss.contents import make_content
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds, stores_in
+from tensorstow.store.rank_dirs import (
+    rank_directory,
+    refuse_other_worlds,
+    stores_in,
+    worlds_in,
+)
 from tensorstow.store.store import Store
 
 
-def make(base: Path, rank: int, world: int) -> Path:
+def make(base: Path, rank: int, world: int, *, commits: bool = False) -> Path:
     directory = rank_directory(base, rank, world)
     directory.mkdir(exist_ok=True)
-    Store.open([directory], open_engine()).close()
+    with Store.open([directory], open_engine()) as store:
+        if commits:
+            store.commit(make_content(store, 1))
     return directory
 
 
@@ -29,7 +37,11 @@ def test_stores_come_by_rank(tmp_path: Path) -> None:
     made = [make(tmp_path, rank, 12) for rank in (2, 11, 9)]
     assert stores_in(tmp_path) == [made[0], made[2], made[1]]
     make(tmp_path, 0, 1)
-    assert stores_in(tmp_path) == [tmp_path]
+    assert stores_in(tmp_path) == [tmp_path, made[0], made[2], made[1]]
+    assert worlds_in(tmp_path) == {
+        1: {0: tmp_path},
+        12: {2: made[0], 9: made[2], 11: made[1]},
+    }
 
 
 def test_a_link_leads_to_no_other_run(tmp_path: Path) -> None:
@@ -47,7 +59,11 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, before: int, now: in
     refuse_other_worlds(tmp_path / "new", now)
     refuse_other_worlds(tmp_path, now)
     make(tmp_path, 0, before)
+    refuse_other_worlds(tmp_path, now)  # which has committed nothing
+    make(tmp_path, 0, before, commits=True)
     refuse_other_worlds(tmp_path, before)
-    told = rf"run of {now} rank.* holds one of {before} rank.*torch.distributed.checkpoint"
+    told = (
+        rf"run of {now} rank.* holds one of {before} rank.*Call resume\(\) to go on with that run"
+    )
     with pytest.raises(OptionError, match=told):
         refuse_other_worlds(tmp_path, now)

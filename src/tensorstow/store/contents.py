@@ -1,0 +1,68 @@
+"""The store of a run that is over, open for reading."""
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensorstow.base.directories import inspect_directory
+from tensorstow.base.errors import LockedError, named
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import File, open_file
+from tensorstow.store.datafiles import check_files
+from tensorstow.store.inspect import data_files, read_only
+from tensorstow.store.manifest_copy import find_copy_damage
+from tensorstow.store.records import Generation
+from tensorstow.store.rows import read_summaries
+from tensorstow.store.schema import MANIFEST_NAME, read_meta
+from tensorstow.store.verify import load
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContents:
+    """A store whose run is over, open for reading."""
+
+    directory: Path
+    files: tuple[File, ...]
+    generations: tuple[Generation, ...]
+    """Oldest first."""
+    copy_damage: str | None
+    """What is wrong with the manifest's copy; None if nothing is."""
+
+
+@contextmanager
+def open_contents(directory: Path, asked: str) -> Iterator[StoreContents]:
+    """Open the store in ``directory`` for reading; no run can open it meanwhile.
+
+    ``asked``: the request, for errors ("A scrub").
+
+    Nothing is written, and no lock is made. The manifest lists the other directories, and a file in
+    one is read if it is of this run. Raises LockedError if the run is live.
+    """
+    first = inspect_directory(directory).path
+    with named("The store in", first), read_only(first) as (connection, holder):
+        if holder is not None:
+            message = (
+                f"{asked} of {first} was requested but the store is held by {holder}: wait until"
+                " that is over."
+            )
+            raise LockedError(message)
+        run = read_meta(connection, "run")
+        paths = list(data_files(connection, first).values())
+        check_files(run, [path.parent for path in paths])
+        numbers = [summary.number for summary in read_summaries(connection)]
+        generations = tuple(load(connection, first / MANIFEST_NAME, run, n) for n in numbers)
+        with open_for_reading(paths) as files:
+            copy_damage = find_copy_damage(first / MANIFEST_NAME)
+            yield StoreContents(first, files, generations, copy_damage)
+
+
+@contextmanager
+def open_for_reading(paths: Iterable[Path]) -> Iterator[tuple[File, ...]]:
+    """Open data files, which exist, for reading."""
+    engine = open_engine()
+    with ExitStack() as opened:
+        yield tuple(
+            opened.enter_context(open_file(engine, path, access=os.O_RDONLY)) for path in paths
+        )
