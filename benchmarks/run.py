@@ -16,6 +16,7 @@ SUBJECTS = {
     "offload": "the offloaded step against disk and kernel alone",
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",
+    "reshard": "a run of one rank resumed on two, and back, against raw reads and writes",
     "overlap": "updates beside backward and beside the next forward",
     "placements": "a step of GPT-2 in each placement, in fresh processes with their own allocator",
     "engine": "whole models through stow",

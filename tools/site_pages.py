@@ -56,6 +56,7 @@ TITLES = {
     "raw_io": "Disk transfers next to fio",
     "seed_example": "GPT-2 on a CPU, with and without offload",
     "trainer": "The Trainer next to a loop by hand",
+    "reshard": "Another number of ranks",
     "drives": "Two drives of which one is twice as fast",
     "vertical": "Micro-batches in vertical order",
 }

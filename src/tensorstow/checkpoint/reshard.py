@@ -10,8 +10,8 @@ before the new commit is complete leaves the old world the newest; after it, bot
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tensorstow.checkpoint.content import (
 )
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import family_of, match, whole_facts
-from tensorstow.checkpoint.stored_rows import Elements, RankReader, refuse_cut
+from tensorstow.checkpoint.stored_rows import PieceRead, RankReader, StoredPiece, refuse_cut
 from tensorstow.io.arena import Arena
 from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk
@@ -56,6 +56,8 @@ from tensorstow.tensors.dtensor import pager_of, rows_of, shard_of
 logger = logging.getLogger("tensorstow")
 
 _ASKED = "resume()"
+_AHEAD = 4
+"""Pieces that are read while one is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,50 +304,73 @@ class _Move:
 
     def _write_chunks(self, held: list[Extent]) -> Iterator[ChunkRecord]:
         """Write each chunk while the next one is put together; add its extent to ``held``."""
-        largest = max((shape_of(chunk).nbytes for chunk in self._chunks), default=0)
+        shapes = [shape_of(chunk) for chunk in self._chunks]
+        largest = max((shape.nbytes for shape in shapes), default=0)
         arena = Arena(2 * largest, in_children=False)
         writes: deque[IoFuture] = deque()
-        try:
-            for number, chunk in enumerate(self._chunks):
-                if len(writes) == 2:
+        with closing(self._read_ahead()) as reads:
+            try:
+                for number, (chunk, shape) in enumerate(zip(self._chunks, shapes, strict=True)):
+                    if len(writes) == 2:
+                        writes.popleft().wait()
+                    memory = arena.tensor(number % 2 * largest, shape.nbytes, torch.uint8)
+                    is_blank = _fill(chunk, memory, reads)
+                    extent = self._store.allocate(shape.nbytes)
+                    held.append(extent)
+                    writes.append(self._store.files[extent.file].write(memory, extent.offset))
+                    at = memory.data_ptr()
+                    yield ChunkRecord(
+                        number,
+                        extent,
+                        is_blank,
+                        block_checksums(shape, at),
+                        weight_checksums(shape, at + shape.weight_offset),
+                    )
+            finally:
+                while writes:  # nothing may be written to an extent that the caller releases
                     writes.popleft().wait()
-                shape = shape_of(chunk)
-                memory = arena.tensor(number % 2 * largest, shape.nbytes, torch.uint8)
-                is_blank = self._fill(chunk, memory)
-                extent = self._store.allocate(shape.nbytes)
-                held.append(extent)
-                writes.append(self._store.files[extent.file].write(memory, extent.offset))
-                at = memory.data_ptr()
-                yield ChunkRecord(
-                    number,
-                    extent,
-                    is_blank,
-                    block_checksums(shape, at),
-                    weight_checksums(shape, at + shape.weight_offset),
-                )
+
+    def _read_ahead(self) -> Generator[tuple[int, PieceRead]]:
+        """Yield the pieces of all chunks in turn, read, with their positions.
+
+        Each is valid until the next one is asked for; the next ones are being read.
+        """
+        pieces = [
+            (run.position + first - begin, piece)
+            for chunk in self._chunks
+            for run in chunk.plan.runs
+            for begin in [self._starts[run.parameter] + run.start]
+            for first, piece in self._find(run.parameter, begin, run.count)
+        ]
+        largest = max((piece.blocks.nbytes for _, piece in pieces), default=0)
+        arena = Arena((_AHEAD + 1) * largest, in_children=False)
+        reads: deque[tuple[int, PieceRead]] = deque()
+        try:
+            for number in range(len(pieces) + _AHEAD):
+                if number < len(pieces):
+                    position, piece = pieces[number]
+                    slot = number % (_AHEAD + 1) * largest
+                    memory = arena.tensor(slot, piece.blocks.nbytes, torch.uint8)
+                    reads.append((position, piece.read(memory)))
+                if number >= _AHEAD:
+                    position, read = reads[0]
+                    read.wait()
+                    yield position, read
+                    reads.popleft()
         finally:
-            while writes:  # nothing may be written to an extent that the caller releases
-                writes.popleft().wait()
+            for _, read in reads:
+                for future in read.reads:
+                    with suppress(StowError):
+                        future.wait()
 
-    def _fill(self, chunk: Chunk, memory: torch.Tensor) -> bool:
-        """Put a chunk together in ``memory``; return whether its states are blank."""
-        memory.zero_()
-        shape, is_blank = shape_of(chunk), True
-        for run in chunk.plan.runs:
-            begin = self._starts[run.parameter] + run.start
-            for start, elements in self._read(run.parameter, begin, run.count):
-                elements.copy_to(shape, memory, run.position + start - begin)
-                is_blank &= elements.is_blank
-        return is_blank
-
-    def _read(self, number: int, start: int, count: int) -> Iterator[tuple[int, Elements]]:
-        """Yield elements of a whole parameter from the stores that have them, with their places."""
+    def _find(self, number: int, start: int, count: int) -> Iterator[tuple[int, StoredPiece]]:
+        """Yield elements of a whole parameter in the stores that have them, with their places."""
         stop = start + count
         while start < stop:
             reader, first, end = self._reader_of(number, start)
             end = min(end, stop)
-            for place, elements in reader.read(number, start - first, end - first):
-                yield place + first, elements
+            for place, piece in reader.find(number, start - first, end - first):
+                yield place + first, piece
             start = end
 
     def _reader_of(self, number: int, element: int) -> tuple[RankReader, int, int]:
@@ -391,6 +416,20 @@ class _Move:
             part = reader.read_tensor("module", name)
             whole[own[0] : own[0] + len(part)] = part
         return like if whole is None else whole
+
+
+def _fill(chunk: Chunk, memory: torch.Tensor, reads: Iterator[tuple[int, PieceRead]]) -> bool:
+    """Put a chunk together in ``memory`` of its pieces; return whether its states are blank."""
+    shape, is_blank = shape_of(chunk), True
+    left = sum(run.count for run in chunk.plan.runs)
+    if left < shape.elements:
+        memory.zero_()  # what is between parameters
+    while left:
+        position, read = next(reads)
+        read.copy_to(shape, memory, position)
+        left -= read.piece.count
+        is_blank &= read.piece.record.blank
+    return is_blank
 
 
 def remove_world(world: World, ranks: Ranks) -> None:

@@ -1,6 +1,7 @@
 """Loads a commit: reads the weights, and leaves the states where they are on disk."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ from tensorstow.checkpoint.stored_layout import (
     read_layout,
 )
 from tensorstow.io import device_link
+from tensorstow.io.arena import Arena
+from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Family, parts_of
 from tensorstow.states.state_store import StateStore
@@ -50,6 +53,8 @@ from tensorstow.store.records import ChunkShape, Generation, TensorRecord, chunk
 from tensorstow.tensors.dtensor import Pager, in_memory, order_of, shard_of
 
 logger = logging.getLogger("tensorstow")
+_AHEAD = 4
+"""Chunks whose weights are read while those of one are copied."""
 _UNREADABLE = (
     ArithmeticError,
     AttributeError,
@@ -334,15 +339,26 @@ def _load_weights(generation: Generation, params: ParamTable, storage: StoreStor
 def _read_weights(
     generation: Generation, store: StateStore, storage: StoreStorage
 ) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield each chunk and the weights that a commit has of it, checked."""
+    """Yield each chunk and the weights that a commit has of it, checked.
+
+    The weights are valid until the next ones are asked for; those are being read.
+    """
     shapes = chunk_shapes(generation.layout)
     records = {record.chunk: record for record in generation.chunks}
-    for chunk in store.chunks:
-        record = records[chunk.number]
-        part = parts_of(chunk.family, chunk.plan.elements)[-1]
-        read = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
+    parts = [parts_of(chunk.family, chunk.plan.elements)[-1] for chunk in store.chunks]
+    largest = max((part.nbytes for part in parts), default=0)
+    arena = Arena((_AHEAD + 1) * largest, in_children=False)
+    reads: deque[IoFuture] = deque()
+    for index, chunk in enumerate(store.chunks):
+        for ahead in range(index + len(reads), min(index + _AHEAD + 1, len(parts))):
+            number, offset = store.pipeline.stored.place(store.chunks[ahead])
+            slot = ahead % (_AHEAD + 1) * largest
+            memory = arena.tensor(slot, parts[ahead].nbytes, torch.uint8)
+            reads.append(storage.file(number).read(memory, offset + parts[ahead].file_at))
+        reads.popleft().wait()
+        part, record = parts[index], records[chunk.number]
         number, offset = store.pipeline.stored.place(chunk)
-        storage.file(number).read(read, offset + part.file_at).wait()
+        read = arena.tensor(index % (_AHEAD + 1) * largest, part.nbytes, torch.uint8)
         checksums = weight_checksums(shapes[chunk.number], read.data_ptr())
         if checksums != record.weight_checksums:
             blocks = next(differing_runs(checksums, record.weight_checksums))

@@ -1,5 +1,6 @@
 """Reads rows of parameters out of the store of one rank, block by block, and checks them."""
 
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -8,10 +9,11 @@ import torch
 
 from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.stored_layout import StoredParameter, read_hyper, read_layout
-from tensorstow.io.files import File
+from tensorstow.io.files import File, IoFuture
 from tensorstow.states.layout import Family
 from tensorstow.store.checksums import block_checksums, weight_checksums
 from tensorstow.store.records import (
+    ChunkRecord,
     ChunkShape,
     Generation,
     StreamShape,
@@ -35,41 +37,92 @@ def refuse_cut(name: str | None) -> NoReturn:
 
 
 @dataclass(frozen=True, slots=True)
-class Elements:
-    """Consecutive elements of a parameter, with their states and weights, in memory."""
+class StoredPiece:
+    """Consecutive elements of a parameter in a stored chunk, and the blocks that they are in."""
 
+    file: File
+    record: ChunkRecord
     shape: ChunkShape
-    """Of the blocks that they are in."""
-    memory: torch.Tensor
-    """Those blocks, as in an extent."""
-    position: int
-    """Their place in the blocks."""
-    count: int
-    is_blank: bool
-    """Their states are zero by definition."""
+    """Of the chunk."""
     family: Family
+    position: int
+    count: int
+
+    @property
+    def first_block(self) -> int:
+        """Return the first block."""
+        return self.position // self.shape.block
+
+    @property
+    def blocks(self) -> ChunkShape:
+        """Return the shape of the blocks."""
+        begin, last = self.first_block * self.shape.block, self.position + self.count
+        end = min(self.shape.elements, -(-last // self.shape.block) * self.shape.block)
+        return replace(self.shape, elements=end - begin)
+
+    def read(self, memory: torch.Tensor) -> "PieceRead":
+        """Start reading the blocks into ``memory``, as in an extent."""
+        blocks, begin = self.blocks, self.first_block * self.shape.block
+        places = list(zip(_streams(self.shape), _streams(blocks), strict=True))
+        if self.record.blank:
+            memory[: blocks.weight_offset] = 0
+            places = places[-1:]
+        reads = []
+        for (stream, there), (_, here) in places:
+            part = memory[here : here + stream.span(blocks.elements)]
+            reads.append(
+                self.file.read(part, self.record.extent.offset + there + stream.span(begin))
+            )
+        return PieceRead(self, memory, reads)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRead:
+    """A piece whose blocks are being read."""
+
+    piece: StoredPiece
+    memory: torch.Tensor
+    reads: Sequence[IoFuture]
+
+    def wait(self) -> None:
+        """Return when all blocks are in memory and have their checksums, or raise DamageError."""
+        for read in self.reads:
+            read.wait()
+        piece, blocks = self.piece, self.piece.blocks
+        sums = slice(4 * piece.first_block, 4 * (piece.first_block + blocks.blocks))
+        address = self.memory.data_ptr()
+        weights = weight_checksums(blocks, address + blocks.weight_offset)
+        is_intact = weights == piece.record.weight_checksums[sums]
+        if not piece.record.blank:
+            is_intact &= block_checksums(blocks, address) == piece.record.checksums[sums]
+        if not is_intact:
+            begin = piece.first_block * blocks.block
+            message = (
+                f"Chunk {piece.record.chunk} was read from {piece.file.path}, elements {begin} to"
+                f" {begin + blocks.elements - 1} of the extent at {piece.record.extent.offset}:"
+                " they are not those that were written, their checksum does not fit. `tensorstow"
+                " run scrub` says what else is damaged; go on from a snapshot, or from a checkpoint"
+                " elsewhere."
+            )
+            raise DamageError(message)
 
     def copy_to(self, shape: ChunkShape, memory: torch.Tensor, position: int) -> None:
-        """Copy all streams to ``position`` of a chunk of ``shape`` in ``memory``."""
-        for (stream, source), (_, target) in zip(
-            _streams(self.shape), _streams(shape), strict=True
-        ):
-            if self.position % stream.per or position % stream.per:
+        """Copy all streams of the piece to ``position`` of a chunk of ``shape`` in ``memory``."""
+        piece, blocks = self.piece, self.piece.blocks
+        first = piece.position - piece.first_block * blocks.block
+        for (stream, source), (_, target) in zip(_streams(blocks), _streams(shape), strict=True):
+            if first % stream.per or position % stream.per:
                 refuse_cut(None)
-            first, at = source + stream.span(self.position), target + stream.span(position)
-            nbytes = stream.span(self.count)
-            memory[at : at + nbytes] = self.memory[first : first + nbytes]
-        if self.is_blank:
-            self._seed_masters(shape, memory, position)
-
-    def _seed_masters(self, shape: ChunkShape, memory: torch.Tensor, position: int) -> None:
-        """Give blank states, which other ones join in a chunk, the masters of their weights."""
-        dtype = self.family.dtype
-        for spec, (_, at) in zip(self.family.specs, _streams(shape), strict=False):
-            if spec.name == "master" and spec.dtype == torch.float32:
-                weights = self.memory[self.shape.weight_offset :].view(dtype)
-                masters = memory[at : at + 4 * shape.elements].view(torch.float32)
-                masters[position : position + self.count] = weights[self.position :][: self.count]
+            begin, at = source + stream.span(first), target + stream.span(position)
+            nbytes = stream.span(piece.count)
+            memory[at : at + nbytes] = self.memory[begin : begin + nbytes]
+        if piece.record.blank:
+            # Others in the chunk may not be blank: give the states the masters of their weights.
+            weights = self.memory[blocks.weight_offset :].view(piece.family.dtype)[first:]
+            for spec, (_, at) in zip(piece.family.specs, _streams(shape), strict=False):
+                if spec.name == "master" and spec.dtype == torch.float32:
+                    masters = memory[at : at + 4 * shape.elements].view(torch.float32)
+                    masters[position : position + piece.count] = weights[: piece.count]
 
 
 def _streams(shape: ChunkShape) -> Iterator[tuple[StreamShape, int]]:
@@ -86,6 +139,10 @@ class _Run:
     count: int
     chunk: int
     position: int
+
+    def end(self) -> int:
+        """Return the element after its last."""
+        return self.start + self.count
 
 
 class RankReader:
@@ -105,6 +162,8 @@ class RankReader:
             for run in chunk.plan.runs:
                 found = _Run(run.start, run.count, number, run.position)
                 self._runs.setdefault(run.parameter, []).append(found)
+        for runs in self._runs.values():
+            runs.sort(key=_Run.end)
 
     def wholes(self) -> list[StoredParameter]:
         """Return the parameters with the shapes that they have on all ranks together."""
@@ -118,51 +177,33 @@ class RankReader:
         start = parameter.rows[0] * (parameter.elements // parameter.shape[0])
         return start, start + parameter.elements
 
-    def read(self, number: int, start: int, stop: int) -> Iterator[tuple[int, Elements]]:
-        """Yield elements [start, stop) of this rank's part of a parameter, each with its place."""
-        for run in self._runs.get(number, ()):
-            first, end = max(start, run.start), min(stop, run.start + run.count)
-            if first < end:
-                position = run.position + first - run.start
-                yield first, self._read_blocks(run.chunk, position, end - first)
+    def find(self, number: int, start: int, stop: int) -> Iterator[tuple[int, StoredPiece]]:
+        """Yield the pieces that have elements [start, stop) of this rank's part of a parameter.
+
+        With each comes its first element.
+        """
+        runs = self._runs.get(number, [])
+        for run in runs[bisect(runs, start, key=_Run.end) :]:
+            first, end = max(start, run.start), min(stop, run.end())
+            if first >= end:
+                return
+            record = self._records[run.chunk]
+            yield (
+                first,
+                StoredPiece(
+                    self._files[record.extent.file],
+                    record,
+                    self._shapes[run.chunk],
+                    self.layout.chunks[run.chunk].family,
+                    run.position + first - run.start,
+                    end - first,
+                ),
+            )
 
     def read_tensor(self, kind: str, name: str) -> torch.Tensor:
         """Return a tensor that the generation has beside its chunks."""
         record = self._tensors[kind, name]
         return read_tensor(self._files[record.extent.file], record)
-
-    def _read_blocks(self, chunk: int, position: int, count: int) -> Elements:
-        """Read the blocks that have ``count`` elements of a chunk; check the sums of all."""
-        shape, record = self._shapes[chunk], self._records[chunk]
-        first, last = position // shape.block, -(-(position + count) // shape.block)
-        begin = first * shape.block
-        blocks = replace(shape, elements=min(shape.elements, last * shape.block) - begin)
-        memory = torch.zeros(blocks.nbytes, dtype=torch.uint8, device="cpu")
-        file = self._files[record.extent.file]
-        places = list(zip(_streams(shape), _streams(blocks), strict=True))
-        reads = []
-        for (stream, there), (_, here) in places[-1:] if record.blank else places:
-            nbytes = stream.span(blocks.elements)
-            piece = memory[here : here + nbytes]
-            reads.append(file.read(piece, record.extent.offset + there + stream.span(begin)))
-        for read in reads:
-            read.wait()
-        sums = slice(4 * first, 4 * last)
-        address = memory.data_ptr()
-        weights = weight_checksums(blocks, address + blocks.weight_offset)
-        is_intact = weights == record.weight_checksums[sums]
-        if not record.blank:
-            is_intact &= block_checksums(blocks, address) == record.checksums[sums]
-        if not is_intact:
-            message = (
-                f"Chunk {chunk} was read from {file.path}, elements {begin} to"
-                f" {begin + blocks.elements - 1} at offset {record.extent.offset}: they are not"
-                " those that were written, their checksum does not fit. `tensorstow run scrub` says"
-                " what else is damaged; go on from a snapshot, or from a checkpoint elsewhere."
-            )
-            raise DamageError(message)
-        family = self.layout.chunks[chunk].family
-        return Elements(blocks, memory, position - begin, count, record.blank, family)
 
 
 def _whole(parameter: StoredParameter) -> StoredParameter:
