@@ -54,7 +54,9 @@ def sequences(args: argparse.Namespace) -> torch.Tensor:
     return tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
 
 
-def place(args: argparse.Namespace) -> tuple[torch.nn.Module, tensorstow.AdamW]:
+def place(
+    args: argparse.Namespace, stop_signals: dict[str, int] | None = None
+) -> tuple[torch.nn.Module, tensorstow.AdamW]:
     """Return the model, sharded over the ranks that were started, and its optimizer."""
     if torch.accelerator.is_available():
         local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")
@@ -63,7 +65,8 @@ def place(args: argparse.Namespace) -> tuple[torch.nn.Module, tensorstow.AdamW]:
         config = AutoConfig.from_pretrained(args.model, use_cache=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plan = Plan(parameters="device", states="disk", activations="recompute")
-    adamw = partial(tensorstow.AdamW, lr=args.lr, commit_every="10min")
+    options = {"lr": args.lr, "commit_every": "10min", "stop_signals": stop_signals}
+    adamw = partial(tensorstow.AdamW, **options)
     return tensorstow.stow(model, adamw, plan=plan, weights=args.model, dir=args.dir)
 
 

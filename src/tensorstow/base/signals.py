@@ -1,4 +1,4 @@
-"""Defers Python's signal handlers while a block runs that must not be interrupted.
+"""Defers Python's signal handlers while a block must not be interrupted; stops runs at signals.
 
 Python runs a handler between any two instructions of the main thread, and the handler may raise:
 Ctrl-C does. Blocking a signal by its mask would not help, for the system then gives it to another
@@ -8,8 +8,12 @@ thread, and Python runs the handler in the main one all the same.
 import _signal  # type: ignore[import-not-found]  # signal.py wraps its results in enumerations
 import signal
 import threading
+import weakref
+from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
+
+from tensorstow.base.errors import OptionError, abbreviated
 
 _SIGNALS = sorted(
     {number for number in signal.valid_signals() if number < 32}
@@ -81,3 +85,85 @@ class SignalsDeferred:
                 except BaseException as by_handler:  # noqa: BLE001  # raised by the caller
                     raised = raised or by_handler
         return raised
+
+
+StopSignals = str | Mapping[str, int] | None
+"""The name of a signal, or exit statuses by the names of signals."""
+
+
+def read_stop_signals(value: object) -> dict[int, int]:
+    """Return exit statuses by the numbers of signals; raise OptionError for other values."""
+    given: object = {value: 0} if isinstance(value, str) else value
+    if isinstance(given, Mapping) and all(
+        type(status) is int and 0 <= status <= 255 and _number(name) is not None
+        for name, status in given.items()
+    ):
+        return {int(_number(name) or 0): status for name, status in given.items()}
+    message = (
+        f'stop_signals={abbreviated(value)} was given: use the name of a signal ("SIGTERM"), or a'
+        ' dict of exit statuses by names ({"SIGTERM": 0, "SIGUSR1": 75}). SIGKILL and SIGSTOP'
+        " cannot be handled."
+    )
+    raise OptionError(message)
+
+
+def _number(name: object) -> int | None:
+    number = getattr(signal, name, None) if isinstance(name, str) else None
+    fixed = {signal.SIGKILL, signal.SIGSTOP}
+    return int(number) if isinstance(number, signal.Signals) and number not in fixed else None
+
+
+class CommitRequests(Protocol):
+    """An object whose flag requests a commit at the end of the current step."""
+
+    requested: bool
+
+
+class StopHandlers:
+    """The handlers of one run, which request its last commit and raise nothing."""
+
+    def __init__(self, statuses: Mapping[int, int], commits: CommitRequests) -> None:
+        """Install a handler for each signal; ``statuses`` has the exit statuses."""
+        self.status: int | None = None
+        """The exit status of a signal that came."""
+        self.ends_with: int | None = None
+        """The exit status of all ranks, which end with the step that is being taken."""
+        self._statuses = dict(statuses)
+        self._commits = weakref.ref(commits)  # a handler stays as long as the process
+        self._before: dict[int, Any] = {}
+        self._is_closed = False
+        if statuses and threading.current_thread() is not threading.main_thread():
+            message = (
+                "stop_signals= was given outside of the main thread, and Python handles signals"
+                " there alone. Make the optimizer in the main thread, or call request_commit()."
+            )
+            raise OptionError(message)
+        for number in statuses:
+            self._before[number] = signal.signal(number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Request a commit; after ``close``, do what was done before."""
+        before, commits = self._before[number], self._commits()
+        if commits is not None and not self._is_closed:
+            commits.requested, self.status = True, self._statuses[number]
+            if isinstance(before, StopHandlers):  # another run's
+                before(number, frame)
+        elif callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def end(self) -> None:
+        """Raise SystemExit if the step that was just taken is the last one."""
+        ends_with, self.ends_with = self.ends_with, None
+        if ends_with is not None:
+            self.status = None
+            raise SystemExit(ends_with)
+
+    def close(self) -> None:
+        """Restore the handlers that were there, unless others have replaced these. Idempotent."""
+        self._is_closed = True
+        for number, before in self._before.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -18,7 +18,7 @@ import torch
 
 from tensorstow.base.errors import OptionError, UnlinkedError
 from tensorstow.base.health import Health
-from tensorstow.base.signals import SignalsDeferred
+from tensorstow.base.signals import SignalsDeferred, StopHandlers
 from tensorstow.checkpoint.agreement import COMMIT, ERA, FIRST, era_of
 from tensorstow.checkpoint.committed_extents import CommittedExtents
 from tensorstow.checkpoint.content import (
@@ -95,6 +95,8 @@ class Commits:
         """Whether a commit is pending after ``request_commit()``."""
         self.prompt = False
         """Whether the commit was requested: it is durable when ``step()`` returns."""
+        self.stop: StopHandlers | None = None
+        """The handlers of signals after which the run commits and ends."""
         self.extents = CommittedExtents()
         self._last = time.monotonic()
         self._health = Health("A commit was waited for in a forked process: it is the parent's.")
@@ -134,9 +136,14 @@ class Commits:
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
         self.prompt, self.requested = self.requested, False  # a later request is another one
-        due = self.ranks.decide(self.step + 1, self._is_time, requests=self.prompt)
+        stop_status = None if self.stop is None else self.stop.status
+        due, ends_with = self.ranks.decide(
+            self.step + 1, self._is_time, requests=self.prompt, stop_status=stop_status
+        )
         if self.prompt and not due:
             self.requested, self.prompt = True, False  # rank 0 has not received the request yet
+        if ends_with is not None and self.stop is not None:
+            self.prompt, self.stop.ends_with = True, ends_with
         return due
 
     def _is_time(self) -> bool:

@@ -105,10 +105,14 @@ class Coordinator:
         with self._naming_unreachable(name):
             self._store.set(name, value)
 
-    def delete(self, name: str) -> bool:
-        """Remove ``name``; return whether it had a value."""
+    def take(self, name: str) -> str | None:
+        """Remove ``name``; return its value, or None if it had none."""
         with self._naming_unreachable(name):
-            return bool(self._store.check([name])) and bool(self._store.delete_key(name))
+            if not self._store.check([name]):
+                return None
+            value: str = self._store.get(name).decode()
+            self._store.delete_key(name)
+            return value
 
     def wait_for(self, name: str, is_enough: Callable[[str], bool], operation: str) -> str:
         """Return the value that rank 0 puts as ``name``, once ``is_enough`` is true of it.

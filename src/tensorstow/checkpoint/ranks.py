@@ -43,6 +43,7 @@ class Ranks:
             (0, 1) if coordinator is None else (coordinator.rank, coordinator.world)
         )
         self._last_due = -1
+        self._last_stop: str | None = None
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor], offload_policy: OffloadPolicy) -> "Ranks":
@@ -107,20 +108,31 @@ class Ranks:
                 self._coordinator.report_error(operation, error)
             raise
 
-    def decide(self, step: int, due: Callable[[], bool], *, requests: bool = False) -> bool:
+    def decide(
+        self,
+        step: int,
+        due: Callable[[], bool],
+        *,
+        requests: bool = False,
+        stop_status: int | None = None,
+    ) -> tuple[bool, int | None]:
         """Return whether ``due``, on rank 0, at ``step``: the same on every rank.
 
-        Rank 0 receives a request (``requests``) at this step or a later one.
+        With it comes the exit status with which the run ends then, None if it goes on. Rank 0
+        receives a request (``requests``), and the status of a stop, at this step or a later one.
         """
         if self._coordinator is None:
-            return due()
+            return due(), stop_status if requests else None
         if requests:
+            if stop_status is not None:
+                self._coordinator.put("stop", str(stop_status))  # before the request: both arrive
             self._coordinator.put("asked", "yes")
         if self._coordinator.rank == 0:
-            if self._coordinator.delete("asked") or due():
+            if self._coordinator.take("asked") or due():
                 self._last_due = step
-            self._coordinator.put("due", f"{step} {self._last_due}")
-            return self._last_due == step
+                self._last_stop = self._coordinator.take("stop")
+            self._coordinator.put("due", f"{step} {self._last_due} {self._last_stop or ''}")
+            return self._decision(step, str(self._last_due), self._last_stop)
 
         # Rank 0 may be ahead, but never past a step that commits: there it waits for all.
         def is_enough(value: str) -> bool:
@@ -129,7 +141,14 @@ class Ranks:
         value = self._coordinator.wait_for(
             "due", is_enough, f"the decision whether step {step} commits"
         )
-        return int(value.split()[1]) == step
+        return self._decision(step, *value.split()[1:])
+
+    @staticmethod
+    def _decision(
+        step: int, last_due: str, last_stop: str | None = None
+    ) -> tuple[bool, int | None]:
+        is_due = int(last_due) == step
+        return is_due, int(last_stop) if is_due and last_stop else None
 
     def close(self) -> None:
         """Announce that this rank has ended. Idempotent."""

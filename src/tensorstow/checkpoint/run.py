@@ -57,5 +57,7 @@ class RunOptions:
     commit_every: Interval = field(default_factory=Interval)
     extra: Callable[[], Extra] | None = None
     """Called at the end of each step, and by ``commit()``, for what the caller keeps with it."""
+    stop_signals: Mapping[int, int] = field(default_factory=dict)
+    """Exit statuses by the numbers of signals, after which the run commits and ends."""
     checkpoints: Checkpoints = "full"
     """What ``state_dict()`` returns: states, or the name of a snapshot that holds them."""

@@ -7,6 +7,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.keywords import names_keywords
+from tensorstow.base.signals import StopSignals
 from tensorstow.base.update_on import AccumulationSteps, DelayedUpdate, Overlap, UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Checkpoints, Extra
 from tensorstow.optim import options
@@ -46,6 +47,7 @@ class Adam(StowedAdam):
         durability: As in ``AdamW``.
         commit_every: As in ``AdamW``.
         extra: As in ``AdamW``.
+        stop_signals: As in ``AdamW``.
         checkpoints: As in ``AdamW``.
         grad_dtype: As in ``AdamW``.
         policy: As in ``AdamW``.
@@ -82,6 +84,7 @@ class Adam(StowedAdam):
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,
+        stop_signals: StopSignals = None,
         checkpoints: Checkpoints = "full",
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
@@ -116,6 +119,7 @@ class Adam(StowedAdam):
                 accumulation_steps=accumulation_steps,
                 commit_every=commit_every,
                 extra=extra,
+                stop_signals=stop_signals,
                 checkpoints=checkpoints,
                 durable=placement.durable,
             ),
@@ -176,6 +180,10 @@ class AdamW(Adam):
             tuples, sets, dicts, tensors and NumPy arrays. It is called at the end of each
             ``step()``, so what the loop does after that is not in a scheduled commit: repeat
             ``scheduler.step()`` or the update of an average after ``resume()``.
+        stop_signals: The name of a signal ("SIGTERM"), or a dict of exit statuses by names, such as
+            ``{"SIGTERM": 0, "SIGUSR1": 75}``. After one, the next ``step()`` commits on all ranks
+            and raises SystemExit with its status; a name alone has status 0. Needs ``dir``.
+            Default: None.
         checkpoints: "full", or "reference" with ``dir``: ``state_dict()`` then refers to a snapshot
             in the run's directory and holds no states, and ``load_state_dict()`` resumes from it.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
@@ -212,6 +220,7 @@ class AdamW(Adam):
         durability: Durability = None,
         commit_every: str | int | None = DEFAULT_EVERY,
         extra: Callable[[], Extra] | None = None,
+        stop_signals: StopSignals = None,
         checkpoints: Checkpoints = "full",
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
@@ -241,6 +250,7 @@ class AdamW(Adam):
             durability=durability,
             commit_every=commit_every,
             extra=extra,
+            stop_signals=stop_signals,
             checkpoints=checkpoints,
             grad_dtype=grad_dtype,
             policy=policy,

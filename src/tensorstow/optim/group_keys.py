@@ -23,6 +23,7 @@ _OF_ALL = frozenset(
         "ram_budget",
         "state_format",
         "states",
+        "stop_signals",
         "update_on",
     }
 )

@@ -9,6 +9,7 @@ import torch
 from tensorstow.base.directories import Paths, read_paths
 from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.fields import number_of, read_value
+from tensorstow.base.signals import StopSignals, read_stop_signals
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import (
     AccumulationSteps,
@@ -99,6 +100,7 @@ def run_options(
     accumulation_steps: AccumulationSteps,
     commit_every: str | int | None,
     extra: Callable[[], Extra] | None,
+    stop_signals: StopSignals = None,
     checkpoints: Checkpoints = "full",
     durable: bool = True,
 ) -> RunOptions:
@@ -110,6 +112,16 @@ def run_options(
             'checkpoints="reference" was given, and the states are scratch: it would name files'
             " that end with the process. Pass the run's directory as dir=, and leave durability"
             " out."
+        )
+        raise OptionError(message)
+    statuses = {} if stop_signals is None else read_stop_signals(stop_signals)
+    if statuses and (checkpoints == "reference" or not durable):
+        message = (
+            f"stop_signals={stop_signals!r} was given, and there is nothing to commit to: pass the"
+            " run's directory as dir=."
+            if not durable
+            else f'stop_signals={stop_signals!r} was given with checkpoints="reference": the'
+            " trainer's own checkpoint would lack the step. Let the trainer save at a signal."
         )
         raise OptionError(message)
     if module is not None and not _is_module(module):
@@ -126,6 +138,7 @@ def run_options(
         accumulation_steps=accumulation_steps,
         commit_every=Interval.parse(commit_every),
         extra=extra,
+        stop_signals=statuses,
         checkpoints=checkpoints,
     )
 

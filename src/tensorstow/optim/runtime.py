@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.signals import StopHandlers
 from tensorstow.base.update_on import DelayedUpdate
 from tensorstow.checkpoint.commits import Commits, in_commit_thread
 from tensorstow.checkpoint.ranks import Ranks
@@ -95,6 +96,8 @@ class OptimizerRuntime:
         self.steps = StepRunner(
             self.params, self.schedule, self.commits, ranks, call_lock, param_filter
         )
+        if run.stop_signals:
+            self.commits.stop = StopHandlers(run.stop_signals, self.commits)
         self._finished = False
         self.params.outlive_finalizers()
         _LIVING[next(_NUMBERS)] = self
@@ -150,6 +153,8 @@ class OptimizerRuntime:
                     last_first.callback(self.waits.close)
                 last_first.callback(self.ranks.close)
                 last_first.callback(self.commits.close)
+                if self.commits.stop is not None:
+                    last_first.callback(self.commits.stop.close)
 
     def note_saved(self) -> None:
         """Note that the caller has this step's states; what ``extra`` returns is a commit's."""

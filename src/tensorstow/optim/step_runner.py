@@ -269,6 +269,8 @@ class StepRunner:
             self._commits.join(self._params)
         if self._commits.requested and self._ranks.alone:
             self.commit()
+            if self._commits.stop is not None:
+                self._commits.stop.ends_with = self._commits.stop.status
 
     def _take_step(self, factor: float, scale: float) -> None:
         groups, states = self.contents.groups, self.contents.states

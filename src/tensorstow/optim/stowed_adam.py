@@ -128,6 +128,8 @@ class StowedAdam(PlacedOptimizer):
         # torch.amp.GradScaler sets these attributes of its optimizer.
         found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         self._runtime.steps.update(divisor, found_inf, scale)
+        if self._runtime.commits.stop is not None:
+            self._runtime.commits.stop.end()
 
     def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         with self._runtime.steps.scaled.by(loss_scale, overflowed=overflowed):
