@@ -818,6 +818,8 @@ ELSEWHERE = {
     "was requested without module=": "test_forward_overlap and test_delayed_overlap",
     "and all parameters were replaced by sharded ones after that": "two ranks: test_accelerate",
     "Updates on the device were requested during the next": "an accelerator: test_gradient_feed",
+    "was given with checkpoints=": "test_stop_signals",
+    ", which do not have it. Name a snapshot": "two ranks: test_reshard",
     "parameters are in host memory, and": "an accelerator: test_optimizer_links",
     "of a slice of": "the probe finds such a class first: test_packing",
     "generate() was given compile_config=": "the model without it: test_gpu_generation",

@@ -33,9 +33,10 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
             "weights half loaded",
         )
     },
-    "the stores are seen": (reshard, "newest_era", "after"),
+    "the stores are seen": (reshard, "_listed", "after"),
     "an old store goes": (reshard, "remove", "before"),
     "an old store is gone": (reshard, "remove", "after"),
+    "half of an old store is gone": (Path, "unlink", "after"),
 }
 
 

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from ranks.durable import WIDTH, DurableRun, digest, patched
+from ranks.durable import SMALL, WIDTH, DurableRun, digest, patched
 from tensorstow.base.errors import CommitError
 from tensorstow.store.store import Store
 
@@ -68,7 +71,9 @@ def go_on_stowed(
     return start, before, after
 
 
-def told(directory: Path, which: str | None = None, given: dict[str, Any] | None = None) -> str:
+def told(
+    directory: Path, which: str | int | None = None, given: dict[str, Any] | None = None
+) -> str:
     """Return what a resume says to each rank, and that nothing of it is left to be waited for."""
     run = DurableRun(directory, commit_every=None, **(given or {}))
     try:
@@ -102,3 +107,75 @@ def fail_in_commit(directory: Path, rank: int) -> str:
         said = told(directory)
     dist.barrier()
     return said
+
+
+def go_on_untrained(directory: Path, given: dict[str, Any]) -> tuple[int | None, Facts, Facts]:
+    """Do what ``go_on`` does, with weights that no step updates in chunks of their own."""
+    torch.manual_seed(2)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(64, 128, bias=False)]).to(torch.bfloat16)
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    options: dict[str, Any] = {"states": "disk", "dir": directory, "commit_every": None, **given}
+    optimizer = tensorstow.AdamW(model.parameters(), module=model, policy=SMALL, **options)
+    start = optimizer.resume()
+    before = whole_facts(model, optimizer)
+    for _ in range(2):
+        model[0](torch.ones(1, 32, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.commit()
+    after = whole_facts(model, optimizer)
+    optimizer.close()
+    return start, before, after
+
+
+def go_on_over_files(
+    directory: Path, weights: Path, change: float
+) -> tuple[int | None, Facts, Facts] | str:
+    """Do what ``go_on`` does, with frozen weights that stay in the user's files."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+    for block in model:
+        block[0].weight.requires_grad_(requires_grad=False)
+    file = weights / "model.safetensors"
+    if dist.get_rank() == 0:
+        save_file({n: t.detach() + change for n, t in model.state_dict().items()}, file)
+    dist.barrier()
+    make = partial(tensorstow.AdamW, lr=0.01, dir=directory, commit_every=None)
+    plan = tensorstow.Plan(parameters="disk", states="disk")
+    model, optimizer = tensorstow.stow(model, make, plan=plan, weights=file)
+    try:
+        start = optimizer.resume()
+        before = whole_facts(model, optimizer)
+        model(torch.ones(1, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.commit()
+        return start, before, whole_facts(model, optimizer)
+    except tensorstow.StowError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        optimizer.close()
+
+
+def resume_twice(directory: Path) -> list[int | None]:
+    """Resume, and resume again."""
+    run = DurableRun(directory, commit_every=None)
+    steps = [run.resume(), run.resume()]
+    run.optimizer.close()
+    return steps
+
+
+def by_reference(directory: Path, reference: dict[str, Any] | None) -> tuple[dict[str, Any], Facts]:
+    """Save a snapshot reference, or load one; return it, and what the run is."""
+    run = DurableRun(directory, commit_every=None, checkpoints="reference")
+    if reference is None:
+        run.train(2)
+        run.optimizer.snapshot("two")
+        reference = run.optimizer.state_dict()
+    else:
+        run.optimizer.load_state_dict(reference)
+    run.optimizer.wait()
+    weights = {n: digest(whole(p)) for n, p in run.model.named_parameters()}
+    run.optimizer.close()
+    return reference, weights

@@ -94,14 +94,16 @@ def _drop_unless_all(store: Store, name: str, ranks: Ranks, operation: str) -> b
     return torn
 
 
-def newest_era(store: Store, ranks: Ranks) -> int | None:
-    """Return the era of the newest generation that all ranks have; None if they have none."""
+def list_generations(store: Store, ranks: Ranks, operation: str) -> list[list[RankGeneration]]:
+    """Return the generations of every rank; those of a process alone have numbers for ids."""
     if ranks.alone:
-        generation = store.generation()
-        return None if generation is None else era_of(generation)
-    generations = _everyones(store, "resume()", ranks)
-    common = common_ids(generations)
-    return max((g.era for g in generations[0] if g.id in common), default=None)
+        return [
+            [
+                replace(listed, id=str(listed.number))
+                for listed in map(exchanged, map(store.load, store.generations()))
+            ]
+        ]
+    return _everyones(store, operation, ranks)
 
 
 def common_ids(generations: Sequence[Sequence[RankGeneration]]) -> set[str | None]:
@@ -177,7 +179,7 @@ def _refuse_lost(
 
     A crash may leave the first commit on some ranks. It stays until all ranks have made another.
     """
-    if any(k.names or not k.first for of_rank in generations for k in of_rank):
+    if any(k.names or not k.first or k.era for of_rank in generations for k in of_rank):
         steps = "; ".join(
             f"rank {rank}: {', '.join(str(k.step) for k in of_rank) or 'nothing'}"
             for rank, of_rank in enumerate(generations)

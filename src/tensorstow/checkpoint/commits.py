@@ -341,12 +341,13 @@ class Commits:
     def begin_anew(self, store: Store) -> None:
         """Let the first commit replace the newest generation of ``store``, if there is one."""
         self.generation = max((g.number for g in store.generations()), default=None)
+        self._refused_worlds = True  # what others have committed there is of no use
 
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Continue from a generation that was just loaded."""
         self.step = self.committed = generation.step
         self.generation = generation.number
-        self.era = era_of(generation)
+        self.era = max(self.era, era_of(generation))
         self.saved = None
         self._last = time.monotonic()
         self.extents.resumed(params.store, storage_of(params))

@@ -11,24 +11,24 @@ before the new commit is complete leaves the old world the newest; after it, bot
 import logging
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tensorstow.base.errors import OptionError, RankError, StowError
 from tensorstow.base.sizes import format_count
+from tensorstow.checkpoint import agreement
 from tensorstow.checkpoint.agreement import (
     COMMIT,
     ERA,
     FIRST,
     RankGeneration,
     common_ids,
-    era_of,
     exchanged,
-    newest_era,
 )
 from tensorstow.checkpoint.content import (
     ROWS,
@@ -37,8 +37,9 @@ from tensorstow.checkpoint.content import (
     rows_entry,
     shape_of,
 )
+from tensorstow.checkpoint.frozen_weights import CHECKSUMS, checksum_of, read_checksums
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.checkpoint.resume import family_of, match, whole_facts
+from tensorstow.checkpoint.resume import check, family_of, match, whole_facts
 from tensorstow.checkpoint.stored_rows import PieceRead, RankReader, StoredPiece, refuse_cut
 from tensorstow.io.arena import Arena
 from tensorstow.io.files import IoFuture
@@ -46,8 +47,8 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
 from tensorstow.store.checksums import block_checksums, weight_checksums
-from tensorstow.store.contents import StoreContents, open_contents
-from tensorstow.store.rank_dirs import RANK_NAME, run_directory, worlds_in
+from tensorstow.store.contents import open_contents, read_generations
+from tensorstow.store.rank_dirs import RANK_NAME, rank_directory, run_directory, worlds_in
 from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, TensorRecord
 from tensorstow.store.remove import hold_dead_run, remove
 from tensorstow.store.store import Store
@@ -62,111 +63,151 @@ _AHEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The stores of a run of another number of ranks, open for reading."""
+    """The commits of a number of ranks."""
 
     size: int
     """The number of ranks."""
-    base: Path
-    """The run's directory."""
-    stores: Mapping[int, StoreContents]
-    """By rank; some may be missing."""
-
-    def _listed(self) -> list[list[RankGeneration]]:
-        """Return the generations of each rank; those of a single process have numbers for ids."""
-        return [
-            [
-                replace(listed, id=listed.id or str(listed.number))
-                for listed in map(exchanged, self.stores[rank].generations)
-            ]
-            for rank in sorted(self.stores)
-        ]
+    listed: Sequence[Sequence[RankGeneration]]
+    """The generations of each rank that has a store, oldest first."""
+    paths: Mapping[int, Path] = field(default_factory=dict)
+    """The directories of the stores, by rank; empty for these ranks' own."""
 
     @property
-    def era(self) -> int | None:
-        """Return the era of the newest commit of all ranks that are there; None: there is none."""
-        listed = self._listed()
-        common = common_ids(listed)
-        return max((g.era for g in listed[0] if g.id in common), default=None)
+    def common(self) -> list[RankGeneration]:
+        """Return the commits that all ranks have, oldest first, as the first rank has them."""
+        if len(self.listed) < self.size:
+            return []
+        common = common_ids(self.listed)
+        return [g for g in self.listed[0] if g.id in common]
 
-    def generations(self, which: str | int | None) -> list[Generation]:
-        """Return a commit, by rank: the newest, or the one that ``which`` names.
+    @property
+    def is_lost(self) -> bool:
+        """Return whether some ranks have commits that all ranks had, and not all have them.
 
-        Raises OptionError if a store is missing, or if there is no such commit.
+        The first commit of a run, and the one that moved rows, may lack others by a crash; but all
+        stores of a run are there before its first one.
         """
-        missing = sorted(set(range(self.size)) - self.stores.keys())
-        if missing:
-            message = (
-                f"The newest commit in {self.base} is of {format_count(self.size, 'rank')}, and"
-                f" the stores of {', '.join(map(str, missing))} are not there. Copy or mount the"
-                " directories of all ranks there, on every machine."
-            )
-            raise OptionError(message)
-        listed = self._listed()
-        common = common_ids(listed)
-        fitting = [g.id for g in listed[0] if g.id in common and (which is None or g.called(which))]
-        if not fitting:
-            names = sorted({name for g in listed[0] if g.id in common for name in g.names})
-            message = (
-                f"{which!r} was requested of the run of {format_count(self.size, 'rank')} in"
-                f" {self.base}, which does not have it. Its snapshots:"
-                f" {', '.join(names) or 'none'}."
-            )
-            raise OptionError(message)
-        return [
-            next(
-                generation
-                for generation, g in zip(self.stores[rank].generations, of_rank, strict=True)
-                if g.id == fitting[-1]
-            )
-            for rank, of_rank in enumerate(listed)
-        ]
-
-
-@contextmanager
-def newer_world(store: Store, ranks: Ranks) -> Iterator[World | None]:
-    """Open the stores of another number of ranks if those have the newest commit; else None.
-
-    Raises LockedError if one is in use, RankError if the ranks see different stores.
-    """
-    base = run_directory(store.directories[0], ranks.world)
-    with ranks.reporting_errors(_ASKED):
-        others = {size: paths for size, paths in worlds_in(base).items() if size != ranks.world}
-    seen = ranks.all_gather(_ASKED, [[size, sorted(others[size])] for size in sorted(others)])
-    if not any(seen):
-        yield None
-        return
-    own = newest_era(store, ranks)
-    with ExitStack() as opened:
-        with ranks.reporting_errors(_ASKED):
-            _refuse_other_sights(base, seen)
-            newest = _newest(
-                [
-                    World(size, base, {r: opened.enter_context(_opened(p)) for r, p in at.items()})
-                    for size, at in others.items()
-                ],
-                own,
-            )
-        yield newest
-
-
-def _opened(path: Path) -> AbstractContextManager[StoreContents]:
-    return open_contents(path, "A resume")
-
-
-def _newest(worlds: Sequence[World], own: int | None) -> World | None:
-    """Return the world with the highest era, if that is above ``own``."""
-    eras = [(era, world) for world in worlds if (era := world.era) is not None]
-    if eras:
-        era, newest = max(eras, key=lambda pair: pair[0])
-        return newest if own is None or era > own else None
-    if own is None and any(store.generations for w in worlds for store in w.stores.values()):
-        message = (
-            f"{worlds[0].base} holds commits of runs of other numbers of ranks"
-            f" ({', '.join(str(world.size) for world in worlds)}), and none that all ranks of one"
-            " have. Bring back what is missing, or name another directory for a new run."
+        is_missing = len(self.listed) < self.size
+        return not self.common and any(
+            not g.first or g.names or (is_missing and g.era == 0) for g in self.all
         )
-        raise RankError(message)
-    return None
+
+    @property
+    def all(self) -> list[RankGeneration]:
+        """Return the generations of all ranks."""
+        return [generation for of_rank in self.listed for generation in of_rank]
+
+    @property
+    def era(self) -> int:
+        """Return the era of its newest commit; -1 if it has nothing to go on from."""
+        generations = self.all if self.is_lost else self.common
+        return max((generation.era for generation in generations), default=-1)
+
+    def find(self, which: str | int | None) -> str | None:
+        """Return the id of the commit that ``which`` names, the newest for None; or None."""
+        ids = [g.id for g in self.common if which is None or g.called(which)]
+        return ids[-1] if ids else None
+
+    def __str__(self) -> str:
+        """Return it in words, with its snapshots."""
+        names = sorted({name for generation in self.common for name in generation.names})
+        return f"{format_count(self.size, 'rank')}: {', '.join(names) or 'none'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Worlds:
+    """What a run's directory holds, and where to go on."""
+
+    base: Path
+    drives: Sequence[Path]
+    """The run's other directories."""
+    own: World
+    others: Sequence[World]
+    source: World
+    """Has the commit to go on from."""
+    commit: str | None
+    """The id of that commit; None: there is none."""
+
+    @property
+    def highest_era(self) -> int:
+        """Return the highest era of all commits, complete or not."""
+        worlds = (self.own, *self.others)
+        return max((g.era for world in worlds for g in world.all), default=0)
+
+    @property
+    def moves(self) -> bool:
+        """Return whether rows are to move from another number of ranks."""
+        return self.commit is not None and self.source is not self.own
+
+
+def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None:
+    """Find the commit to resume among those of all numbers of ranks; None if there are no others.
+
+    ``which``: its snapshot's name or its number; None: the newest. Raises OptionError if there is
+    none of that name, LockedError if a store of others is in use, RankError if stores are missing
+    or the ranks see different ones.
+    """
+    base, *drives = (run_directory(path, ranks.world) for path in store.directories)
+    with ranks.reporting_errors(_ASKED):
+        paths = {size: found for size, found in worlds_in(base).items() if size != ranks.world}
+    seen = ranks.all_gather(_ASKED, [[size, sorted(paths[size])] for size in sorted(paths)])
+    if not any(seen):
+        return None
+    own = World(ranks.world, agreement.list_generations(store, ranks, _ASKED))
+    with ranks.reporting_errors(_ASKED):
+        _refuse_other_sights(base, seen)
+        others = [World(size, _listed(found), found) for size, found in sorted(paths.items())]
+        worlds = sorted((own, *others), key=lambda world: world.era)
+        newest = worlds[-1]
+        if newest.era < 0:
+            _refuse_lost_source(base, worlds)
+            return Worlds(base, drives, own, others, own, None)
+        if isinstance(which, str):
+            fitting = [world for world in worlds if world.find(which) is not None]
+            if not fitting:
+                message = (
+                    f"The snapshot {which!r} was requested, and no commit in {base} has that name."
+                    f" Snapshots of {'; of '.join(map(str, worlds))}."
+                )
+                raise OptionError(message)
+            return Worlds(base, drives, own, others, fitting[-1], fitting[-1].find(which))
+        if newest.is_lost and newest is not own:
+            _refuse_lost(base, newest)
+        commit = newest.find(which)
+        if commit is None and newest is not own:
+            message = (
+                f"Generation {which} was requested, and the newest commit in {base} is of"
+                f" {format_count(newest.size, 'rank')}, which do not have it. Name a snapshot, or"
+                " leave it out for the newest commit."
+            )
+            raise OptionError(message)
+        return Worlds(base, drives, own, others, newest, commit)
+
+
+def _listed(paths: Mapping[int, Path]) -> list[list[RankGeneration]]:
+    listed = []
+    for _, path in sorted(paths.items()):
+        generations = map(exchanged, read_generations(path, "A resume"))
+        listed.append([replace(g, id=g.id or str(g.number)) for g in generations])
+    return listed
+
+
+def _refuse_lost(base: Path, world: World) -> NoReturn:
+    missing = sorted(set(range(world.size)) - world.paths.keys())
+    what = f"the stores of ranks {', '.join(map(str, missing))} are not there"
+    message = (
+        f"The newest commit in {base} is of {format_count(world.size, 'rank')}, and"
+        f" {what if missing else 'not all of them have it'}. Copy or mount the directories of all"
+        " ranks there, on every machine."
+    )
+    raise RankError(message)
+
+
+def _refuse_lost_source(base: Path, worlds: Sequence[World]) -> None:
+    """Raise RankError if rows were moved, and neither all of them nor their source is there."""
+    moved = [world for world in worlds if any(g.era > 0 for g in world.all)]
+    if moved:
+        _refuse_lost(base, moved[-1])
 
 
 def _refuse_other_sights(base: Path, seen: Sequence[object]) -> None:
@@ -183,41 +224,50 @@ def _refuse_other_sights(base: Path, seen: Sequence[object]) -> None:
 
 
 def move_rows(
-    world: World,
-    which: str | int | None,
+    worlds: Worlds,
     params: ParamTable,
     groups: Groups,
     module: torch.nn.Module | None,
     store: Store,
     ranks: Ranks,
 ) -> None:
-    """Commit a commit of ``world`` in the stores of these ranks; each takes its rows.
+    """Commit the chosen commit of another number of ranks in these ranks' stores.
 
-    ``which``: the name or number of the commit; None: the newest. Raises OptionError if the run has
-    other parameters, or is cut in a way that cannot be changed. Nothing else is changed.
+    Each rank takes its rows. Raises OptionError if the run has other parameters, or is cut in a way
+    that cannot be changed. Nothing is changed before all ranks have written their rows.
     """
-    with ranks.reporting_errors(_ASKED):
-        readers = [
-            RankReader(world.stores[rank].files, generation)
-            for rank, generation in enumerate(world.generations(which))
-        ]
+    source = worlds.source
+    with ExitStack() as opened, ranks.reporting_errors(_ASKED):
+        readers = []
+        for _, path in sorted(source.paths.items()):
+            contents = opened.enter_context(open_contents(path, "A resume"))
+            generation = next(
+                g for g in contents.generations if _id_of(g, source.size) == worlds.commit
+            )
+            readers.append(RankReader(contents.files, generation))
         move = _Move(readers, params, groups, module, store, ranks)
-        content = move.content()
-    if ranks.rank == 0:
-        logger.warning(
-            "going on with %s from step %d of a run of %s in %s",
-            format_count(ranks.world, "rank"),
-            content.step,
-            format_count(world.size, "rank"),
-            world.base,
-        )
+        content = move.content(worlds.highest_era + 1)
     try:
-        if isinstance(content.hyper, dict):
-            content.hyper[COMMIT] = ranks.next_id()
+        with ranks.reporting_errors(_ASKED):
+            fields = {each.name: getattr(content, each.name) for each in dataclass_fields(content)}
+            check(Generation(**fields), params, groups, module)
+        if ranks.rank == 0:
+            logger.warning(
+                "going on with %s from step %d of a run of %s in %s",
+                format_count(ranks.world, "rank"),
+                content.step,
+                format_count(source.size, "rank"),
+                worlds.base,
+            )
+        content.hyper[COMMIT] = ranks.next_id()
         ranks.run_on_all(_ASKED, lambda: store.commit(content))
     finally:
         for extent in content.extents():
             store.release(extent)
+
+
+def _id_of(generation: Generation, ranks: int) -> str | None:
+    return str(generation.number) if ranks == 1 else exchanged(generation).id
 
 
 class _Move:
@@ -261,8 +311,8 @@ class _Move:
         )
         self._others = {} if module is None else dict(module_tensors(module))
 
-    def content(self) -> Content:
-        """Write this rank's rows to its store; return what is to be committed.
+    def content(self, era: int) -> Content:
+        """Write this rank's rows to its store; return what is to be committed as of ``era``.
 
         The caller holds the extents.
         """
@@ -285,8 +335,9 @@ class _Move:
         }
         hyper = {
             **generation.hyper,
-            FIRST: False,
-            ERA: era_of(generation) + 1,
+            FIRST: True,  # of no use until all ranks have it
+            ERA: era,
+            CHECKSUMS: self._checksums(),
             "steps": {k: v for r in self._readers for k, v in r.generation.hyper["steps"].items()},
             "reseed": sorted({n for reader in self._readers for n in reader.hyper.reseed}),
             ROWS: {
@@ -296,6 +347,19 @@ class _Move:
             },
         }
         return Content(generation.step, layout, hyper, generation.extra, chunks, tensors)
+
+    def _checksums(self) -> dict[str, int]:
+        """Return the checksums of frozen weights in the user's files, of this rank's rows."""
+        return {
+            name: checksum_of(self._others[name]) if self._is_cut(name) else checksum
+            for name, checksum in read_checksums(self._nearest.generation.hyper).items()
+            if name in self._others
+        }
+
+    def _is_cut(self, name: str) -> bool:
+        """Return whether a tensor of the module is sharded over these ranks or the stored ones."""
+        stored = self._nearest.generation.hyper.get(ROWS) or {}
+        return name in stored or bool(rows_entry(self._others[name]))
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         """Yield the entries of the parameters without their rows."""
@@ -323,7 +387,7 @@ class _Move:
                         number,
                         extent,
                         is_blank,
-                        block_checksums(shape, at),
+                        b"" if is_blank else block_checksums(shape, at),
                         weight_checksums(shape, at + shape.weight_offset),
                     )
             finally:
@@ -335,13 +399,7 @@ class _Move:
 
         Each is valid until the next one is asked for; the next ones are being read.
         """
-        pieces = [
-            (run.position + first - begin, piece)
-            for chunk in self._chunks
-            for run in chunk.plan.runs
-            for begin in [self._starts[run.parameter] + run.start]
-            for first, piece in self._find(run.parameter, begin, run.count)
-        ]
+        pieces = [piece for chunk in self._chunks for piece in self._pieces_of(chunk)]
         largest = max((piece.blocks.nbytes for _, piece in pieces), default=0)
         arena = Arena((_AHEAD + 1) * largest, in_children=False)
         reads: deque[tuple[int, PieceRead]] = deque()
@@ -362,6 +420,16 @@ class _Move:
                 for future in read.reads:
                     with suppress(StowError):
                         future.wait()
+
+    def _pieces_of(self, chunk: Chunk) -> Iterator[tuple[int, StoredPiece]]:
+        """Yield the pieces of a chunk, each with its position; raise OptionError if one is cut."""
+        for run in chunk.plan.runs:
+            begin = self._starts[run.parameter] + run.start
+            for first, piece in self._find(run.parameter, begin, run.count):
+                position = run.position + first - begin
+                if not piece.fits(position):
+                    refuse_cut(self._wholes[run.parameter].name)
+                yield position, piece
 
     def _find(self, number: int, start: int, count: int) -> Iterator[tuple[int, StoredPiece]]:
         """Yield elements of a whole parameter in the stores that have them, with their places."""
@@ -432,33 +500,40 @@ def _fill(chunk: Chunk, memory: torch.Tensor, reads: Iterator[tuple[int, PieceRe
     return is_blank
 
 
-def remove_world(world: World, ranks: Ranks) -> None:
-    """Remove the stores of ``world``, which these ranks have gone on from, unless it has snapshots.
+def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
+    """Remove the stores of other numbers of ranks, unless they have snapshots.
 
-    Each rank removes some. What cannot be removed stays, with a warning.
+    Call it when these ranks have resumed, and so have the newest commit. Each removes some; what
+    cannot be removed stays, with a warning.
     """
-    if any(g.names for store in world.stores.values() for g in store.generations):
-        if ranks.rank == 0:
-            logger.warning(
-                "the stores of the run of %s in %s stay, because they have snapshots: `tensorstow"
-                " run clean` removes them",
-                format_count(world.size, "rank"),
-                world.base,
-            )
-        return
-    for rank, store in world.stores.items():
-        if rank % ranks.world == ranks.rank:
-            _remove(store)
+    stores: list[tuple[Path, list[Path]]] = []
+    for world in worlds.others:
+        if any(generation.names for generation in world.all):
+            if ranks.rank == 0 and worlds.moves:
+                listed = " ".join(map(str, sorted(world.paths.values())))
+                logger.warning(
+                    "the stores of the run of %s stay, because they have snapshots; `tensorstow run"
+                    " clean` removes them one by one: %s",
+                    format_count(world.size, "rank"),
+                    listed,
+                )
+        else:
+            stores += [
+                (path, [rank_directory(drive, rank, world.size) for drive in worlds.drives])
+                for rank, path in sorted(world.paths.items())
+            ]
+    for path, others in stores[ranks.rank :: ranks.world]:
+        _remove(path, others)
+    ranks.all_gather(_ASKED)  # a rank that goes on must not find what another one removes
 
 
-def _remove(store: StoreContents) -> None:
-    others = {file.path.parent for file in store.files} - {store.directory}
+def _remove(directory: Path, others: Sequence[Path]) -> None:
     try:
-        with hold_dead_run(store.directory, sorted(others)) as removal:
+        with hold_dead_run(directory, [path for path in others if path.is_dir()]) as removal:
             remove(removal)
-        for directory in (store.directory, *others):
-            if RANK_NAME.fullmatch(directory.name):
+        for path in (directory, *others):
+            if RANK_NAME.fullmatch(path.name):
                 with suppress(OSError):  # something of the user's is in it
-                    directory.rmdir()
+                    path.rmdir()
     except (StowError, OSError) as error:
-        logger.warning("an old store could not be removed from %s: %s", store.directory, error)
+        logger.warning("an old store could not be removed from %s: %s", directory, error)

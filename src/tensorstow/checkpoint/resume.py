@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,6 +30,7 @@ from tensorstow.checkpoint.frozen_weights import (
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.checkpoint.stored_layout import (
     StoredHyper,
+    StoredLayout,
     StoredParameter,
     altered,
     naming,
@@ -81,16 +82,9 @@ def resume(
     BudgetError if the run has other parameters or does not fit, before anything is changed; later
     failures poison the optimizer until it is resumed again.
     """
-    layout = read_layout(generation)
-    hyper = read_hyper(generation, len(layout.parameters))
-    order = match(layout.parameters, hyper, groups, module, _print)
+    checked = check(generation, params, groups, module)
+    layout, hyper, order, values, extra, buffers, families, update_on = checked
     storage = storage_of(params)
-    values = _group_values(hyper, generation, groups, storage)
-    extra = _extra(generation, storage)
-    refuse_other_rule("The run that is stored here", values, groups)
-    _refuse_unknown(params, order, names_of(groups, module))
-    buffers = _module_records(generation, order, module)
-    families = [family_of(parameter, params) for parameter in layout.parameters]
     records = sorted(generation.chunks, key=lambda record: record.chunk)
 
     def adopt() -> list[StoredChunk]:
@@ -99,8 +93,6 @@ def resume(
             for r in records
         ]
 
-    params.store.check_budget(layout.chunks)
-    update_on = _updated_on(hyper.update_on, params, order)
     try:
         for param in params.all():
             states.pop(param.owner, None)
@@ -119,6 +111,40 @@ def resume(
         params.store.pipeline.poison(error)
         raise
     return extra
+
+
+class Checked(NamedTuple):
+    """What a generation restores, all of which fits this optimizer."""
+
+    layout: StoredLayout
+    hyper: StoredHyper
+    order: list[torch.Tensor]
+    """This optimizer's parameters, in the order of the generation's."""
+    values: list[dict[str, Any]]
+    """Of each group."""
+    extra: dict[str, Any]
+    buffers: list[tuple[torch.Tensor, TensorRecord]]
+    families: list[Family]
+    update_on: UpdateOn | None
+
+
+def check(
+    generation: Generation, params: ParamTable, groups: Groups, module: torch.nn.Module | None
+) -> Checked:
+    """Return what ``generation`` restores; raise if it cannot be resumed. Nothing is changed."""
+    layout = read_layout(generation)
+    hyper = read_hyper(generation, len(layout.parameters))
+    order = match(layout.parameters, hyper, groups, module, _print)
+    storage = storage_of(params)
+    values = _group_values(hyper, generation, groups, storage)
+    extra = _extra(generation, storage)
+    refuse_other_rule("The run that is stored here", values, groups)
+    _refuse_unknown(params, order, names_of(groups, module))
+    buffers = _module_records(generation, order, module)
+    families = [family_of(parameter, params) for parameter in layout.parameters]
+    params.store.check_budget(layout.chunks)
+    update_on = _updated_on(hyper.update_on, params, order)
+    return Checked(layout, hyper, order, values, extra, buffers, families, update_on)
 
 
 def _updated_on(

@@ -60,6 +60,13 @@ class StoredPiece:
         end = min(self.shape.elements, -(-last // self.shape.block) * self.shape.block)
         return replace(self.shape, elements=end - begin)
 
+    def fits(self, position: int) -> bool:
+        """Return whether it can begin at ``position``: groups that share a scale stay whole."""
+        return all(
+            position % stream.per == 0 and self.position % stream.per == 0
+            for stream in self.shape.streams
+        )
+
     def read(self, memory: torch.Tensor) -> "PieceRead":
         """Start reading the blocks into ``memory``, as in an extent."""
         blocks, begin = self.blocks, self.first_block * self.shape.block
@@ -111,8 +118,6 @@ class PieceRead:
         piece, blocks = self.piece, self.piece.blocks
         first = piece.position - piece.first_block * blocks.block
         for (stream, source), (_, target) in zip(_streams(blocks), _streams(shape), strict=True):
-            if first % stream.per or position % stream.per:
-                refuse_cut(None)
             begin, at = source + stream.span(first), target + stream.span(position)
             nbytes = stream.span(piece.count)
             memory[at : at + nbytes] = self.memory[begin : begin + nbytes]

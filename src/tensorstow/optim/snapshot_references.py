@@ -17,6 +17,7 @@ from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.runtime import OptimizerRuntime
 from tensorstow.step import validation
 from tensorstow.step.step_plan import Groups
+from tensorstow.store.rank_dirs import worlds_in
 
 logger = logging.getLogger("tensorstow")
 
@@ -73,7 +74,7 @@ def load_reference(
             )
             raise OptionError(message)
     elif name not in snapshot_reference.names_of_now(store, commits):
-        if runtime.ranks.alone:
+        if runtime.ranks.alone and len(worlds_in(store.directories[0])) == 1:
             snapshot_reference.refuse_unknown(store, name)
         resume(name)
     _log_difference(saved, groups)

@@ -23,7 +23,7 @@ from tensorstow.checkpoint.full_state import (
     without_placeholders,
 )
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.checkpoint.reshard import move_rows, newer_world, remove_world
+from tensorstow.checkpoint.reshard import move_rows, remove_stores, survey
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
@@ -285,19 +285,22 @@ class StowedAdam(PlacedOptimizer):
         storage = storage_of(self._params(), "resume()")
         self._runtime.steps.wait_idle_or_abandon()
         self._call_resume_hooks()
-        store, ranks = storage.store, self._runtime.ranks
-        with newer_world(store, ranks) as world:
-            if world is not None:
-                module = self._runtime.commits.module
-                move_rows(world, which, self._params(), self.param_groups, module, store, ranks)
-        generation = agreement.choose(store, which if world is None else None, ranks)
+        store, ranks, commits = storage.store, self._runtime.ranks, self._runtime.commits
+        worlds = survey(store, ranks, which)
+        if worlds is not None:
+            commits.era = worlds.highest_era
+            if worlds.moves:
+                module = commits.module
+                move_rows(worlds, self._params(), self.param_groups, module, store, ranks)
+                which = None
+        generation = agreement.choose(store, which, ranks)
         if generation is None:
-            self._runtime.commits.begin_anew(store)
+            commits.begin_anew(store)
             return None
         ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
-        if world is not None:
-            remove_world(world, ranks)
+        if worlds is not None:
+            remove_stores(worlds, ranks)
         return generation.step
 
     @property

@@ -1,6 +1,7 @@
 """The store of a run that is over, open for reading."""
 
 import os
+import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,27 @@ def open_contents(directory: Path, asked: str) -> Iterator[StoreContents]:
     Nothing is written, and no lock is made. The manifest lists the other directories, and a file in
     one is read if it is of this run. Raises LockedError if the run is live.
     """
+    with _manifest(directory, asked) as (first, connection):
+        run = read_meta(connection, "run")
+        paths = list(data_files(connection, first).values())
+        check_files(run, [path.parent for path in paths])
+        generations = _generations(first, connection)
+        with open_for_reading(paths) as files:
+            copy_damage = find_copy_damage(first / MANIFEST_NAME)
+            yield StoreContents(first, files, generations, copy_damage)
+
+
+def read_generations(directory: Path, asked: str) -> tuple[Generation, ...]:
+    """Return the generations of the store in ``directory``, oldest first, by its manifest alone.
+
+    Data files may be missing. ``asked``: the request, for errors. Raises LockedError if it is live.
+    """
+    with _manifest(directory, asked) as (first, connection):
+        return _generations(first, connection)
+
+
+@contextmanager
+def _manifest(directory: Path, asked: str) -> Iterator[tuple[Path, sqlite3.Connection]]:
     first = inspect_directory(directory).path
     with named("The store in", first), read_only(first) as (connection, holder):
         if holder is not None:
@@ -48,14 +70,13 @@ def open_contents(directory: Path, asked: str) -> Iterator[StoreContents]:
                 " that is over."
             )
             raise LockedError(message)
-        run = read_meta(connection, "run")
-        paths = list(data_files(connection, first).values())
-        check_files(run, [path.parent for path in paths])
-        numbers = [summary.number for summary in read_summaries(connection)]
-        generations = tuple(load(connection, first / MANIFEST_NAME, run, n) for n in numbers)
-        with open_for_reading(paths) as files:
-            copy_damage = find_copy_damage(first / MANIFEST_NAME)
-            yield StoreContents(first, files, generations, copy_damage)
+        yield first, connection
+
+
+def _generations(first: Path, connection: sqlite3.Connection) -> tuple[Generation, ...]:
+    run = read_meta(connection, "run")
+    numbers = [summary.number for summary in read_summaries(connection)]
+    return tuple(load(connection, first / MANIFEST_NAME, run, number) for number in numbers)
 
 
 @contextmanager

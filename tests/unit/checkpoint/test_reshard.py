@@ -1,5 +1,6 @@
 """A run that goes on with another number of ranks has the same states and weights, bit for bit."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,18 @@ import pytest
 import torch
 
 from ranks.pool import RankError, Ranks
-from ranks.resharded import Facts, fail_in_commit, go_on, go_on_stowed, snapshot, told
+from ranks.resharded import (
+    Facts,
+    by_reference,
+    fail_in_commit,
+    go_on,
+    go_on_over_files,
+    go_on_stowed,
+    go_on_untrained,
+    resume_twice,
+    snapshot,
+    told,
+)
 from tensorstow import AdamW, Plan
 from tensorstow.store.contents import open_contents
 from tensorstow.store.records import chunk_shapes
@@ -24,6 +36,11 @@ def flip(path: Path, offset: int) -> None:
         (byte,) = file.read(1)
         file.seek(offset)
         file.write(bytes([byte ^ 1]))
+
+
+def shared(facts: Facts) -> Facts:
+    """Return what is the same on all ranks: buffers are each rank's own."""
+    return {name: value for name, value in facts.items() if ".running" not in name}
 
 
 def stores(directory: Path) -> list[str]:
@@ -89,7 +106,7 @@ def test_int8_is_moved_in_whole_groups_alone(tmp_path: Path, ranks: Pools) -> No
     plan = Plan(parameters="host", states="disk")
     given = {"state_format": "int8"}
     ((_, _, _), _) = ranks(2).run(go_on_stowed, tmp_path / "run", 2, plan, given)
-    with pytest.raises(RankError, match="rows that no 32 divides"):
+    with pytest.raises(RankError, match=r"0\.0\.weight of the run .* rows that no 32 divides"):
         ranks(1).run(go_on_stowed, tmp_path / "run", 2, plan, given)
 
 
@@ -98,15 +115,102 @@ def test_a_snapshot_is_gone_back_to_and_stays(tmp_path: Path, ranks: Pools) -> N
     ranks(2).run(go_on, run, 2, None, {})
     wanted, _ = ranks(2).run(snapshot, run, "two")
     (said,) = ranks(1).run(told, run, "three")
-    assert "'three' was requested of the run of 2 ranks" in said
-    assert "Its snapshots: two." in said
+    assert "The snapshot 'three' was requested" in said
+    assert "Snapshots of 1 rank: none; of 2 ranks: two." in said
     ((start, before, _),) = ranks(1).run(go_on, run, 1, "two", {})
     assert (start, before) == (2, wanted)
     assert stores(run) == ["rank-0-of-2", "rank-1-of-2", "run"]
     # The newest commit is that of the single process, and goes back to the two of before.
     assert [start for start, _, _ in ranks(2).run(go_on, run, 0, None, {})] == [3, 3]
     assert stores(run) == ["rank-0-of-2", "rank-1-of-2"]
-    assert ranks(2).run(told, run, "two") == ["nothing was raised"] * 2
+    for start, before, _ in ranks(3).run(go_on, run, 1, "two", {}):  # of older stores
+        assert (start, shared(before)) == (2, shared(wanted))
+    assert ranks(1).run(told, run, "two") == ["nothing was raised"]
+    for start, _, _ in ranks(2).run(go_on, run, 1, "two", {}):  # of their own, which are older
+        assert start == 2
+    assert [start for start, _, _ in ranks(2).run(go_on, run, 0, None, {})] == [3, 3]
+
+
+def test_what_followed_a_snapshot_is_the_newest(tmp_path: Path, ranks: Pools) -> None:
+    """Its era is above that of what was abandoned, though the snapshot's is below."""
+    run = tmp_path / "run"
+    ranks(2).run(go_on, run, 2, None, {})
+    ranks(2).run(snapshot, run, "a")
+    ranks(1).run(go_on, run, 2, None, {})
+    ranks(1).run(snapshot, run, "b")
+    ranks(2).run(go_on, run, 3, None, {})
+    ((start, _, wanted), _) = ranks(2).run(go_on, run, 1, "a", {})
+    assert start == 2
+    ((start, before, _), _) = ranks(2).run(go_on, run, 0, None, {})
+    assert (start, before) == (3, wanted)
+    ((start, _, wanted),) = ranks(1).run(go_on, run, 4, "a", {})
+    assert start == 2
+    ((start, before, _),) = ranks(1).run(go_on, run, 0, None, {})
+    assert (start, before) == (6, wanted)
+
+
+def test_a_lost_store_is_not_replaced_by_an_older_run(tmp_path: Path, ranks: Pools) -> None:
+    run = tmp_path / "run"
+    ranks(2).run(go_on, run, 2, None, {})
+    ranks(2).run(snapshot, run, "a")
+    ranks(3).run(go_on, run, 2, None, {})
+    ((_, _, wanted), *_) = ranks(3).run(go_on, run, 1, None, {})
+    (run / "rank-1-of-3").rename(tmp_path / "elsewhere")
+    for said in ranks(3).run(told, run):
+        assert said.startswith("RankError: The ranks have no commit in common")
+    for said in ranks(2).run(told, run):
+        assert "is of 3 ranks, and " in said  # whose second store is empty now
+    shutil.rmtree(run / "rank-1-of-3")
+    (tmp_path / "elsewhere").rename(run / "rank-1-of-3")
+    for start, before, _ in ranks(3).run(go_on, run, 0, None, {}):
+        assert (start, shared(before)) == (5, shared(wanted))
+
+
+@pytest.mark.parametrize("given", [{}, {"state_format": "fp32"}], ids=str)
+def test_states_of_untrained_weights_stay_blank(
+    tmp_path: Path, ranks: Pools, given: dict[str, Any]
+) -> None:
+    last = None
+    for number, world in enumerate((1, 2, 1)):
+        found = ranks(world).run(go_on_untrained, tmp_path / "run", given)
+        assert [start for start, _, _ in found] == [2 * number or None] * world
+        assert last is None or all(before == last for _, before, _ in found)
+        last = found[0][2]
+
+
+def test_frozen_weights_in_files_are_compared(tmp_path: Path, ranks: Pools) -> None:
+    last = None
+    for number, world in enumerate((1, 2, 3)):
+        found = ranks(world).run(go_on_over_files, tmp_path / "run", tmp_path, 0.0)
+        assert [start for start, _, _ in found] == [number or None] * world
+        assert last is None or all(before == last for _, before, _ in found)
+        last = found[0][2]
+    for said in ranks(3).run(go_on_over_files, tmp_path / "run", tmp_path, 1.0):
+        assert "has other values than in the run that is stored here" in said or "Rank" in said
+
+
+def test_resuming_again_finds_no_old_stores(tmp_path: Path, ranks: Pools) -> None:
+    for world in (2, 3, 1, 2):
+        assert ranks(world).run(resume_twice, tmp_path / "empty") == [[None, None]] * world
+        ranks(world).run(go_on, tmp_path / "run", 1, None, {})
+        assert all(
+            len(set(steps)) == 1 for steps in ranks(world).run(resume_twice, tmp_path / "run")
+        )
+
+
+def test_references_are_found_by_other_ranks(tmp_path: Path, ranks: Pools) -> None:
+    (reference, wanted), _ = ranks(2).run(by_reference, tmp_path / "run", None)
+    for world in (1, 2, 1, 3, 3):
+        for _, weights in ranks(world).run(by_reference, tmp_path / "run", reference):
+            assert weights == wanted
+
+
+def test_what_a_crash_left_goes_with_the_next_resume(tmp_path: Path, ranks: Pools) -> None:
+    run = tmp_path / "run"
+    ranks(1).run(go_on, run, 2, None, {})
+    ranks(2).run(fail_in_commit, run, 1)
+    ranks(1).run(go_on, run, 0, None, {})
+    assert stores(run) == ["run"]
 
 
 def test_several_drives(tmp_path: Path, ranks: Pools) -> None:
@@ -148,8 +252,11 @@ def test_what_is_missing_or_damaged_is_named(tmp_path: Path, ranks: Pools) -> No
     (run / "rank-1-of-2").rename(tmp_path / "elsewhere")
     (said,) = ranks(1).run(told, run)
     assert "commit in " in said
-    assert "is of 2 ranks, and the stores of 1 are not there. Copy or mount" in said
+    assert "is of 2 ranks, and the stores of ranks 1 are not there. Copy or mount" in said
     (tmp_path / "elsewhere").rename(run / "rank-1-of-2")
+    (said,) = ranks(1).run(told, run, 99)
+    assert "Generation 99 was requested, and the newest commit" in said
+    assert "Name a snapshot" in said
     with open_contents(run / "rank-1-of-2", "A test") as contents:
         (path,) = (file.path for file in contents.files)
         extent = contents.generations[-1].chunks[0].extent
