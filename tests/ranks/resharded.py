@@ -179,3 +179,15 @@ def by_reference(directory: Path, reference: dict[str, Any] | None) -> tuple[dic
     weights = {n: digest(whole(p)) for n, p in run.model.named_parameters()}
     run.optimizer.close()
     return reference, weights
+
+
+def snapshot_to(directory: Path, url: str) -> Facts:
+    """Take two steps, copy a snapshot elsewhere, and take another; return what it has."""
+    run = DurableRun(directory, commit_every=None, extra=lambda: {"step": run.step})
+    run.train(2)
+    facts = whole_facts(run.model, run.optimizer)
+    run.optimizer.snapshot("two", to=url)
+    run.train(3)
+    run.optimizer.commit()
+    run.optimizer.close()
+    return facts

@@ -190,6 +190,10 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise DirectoryError(message) from error
 
 
+class RemoteError(StowError):
+    """A place that fsspec reaches could not be read or written, in spite of repeats."""
+
+
 class TransferError(StowError, OSError):
     """A read or write failed in the system, or moved fewer bytes than requested.
 

@@ -184,10 +184,16 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
         return Worlds(base, drives, own, others, newest, commit)
 
 
-def _listed(paths: Mapping[int, Path]) -> list[list[RankGeneration]]:
+def read_worlds(base: Path, asked: str) -> list[World]:
+    """Return the commits in ``base`` by numbers of ranks; ``asked``: the request, for errors."""
+    found = sorted(worlds_in(base).items())
+    return [World(size, _listed(paths, asked), paths) for size, paths in found]
+
+
+def _listed(paths: Mapping[int, Path], asked: str = "A resume") -> list[list[RankGeneration]]:
     listed = []
     for _, path in sorted(paths.items()):
-        generations = map(exchanged, read_generations(path, "A resume"))
+        generations = map(exchanged, read_generations(path, asked))
         listed.append([replace(g, id=g.id or str(g.number)) for g in generations])
     return listed
 

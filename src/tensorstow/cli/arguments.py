@@ -58,6 +58,8 @@ examples:
   tensorstow run scrub /nvme/run       read everything and verify checksums
   tensorstow run recover /nvme/run     what is intact; --yes repairs it
   tensorstow run clean /nvme/run       what would be removed; --yes removes it
+  tensorstow run push /nvme/run s3://bucket/run    copy its newest commit there
+  tensorstow run pull s3://bucket/run /nvme/run    copy a snapshot back
 """,
 }
 
@@ -245,6 +247,32 @@ def _scrub(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _push(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow run push`."""
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
+    parser.add_argument(
+        "url", metavar="URL", help="a folder, or an address such as s3://bucket/run"
+    )
+    parser.add_argument(
+        "--snapshot", metavar="NAME", help="the snapshot to copy (default: the newest commit)"
+    )
+    parser.add_argument(
+        "--name", help='its name there (default: that of the snapshot, else "step-" and the step)'
+    )
+
+
+def _pull(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `tensorstow run pull`."""
+    parser.add_argument("url", metavar="URL", help="where the run was pushed to")
+    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's directory, empty")
+    parser.add_argument(
+        "--snapshot", metavar="NAME", help="the snapshot to copy (default: the only one there)"
+    )
+    parser.add_argument(
+        "--rank", type=_index, help="copy the store of this rank only (default: of all)"
+    )
+
+
 def _recover(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `tensorstow run recover`."""
     parser.add_argument(
@@ -296,6 +324,14 @@ def _rank(text: str) -> int:
     return int(digits)
 
 
+def _index(text: str) -> int:
+    """Return the number of a rank."""
+    if not (text.isascii() and text.isdecimal()):
+        message = f"{text!r} was given: it is the number of a rank, from 0 on"
+        raise argparse.ArgumentTypeError(message)
+    return int(text)
+
+
 RUN_COMMANDS = (
     Command(
         "inspect",
@@ -323,6 +359,20 @@ RUN_COMMANDS = (
         "print the files of a dead run, and remove them with --yes",
         "tensorstow.cli.clean",
         _clean,
+        _JSON_BY_RANK,
+    ),
+    Command(
+        "push",
+        "copy a commit of a run to a bucket or another folder",
+        "tensorstow.cli.push",
+        _push,
+        _JSON_BY_RANK,
+    ),
+    Command(
+        "pull",
+        "copy a snapshot back from a bucket or another folder",
+        "tensorstow.cli.pull",
+        _pull,
         _JSON_BY_RANK,
     ),
 )
@@ -354,4 +404,4 @@ COMMANDS = (
         _verify,
     ),
 )
-RUN_SUMMARY = "inspect, scrub, recover or clean a run's directory"
+RUN_SUMMARY = "inspect, scrub, recover, clean or copy a run's directory"

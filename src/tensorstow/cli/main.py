@@ -38,6 +38,8 @@ from tensorstow.cli.arguments import (
 from tensorstow.cli.collector import collector_paused
 from tensorstow.measure.user_code import UserCodeError
 
+_GROUPED = 4
+"""The first commands of `tensorstow run` had names without it before."""
 USER_ERROR = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
@@ -114,7 +116,9 @@ def make_parser() -> Parser:
     group.formatter_class = _Formatter
     _add_commands(group, RUN_COMMANDS)
     parser.commands = [*parser.commands, "run"]
-    for command in RUN_COMMANDS:  # their names before they were a group; without help= not listed
+    for command in RUN_COMMANDS[
+        :_GROUPED
+    ]:  # their names before they were a group; without help= not listed
         old = commands.add_parser(command.name, allow_abbrev=False)
         _declare(command, old)
         old.set_defaults(replaced_by=f"tensorstow run {command.name}")

@@ -29,10 +29,11 @@ import torch
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.signals import StopHandlers
 from tensorstow.base.update_on import DelayedUpdate
-from tensorstow.checkpoint.commits import Commits, in_commit_thread
+from tensorstow.checkpoint.commits import Commits, in_commit_thread, storage_of
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
+from tensorstow.checkpoint.uploads import Uploads
 from tensorstow.optim.step_runner import ParamFilter, StepRunner
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap
@@ -91,6 +92,8 @@ class OptimizerRuntime:
         """Whether ``state_dict()`` names a snapshot instead of holding states."""
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""
+        self.uploads: Uploads | None = None
+        """Of snapshots, once one was copied elsewhere."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
         self.steps = StepRunner(
@@ -155,6 +158,18 @@ class OptimizerRuntime:
                 last_first.callback(self.commits.close)
                 if self.commits.stop is not None:
                     last_first.callback(self.commits.stop.close)
+                if self.uploads is not None:
+                    last_first.callback(self.uploads.close)
+
+    def upload(self, name: str, url: str) -> None:
+        """Begin to copy a snapshot to ``url``."""
+        self.uploads = self.uploads or Uploads()
+        self.uploads.start(url, name, storage_of(self.params).store, self.ranks)
+
+    def wait_uploaded(self) -> None:
+        """Wait for the copy of a snapshot under way, if any; raise its error if it failed."""
+        if self.uploads is not None:
+            self.uploads.wait()
 
     def note_saved(self) -> None:
         """Note that the caller has this step's states; what ``extra`` returns is a commit's."""

@@ -48,6 +48,7 @@ from tensorstow.step.norms import KeptNorms, squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
+from tensorstow.store.remote import check_name
 from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
 from tensorstow.tensors.placeholder import ConsumedGradient
 
@@ -386,6 +387,7 @@ class StowedAdam(PlacedOptimizer):
         storage_of(params, "commit_to()")
         with suppress(UnlinkedError):  # which is why it is called
             self._runtime.steps.wait_idle()
+        self._runtime.wait_uploaded()
         self._runtime.commits.refuse_strange(self._params())
         self._runtime.refuse_lack_of_extra("commit_to()", extra)
         try:
@@ -397,16 +399,30 @@ class StowedAdam(PlacedOptimizer):
         return self._runtime.commits.step
 
     @exclusive_call("snapshot")
-    def snapshot(self, name: str, extra: Mapping[str, Any] | None = None) -> None:
+    def snapshot(
+        self, name: str, extra: Mapping[str, Any] | None = None, to: str | None = None
+    ) -> None:
         """Keep the current state of the run under a name until ``drop()``; commits if needed.
 
-        A snapshot copies nothing. Each may take as much disk space as the states.
+        A snapshot copies nothing on its disk. Each may take as much disk space as the states.
 
         Args:
             name: The name; it must not exist yet.
             extra: As in ``commit()``.
+            to: A folder, or an address that fsspec reaches, such as "s3://bucket/run": the snapshot
+                is copied there while the run goes on. ``tensorstow run pull`` copies it back. The
+                next such call, ``drop()`` and ``close()`` wait for the copy and raise its error.
+                Default: None, it stays in the run's directory alone.
+
+        Raises:
+            RemoteError: An earlier copy failed, in spite of repeats.
         """
+        if to is not None:
+            check_name(name)
+            self._runtime.wait_uploaded()
         self._snapshot(name, extra)
+        if to is not None:
+            self._runtime.upload(name, to)
 
     def _snapshot(self, name: str, extra: Mapping[str, Any] | None) -> None:
         storage = storage_of(self._params(), "snapshot()")
@@ -438,6 +454,7 @@ class StowedAdam(PlacedOptimizer):
             name: The name of the snapshot.
         """
         storage = storage_of(self._params(), "drop()")
+        self._runtime.wait_uploaded()
         self._runtime.commits.join(self._params())
         agreement.drop_snapshot(storage.store, name, self._runtime.ranks)
 

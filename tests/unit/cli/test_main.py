@@ -35,6 +35,11 @@ OF_A_RUN = {
     "recover": ["--accept-loss", "--help", "--json", "--yes", "-h"],
     "clean": ["--help", "--json", "--yes", "-h"],
 }
+SINCE = {
+    "push": ["--help", "--json", "--name", "--snapshot", "-h"],
+    "pull": ["--help", "--json", "--rank", "--snapshot", "-h"],
+}
+"""Commands of a run that never had another name."""
 
 
 def test_the_command_line_is_frozen() -> None:
@@ -74,7 +79,10 @@ def test_the_command_line_is_frozen() -> None:
         **OF_A_RUN,
     }
     of_a_run = commands_of(commands["run"])
-    assert {name: flags_of(command) for name, command in of_a_run.items()} == OF_A_RUN
+    assert {name: flags_of(command) for name, command in of_a_run.items()} == {
+        **OF_A_RUN,
+        **SINCE,
+    }
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)
@@ -97,7 +105,7 @@ def test_help_lists_commands_by_their_new_names_alone(capsys: pytest.CaptureFixt
     assert listed == [*(command.name for command in COMMANDS), "run"]
     with pytest.raises(SystemExit):
         main(["run", "--help"])
-    assert re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE) == list(OF_A_RUN)
+    assert re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE) == [*OF_A_RUN, *SINCE]
 
 
 @pytest.mark.parametrize(

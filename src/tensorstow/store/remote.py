@@ -1,0 +1,518 @@
+"""Snapshots of stores elsewhere: in buckets and other places that fsspec reaches.
+
+[Note: Remote snapshots] Under an address there are objects, each the bytes of one chunk or tensor,
+and snapshots that list them. An object's name is a hash of the checksums that its store has of the
+bytes, so a snapshot uploads what no earlier one has. Each rank writes a list of its own; the rank
+that finds those of all ranks there writes the list of lists, which makes the snapshot visible.
+Nothing is changed once it is written, so a reader needs no lock, and an upload that was killed goes
+on with the objects that are missing. What is read back is compared with the checksums.
+"""
+
+import hashlib
+import importlib
+import json
+import logging
+import re
+import time
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+import tensorstow._native as _native
+from tensorstow.base.errors import (
+    DamageError,
+    OptionError,
+    RemoteError,
+    StoreFormatError,
+    StowError,
+)
+from tensorstow.io.files import File
+from tensorstow.store.checksums import PIECE_BYTES, block_checksums, weight_checksums
+from tensorstow.store.records import (
+    ChunkRecord,
+    ChunkShape,
+    Content,
+    Extent,
+    Generation,
+    TensorRecord,
+    chunk_shapes,
+)
+from tensorstow.store.rows import to_json
+from tensorstow.store.store import Store
+from tensorstow.store.tensors import plain_bytes
+
+logger = logging.getLogger("tensorstow")
+
+_T = TypeVar("_T")
+Place = Callable[[int], Extent]
+"""Returns a free extent of so many bytes."""
+_FORMAT = 1
+_THREADS = 8
+_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds before a request is repeated."""
+_KEY = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"\w[\w.+=-]{0,127}", re.ASCII)
+_OBJECT_STORES = frozenset(
+    ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "memory"]
+)
+"""Where a write is whole or not there; elsewhere it is renamed when it is whole."""
+
+
+class Remote:
+    """The objects under an address. Any thread may call any method."""
+
+    def __init__(self, url: str) -> None:
+        """Reach ``url``, such as "s3://bucket/run"; raise OptionError if nothing here can."""
+        self.url = url.rstrip("/")
+        try:
+            fsspec: Any = importlib.import_module("fsspec")  # it comes with torch
+            self._files, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            message = (
+                f"{url!r} was named for a snapshot, and fsspec cannot reach it ({error}). Name a"
+                ' folder, or an address such as "s3://bucket/run" whose package is installed'
+                " (s3fs, gcsfs, adlfs)."
+            )
+            raise OptionError(message) from error
+        protocol = self._files.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._is_whole_at_once = bool(names & _OBJECT_STORES)
+
+    def get(self, name: str) -> bytes | None:
+        """Return an object's bytes, or None if it does not exist."""
+
+        def read() -> bytes | None:
+            try:
+                data: bytes = self._files.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+            return data
+
+        return self._repeated(f"The read of {name}", read)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write an object; a reader finds all of it or nothing."""
+        path = self._path(name)
+
+        def write() -> None:
+            if self._is_whole_at_once:
+                self._files.pipe_file(path, data)
+                return
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            part = f"{path}.{time.time_ns():x}.part"
+            try:
+                self._files.pipe_file(part, data)
+                self._files.mv(part, path)
+            except BaseException:
+                with suppress(Exception):
+                    self._files.rm_file(part)
+                raise
+
+        self._repeated(f"The write of {name}", write)
+
+    def list(self, folder: str) -> dict[str, int]:
+        """Return the names of the objects in ``folder`` and their bytes."""
+        self._files.invalidate_cache()
+
+        def find() -> dict[str, int]:
+            try:
+                found: Mapping[str, Any] = self._files.find(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return {}
+            begin = len(self._path(folder)) + 1
+            return {path[begin:]: int(info["size"] or 0) for path, info in found.items()}
+
+        return self._repeated(f"The list of {folder}", find)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _repeated(self, request: str, act: Callable[[], _T]) -> _T:
+        """Return the result of ``act``, repeated after errors; raise RemoteError after the last."""
+        for pause in (*_PAUSES, None):
+            try:
+                return act()
+            except PermissionError as error:
+                self._refuse(request, error)
+            except Exception as error:  # noqa: BLE001  # each store raises errors of its own
+                if pause is None:
+                    self._refuse(request, error)
+                logger.warning("%s at %s failed and is repeated: %r", request, self.url, error)
+                time.sleep(pause)
+        raise AssertionError
+
+    def _refuse(self, request: str, error: Exception) -> NoReturn:
+        message = (
+            f"{request} at {self.url} failed: {error!r}. What was written before stays, and the"
+            " snapshot is not visible. Check the address, the credentials and the network, then"
+            " run it again: it goes on where it stopped."
+        )
+        raise RemoteError(message) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Transferred:
+    """What a push or a pull moved."""
+
+    snapshot: str
+    step: int
+    moved_bytes: int
+    total_bytes: int
+    is_complete: bool = True
+    """Whether the snapshot is visible: all ranks have written theirs."""
+
+
+def check_name(name: str) -> None:
+    """Raise OptionError for a snapshot's name that cannot be a part of an address."""
+    if not _NAME.fullmatch(name):
+        message = (
+            f"A snapshot {name!r} was to be copied: elsewhere its name is a part of an address. Use"
+            " letters, digits and . _ + = - only, and begin with a letter or a digit."
+        )
+        raise OptionError(message)
+
+
+def push(
+    remote: Remote,
+    files: Sequence[File],
+    generation: Generation,
+    name: str,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    commit: str | None = None,
+) -> Transferred:
+    """Upload what ``remote`` lacks of ``generation`` of one rank, as a part of snapshot ``name``.
+
+    ``commit``: the id that all ranks have of it. Memory: two copies of eight chunks. Raises
+    OptionError if another commit has that name there, RemoteError if a request fails in spite of
+    repeats.
+    """
+    check_name(name)
+    own = f"snapshots/{name}/rank-{rank}-of-{world}.json"
+    there = remote.get(own)
+    shapes = chunk_shapes(generation.layout)
+    parts: list[_Part] = [
+        *(_ChunkPart(files[r.extent.file], r, shapes[r.chunk]) for r in generation.chunks),
+        *(_TensorPart(files[r.extent.file], r) for r in generation.tensors),
+    ]
+    body = _as_json(generation, parts, rank, world, commit)
+    if there is not None and there != body:
+        message = (
+            f"The snapshot {name!r} was to be written to {remote.url}, and another commit has that"
+            " name there. Choose another name, or delete"
+            f" {remote.url}/snapshots/{name}* first."
+        )
+        raise OptionError(message)
+    existing = remote.list("objects")
+    missing = {part.key: part for part in parts if existing.get(part.key) != part.nbytes}
+
+    def upload(part: _Part) -> None:
+        remote.put(f"objects/{part.key}", part.read())
+
+    _in_threads(upload, missing.values())
+    remote.put(own, body)
+    return Transferred(
+        name,
+        generation.step,
+        sum(part.nbytes for part in missing.values()),
+        sum(part.nbytes for part in parts),
+        _complete(remote, name, world, commit),
+    )
+
+
+def _complete(remote: Remote, name: str, world: int, commit: str | None) -> bool:
+    """Make a snapshot visible if all ranks have written theirs; return whether they have."""
+    digests = []
+    for rank in range(world):
+        body = remote.get(f"snapshots/{name}/rank-{rank}-of-{world}.json")
+        if body is None or json.loads(body)["commit"] != commit:
+            return False
+        digests.append(hashlib.sha256(body).hexdigest())
+    remote.put(f"snapshots/{name}.json", to_json({"ranks": digests}, "list of ranks").encode())
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSnapshot:
+    """A snapshot elsewhere."""
+
+    name: str
+    ranks: Sequence[Mapping[str, Any]]
+    """What each rank has written of it, as JSON."""
+
+
+def snapshot_names(remote: Remote) -> list[str]:
+    """Return the names of the snapshots that all ranks have written."""
+    return sorted(n.removesuffix(".json") for n in remote.list("snapshots") if "/" not in n)
+
+
+def find_snapshot(remote: Remote, name: str) -> RemoteSnapshot:
+    """Return a snapshot.
+
+    Raises OptionError if there is none of that name, DamageError if its lists are damaged.
+    """
+    check_name(name)
+    listed = remote.get(f"snapshots/{name}.json")
+    if listed is None:
+        message = (
+            f"The snapshot {name!r} was requested, and {remote.url} does not have it. It has:"
+            f" {', '.join(snapshot_names(remote)) or 'none'}. One that not all ranks have written"
+            " is not there yet."
+        )
+        raise OptionError(message)
+    ranks = []
+    with _reading(remote.url, f"snapshots/{name}.json"):
+        digests = list(json.loads(listed)["ranks"])
+    for rank, digest in enumerate(digests):
+        path = f"snapshots/{name}/rank-{rank}-of-{len(digests)}.json"
+        body = remote.get(path)
+        with _reading(remote.url, path):
+            if body is None or hashlib.sha256(body).hexdigest() != digest:
+                message = "it is not the one that the snapshot has"
+                raise ValueError(message)
+            ranks.append(json.loads(body))
+    return RemoteSnapshot(name, ranks)
+
+
+def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> Transferred:
+    """Download one rank's part of a snapshot to an empty store; it is its newest commit there.
+
+    Memory: two copies of eight chunks. Raises OptionError if the store has commits, DamageError if
+    the bytes are not those that were written, RemoteError if a request fails in spite of repeats.
+    """
+    if store.generations():
+        message = (
+            f"The snapshot {snapshot.name!r} was to be copied to {store.directories[0]}, which has"
+            " commits. Name an empty directory."
+        )
+        raise OptionError(message)
+    path = f"snapshots/{snapshot.name}/rank-{rank}-of-{len(snapshot.ranks)}.json"
+    held: list[Extent] = []
+
+    def place(nbytes: int) -> Extent:
+        held.append(store.allocate(nbytes))
+        return held[-1]
+
+    try:
+        with _reading(remote.url, path):
+            listed = snapshot.ranks[rank]
+            if listed["format"] != _FORMAT:
+                message = (
+                    f"{remote.url}/{path} has format {listed['format']!r}, and this version reads"
+                    f" {_FORMAT}. Take the version that wrote it, or a newer one."
+                )
+                raise StoreFormatError(message)
+            layout = listed["layout"]
+            shapes = chunk_shapes(layout)
+            chunks = [_chunk(entry, shapes, place) for entry in listed["chunks"]]
+            tensors = [_tensor(entry, place) for entry in listed["tensors"]]
+            keys = [_key(entry) for entry in (*listed["chunks"], *listed["tensors"])]
+            parts = [
+                *(_ChunkPart(store.files[r.extent.file], r, shapes[r.chunk]) for r in chunks),
+                *(_TensorPart(store.files[r.extent.file], r, "") for r in tensors),
+            ]
+            step, hyper, extra = listed["step"], listed["hyper"], listed["extra"]
+
+        def download(part: tuple[_Part, str]) -> None:
+            source = f"objects/{part[1]}"
+            data = remote.get(source)
+            if data is None:
+                message = (
+                    f"{remote.url}/{source} is missing, which snapshot {snapshot.name!r} has. Take"
+                    " another snapshot."
+                )
+                raise DamageError(message)
+            part[0].write(data, f"{remote.url}/{source}")
+
+        _in_threads(download, zip(parts, keys, strict=True))
+        store.commit(Content(step, layout, hyper, extra, chunks, tensors))
+        store.add_snapshot(snapshot.name)
+    finally:
+        for extent in held:
+            store.release(extent)
+    nbytes = sum(part.nbytes for part in parts)
+    return Transferred(snapshot.name, step, nbytes, nbytes)
+
+
+class _Part:
+    """A chunk or a tensor of a store, which is one object elsewhere."""
+
+    def __init__(self, what: str, file: File, offset: int, nbytes: int, key: str | None) -> None:
+        """Begin at ``offset`` of ``file``; ``key``: the object's name, None: that of its bytes."""
+        self.nbytes = nbytes
+        self._what, self._file, self._offset = what, file, offset
+        self.key = self._hash_bytes() if key is None else key
+
+    def is_intact(self, memory: torch.Tensor) -> bool:
+        """Return whether bytes are those that were written."""
+        raise NotImplementedError
+
+    def read(self) -> bytes:
+        """Return its bytes; raise DamageError if they are not those that were written."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        if self.nbytes:
+            self._file.read(memory, self._offset).wait()
+        self._check(memory, str(self._file.path))
+        return memory.numpy().tobytes()
+
+    def write(self, data: bytes, source: str) -> None:
+        """Write bytes that came from ``source``; raise DamageError if they are others."""
+        memory = torch.empty(len(data), dtype=torch.uint8, device="cpu")
+        if data:
+            memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._check(memory, source)
+        if data:
+            self._file.write(memory, self._offset).wait()
+
+    def _hash_bytes(self) -> str:
+        return hashlib.sha256(self.read()).hexdigest()
+
+    def _check(self, memory: torch.Tensor, source: str) -> None:
+        if len(memory) != self.nbytes or not self.is_intact(memory):
+            message = (
+                f"{self._what} was read from {source}: it is not as it was written, its checksum"
+                " does not fit. Take another snapshot."
+            )
+            raise DamageError(message)
+
+
+class _ChunkPart(_Part):
+    """A chunk: its extent, or its weights alone if its states are blank."""
+
+    def __init__(self, file: File, record: ChunkRecord, shape: ChunkShape) -> None:
+        """Name it by its checksums, so that what is there already need not be read."""
+        self._record, self._shape = record, shape
+        self._begin = shape.weight_offset if record.blank else 0
+        facts = (repr(shape), record.blank, record.checksums, record.weight_checksums)
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()
+        offset = record.extent.offset + self._begin
+        super().__init__(f"Chunk {record.chunk}", file, offset, shape.nbytes - self._begin, key)
+
+    def is_intact(self, memory: torch.Tensor) -> bool:
+        """Return whether bytes are those that were written."""
+        record, shape, address = self._record, self._shape, memory.data_ptr()
+        weights = weight_checksums(shape, address + shape.weight_offset - self._begin)
+        if weights != record.weight_checksums:
+            return False
+        return record.blank or block_checksums(shape, address) == record.checksums
+
+
+class _TensorPart(_Part):
+    """A tensor, which is named by its bytes: they have one checksum, too short for a name."""
+
+    def __init__(self, file: File, record: TensorRecord, key: str | None = None) -> None:
+        self._record = record
+        what = f"{record.kind} tensor {record.name!r}"
+        super().__init__(what, file, record.extent.offset, plain_bytes(record), key)
+
+    def is_intact(self, memory: torch.Tensor) -> bool:
+        """Return whether bytes are those that were written."""
+        checksum = 0
+        for start in range(0, len(memory), PIECE_BYTES):
+            piece = memory[start : start + PIECE_BYTES]
+            checksum = _native.checksum(piece.data_ptr(), len(piece), checksum)
+        return checksum == self._record.checksum
+
+
+def _as_json(
+    generation: Generation, parts: Sequence[_Part], rank: int, world: int, commit: str | None
+) -> bytes:
+    """Return what one rank writes of a snapshot; parts are those of chunks, then of tensors."""
+    keys = iter([part.key for part in parts])
+    listed = {
+        "format": _FORMAT,
+        "rank": rank,
+        "world": world,
+        "commit": commit,
+        "step": generation.step,
+        "layout": generation.layout,
+        "hyper": generation.hyper,
+        "extra": generation.extra,
+        "chunks": [
+            {
+                "chunk": record.chunk,
+                "blank": record.blank,
+                "checksums": b64encode(record.checksums).decode(),
+                "weight_checksums": b64encode(record.weight_checksums).decode(),
+                "object": next(keys),
+            }
+            for record in generation.chunks
+        ],
+        "tensors": [
+            {
+                "kind": record.kind,
+                "name": record.name,
+                "dtype": record.dtype,
+                "shape": record.shape,
+                "checksum": record.checksum,
+                "object": next(keys),
+            }
+            for record in generation.tensors
+        ],
+    }
+    return to_json(listed, "list of a snapshot").encode()
+
+
+def _chunk(entry: Mapping[str, Any], shapes: Sequence[ChunkShape], place: Place) -> ChunkRecord:
+    return ChunkRecord(
+        entry["chunk"],
+        place(shapes[entry["chunk"]].nbytes),
+        entry["blank"],
+        b64decode(entry["checksums"], validate=True),
+        b64decode(entry["weight_checksums"], validate=True),
+    )
+
+
+def _tensor(entry: Mapping[str, Any], place: Place) -> TensorRecord:
+    shape = tuple(entry["shape"])
+    nowhere = Extent(0, 0, 0)
+    record = TensorRecord(
+        entry["kind"], entry["name"], entry["dtype"], shape, nowhere, entry["checksum"]
+    )
+    return replace(record, extent=place(plain_bytes(record)))
+
+
+def _key(entry: Mapping[str, Any]) -> str:
+    key: str = entry["object"]
+    if not _KEY.fullmatch(key):  # it becomes a part of a path
+        message = f"{key!r} is no name of an object"
+        raise ValueError(message)
+    return key
+
+
+def _in_threads(act: Callable[[_T], None], items: Iterable[_T]) -> None:
+    """Call ``act`` with each item, on several threads; raise the first error when all are over."""
+    running: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="tensorstow-remote") as threads:
+        try:
+            for item in items:
+                if len(running) == _THREADS:
+                    running.popleft().result()
+                running.append(threads.submit(act, item))
+            while running:
+                running.popleft().result()
+        finally:
+            for each in running:
+                each.cancel()
+
+
+@contextmanager
+def _reading(url: str, path: str) -> Iterator[None]:
+    """Raise errors of reading a list as DamageError."""
+    try:
+        yield
+    except StowError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        message = (
+            f"{url}/{path} cannot be read ({error!r}): something else wrote it, or it is damaged."
+            " Take another snapshot."
+        )
+        raise DamageError(message) from error

@@ -1,0 +1,343 @@
+"""Snapshots elsewhere: whole or not visible, incremental, checked, and gone on with."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+import tensorstow
+from tensorstow.base.errors import (
+    DamageError,
+    OptionError,
+    RemoteError,
+    StoreFormatError,
+)
+from tensorstow.cli.main import main
+from tensorstow.store import remote as remote_module
+from tensorstow.store.contents import open_contents
+from tensorstow.store.remote import Remote
+
+Weights = list[torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "_PAUSES", (0.0, 0.0))
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "bucket")
+        return
+    yield f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+class Run:
+    """A run of a small model: two trained layers, a frozen one, and a buffer."""
+
+    def __init__(self, directory: Path) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 64)]
+        self.model = torch.nn.Sequential(*layers).to(torch.bfloat16)
+        layers[2].requires_grad_(requires_grad=False)
+        self.optimizer = tensorstow.AdamW(
+            self.model.parameters(),
+            states="disk",
+            dir=directory,
+            module=self.model,
+            commit_every=None,
+            extra=lambda: {"noise": torch.ones(3), "word": "said"},
+        )
+
+    def step(self) -> None:
+        batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+        self.model(batch.to(torch.bfloat16)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> Weights:
+        self.optimizer.wait()
+        states = self.optimizer.state_dict()["state"]
+        values = [v.clone() for _, entry in sorted(states.items()) for v in entry.values()]
+        return [*(v.clone() for v in self.model.state_dict().values()), *values]
+
+
+def trained(directory: Path, *names: str) -> Weights:
+    """Train a step before each snapshot; return what the last one has."""
+    run = Run(directory)
+    with run.optimizer:
+        for name in names:
+            run.step()
+            run.optimizer.snapshot(name)
+        return run.state()
+
+
+def is_same(directory: Path, wanted: Weights, which: str | None = None) -> bool:
+    run = Run(directory)
+    with run.optimizer:
+        assert run.optimizer.resume(which) is not None
+        assert run.optimizer.extra["word"] == "said"
+        return all(map(torch.equal, run.state(), wanted))
+
+
+def names_in(url: str, folder: str = "objects") -> set[str]:
+    return set(Remote(url).list(folder))
+
+
+def test_a_snapshot_goes_there_and_comes_back(tmp_path: Path, url: str) -> None:
+    wanted = trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url]) == 0
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    assert is_same(tmp_path / "back", wanted)
+    assert main(["run", "scrub", str(tmp_path / "back")]) == 0
+
+
+def test_what_did_not_change_is_not_sent_again(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one", "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    before = names_in(url)
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one", "--name=two"]) == 0
+    assert names_in(url) == before
+    assert names_in(url, "snapshots") >= {"one.json", "two.json"}
+    run = Run(tmp_path / "run")
+    with run.optimizer:
+        run.optimizer.resume()
+        run.step()
+        run.optimizer.snapshot("three", to=url)
+    assert 0 < len(names_in(url) - before) < len(before)  # the frozen weights stay
+    assert first["moved_bytes"] == first["total_bytes"] > 0
+
+
+def test_it_is_copied_while_the_run_goes_on(tmp_path: Path, url: str) -> None:
+    run = Run(tmp_path / "run")
+    with run.optimizer:
+        run.step()
+        run.optimizer.snapshot("one", to=url)
+        wanted = run.state()
+        for _ in range(3):
+            run.step()
+            run.optimizer.commit()
+        run.optimizer.snapshot("two", to=url)
+        run.optimizer.drop("two")
+        last = run.state()
+    for name, state in (("one", wanted), ("two", last)):
+        assert main(["run", "pull", url, str(tmp_path / name), "--snapshot", name]) == 0
+        assert is_same(tmp_path / name, state, name)
+
+
+Fault = Callable[[str], None]
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
+    """Let a function see each request by its name; it raises where one is to fail."""
+
+    def use(fault: Fault) -> None:
+        for owner in (fsspec.get_filesystem_class("file"), fsspec.get_filesystem_class("memory")):
+            for name in ("cat_file", "pipe_file", "find"):
+                monkeypatch.setattr(owner, name, _failing(getattr(owner, name), name, fault))
+
+    return use
+
+
+def _failing(act: Callable[..., object], name: str, fault: Fault) -> Callable[..., object]:
+    @wraps(act)
+    def request(*given: object, **options: object) -> object:
+        fault(name)
+        return act(*given, **options)
+
+    return request
+
+
+def test_errors_are_repeated(
+    tmp_path: Path, url: str, fail: Callable[[Fault], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = trained(tmp_path / "run", "one")
+
+    requests = 0
+
+    def every_third(_: str) -> None:
+        nonlocal requests
+        requests += 1
+        if requests % 3 == 0:
+            message = "503 Slow Down"
+            raise OSError(message)
+
+    fail(every_third)
+    with caplog.at_level(logging.WARNING):
+        assert main(["run", "push", str(tmp_path / "run"), url]) == 0
+        assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    assert "503 Slow Down" in caplog.text
+    assert is_same(tmp_path / "back", wanted)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_cut_connection_leaves_nothing_visible_and_is_gone_on_with(
+    tmp_path: Path,
+    url: str,
+    kept: int,
+    fail: Callable[[Fault], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wanted = trained(tmp_path / "run", "one")
+    is_cut, written = True, 0
+
+    def cut(name: str) -> None:
+        nonlocal written
+        written += name == "pipe_file"
+        if is_cut and written > kept:
+            message = "connection reset"
+            raise ConnectionResetError(message)
+
+    fail(cut)
+    assert main(["run", "push", str(tmp_path / "run"), url]) != 0
+    assert "it goes on where it stopped" in capsys.readouterr().err
+    is_cut = False
+    assert names_in(url, "snapshots") == set()
+    there = names_in(url)
+    with pytest.raises(OptionError, match=r"does not have it\. It has: none"):
+        remote_module.find_snapshot(Remote(url), "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--json"]) == 0
+    moved = json.loads(capsys.readouterr().out)
+    assert moved["moved_bytes"] < moved["total_bytes"] or not there
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    assert is_same(tmp_path / "back", wanted)
+
+
+def test_what_cannot_be_written_is_raised_at_the_end_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = Run(tmp_path / "run")
+    run.step()
+    run.optimizer.snapshot("one", to=str(tmp_path / "file" / "bucket"))
+    with pytest.raises(RemoteError, match=r"The (list|write|read) of .* failed"):
+        run.optimizer.close()
+
+
+def test_bytes_that_changed_there_are_named(tmp_path: Path) -> None:
+    url = str(tmp_path / "bucket")
+    trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url]) == 0
+    for path in sorted((tmp_path / "bucket" / "objects").iterdir()):
+        data = path.read_bytes()
+        for other in (data[:-1], bytes([data[0] ^ 1]) + data[1:], None):
+            path.unlink()
+            if other is not None:
+                path.write_bytes(other)
+            snapshot = remote_module.find_snapshot(Remote(url), "one")
+            with (
+                tensorstow_store(tmp_path / "back") as store,
+                pytest.raises(DamageError, match=path.name),
+            ):
+                remote_module.pull(Remote(url), snapshot, 0, store)
+            path.write_bytes(data)
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0  # nothing was left of the others
+
+
+def tensorstow_store(directory: Path) -> Any:  # noqa: ANN401  # a context of a store
+    from tensorstow.io.engine import open_engine  # noqa: PLC0415
+    from tensorstow.store.store import Store  # noqa: PLC0415
+
+    directory.mkdir(exist_ok=True)
+    return Store.open([directory], open_engine())
+
+
+def test_lists_that_changed_there_are_named(tmp_path: Path) -> None:
+    url, lists = str(tmp_path / "bucket"), tmp_path / "bucket" / "snapshots"
+    trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    for path in (lists / "one.json", lists / "one" / "rank-0-of-1.json"):
+        text = path.read_text()
+        for other in ("{", "[]", text.replace('"', "'", 1), text[:-3]):
+            path.write_text(other)
+            with pytest.raises(DamageError, match="cannot be read"):
+                remote_module.find_snapshot(Remote(url), "one")
+        path.write_text(text)
+    snapshot = remote_module.find_snapshot(Remote(url), "one")
+    (listed,) = snapshot.ranks
+    with tensorstow_store(tmp_path / "back") as store:
+        newer = remote_module.RemoteSnapshot("one", [{**listed, "format": 2}])
+        with pytest.raises(StoreFormatError, match="has format 2, and this version reads 1"):
+            remote_module.pull(Remote(url), newer, 0, store)
+        for key in ("../../secret", "0" * 63, 7):
+            chunks = [{**listed["chunks"][0], "object": key}, *listed["chunks"][1:]]
+            wrong = remote_module.RemoteSnapshot("one", [{**listed, "chunks": chunks}])
+            with pytest.raises(DamageError, match="cannot be read"):
+                remote_module.pull(Remote(url), wrong, 0, store)
+        assert store.generations() == []
+
+
+def test_a_name_is_of_one_commit(tmp_path: Path, url: str) -> None:
+    trained(tmp_path / "run", "one")
+    trained(tmp_path / "other", "none", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    with open_contents(tmp_path / "other", "A test") as store:
+        generation = store.generations[-1]
+        with pytest.raises(OptionError, match="another commit has that name there"):
+            remote_module.push(Remote(url), store.files, generation, "one")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", ".hidden", "x" * 129])
+def test_names_are_parts_of_addresses(name: str) -> None:
+    with pytest.raises(OptionError, match="its name is a part of an address"):
+        remote_module.check_name(name)
+
+
+def test_addresses_that_nothing_reaches_say_what_to_install() -> None:
+    with pytest.raises(OptionError, match="fsspec cannot reach it"):
+        Remote("nowhere://bucket/run")
+
+
+def test_a_directory_with_commits_is_not_overwritten(tmp_path: Path, url: str) -> None:
+    wanted = trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url]) == 0
+    assert main(["run", "pull", url, str(tmp_path / "run")]) != 0
+    assert is_same(tmp_path / "run", wanted)
+
+
+def test_several_ranks_make_one_snapshot(tmp_path: Path, url: str) -> None:
+    wanted = trained(tmp_path / "run", "one")
+    with open_contents(tmp_path / "run", "A test") as store:
+        generation = store.generations[-1]
+        for rank in (1, 0):
+            given: dict[str, Any] = {"rank": rank, "world": 2, "commit": "id"}
+            done = remote_module.push(Remote(url), store.files, generation, "one", **given)
+            assert done.is_complete == (rank == 0)
+            assert ("one.json" in names_in(url, "snapshots")) == (rank == 0)
+    assert main(["run", "pull", url, str(tmp_path / "back"), "--rank=1"]) == 0
+    assert [path.name for path in (tmp_path / "back").iterdir()] == ["rank-1-of-2"]
+    assert is_same(tmp_path / "back" / "rank-1-of-2", wanted)
+    assert main(["run", "pull", url, str(tmp_path / "back"), "--rank=2"]) != 0
+
+
+def test_a_server_that_speaks_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = pytest.importorskip("moto.server")
+    s3fs = pytest.importorskip("s3fs")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "testing")
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir("bucket")
+        wanted = trained(tmp_path / "run", "one")
+        assert main(["run", "push", str(tmp_path / "run"), "s3://bucket/run"]) == 0
+        assert main(["run", "pull", "s3://bucket/run", str(tmp_path / "back")]) == 0
+        assert is_same(tmp_path / "back", wanted)
+        assert main(["run", "push", str(tmp_path / "run"), "s3://no-such-bucket/run"]) != 0
+    finally:
+        server.stop()
