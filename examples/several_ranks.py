@@ -6,8 +6,8 @@ Every rank has its part of each weight on its GPU, and its part of the states on
     torchrun --nproc-per-node 4 examples/several_ranks.py --model /nvme/llama --dir /nvme/run
     torchrun --nproc-per-node 2 examples/several_ranks.py --tiny    # a toy model on the CPU
 
-The run commits every ten minutes and at its end. After a crash or a kill the same command, with as
-many ranks, goes on from the last commit. Each line of --data is {"text": "..."}.
+The run commits every ten minutes and at its end. After a crash or a kill the same command goes on
+from the last commit, on as many ranks or others. Each line of --data is {"text": "..."}.
 """
 
 import argparse
@@ -34,6 +34,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--lr", type=float, default=1e-5)
     parser.add_argument("--steps", type=int, help="default: 1000; 6 with --tiny")
+    parser.add_argument("--commit-every", default="10min", help="a time, or a number of steps")
+    parser.add_argument("--bucket", help="of restart.py: where snapshots go, s3://bucket/run")
+    parser.add_argument("--snapshot-every", type=int, default=500, help="steps; with --bucket")
     parser.add_argument("--tiny", action="store_true", help="a toy model: needs nothing")
     args = parser.parse_args(words)
     if args.tiny:
@@ -65,9 +68,15 @@ def place(
         config = AutoConfig.from_pretrained(args.model, use_cache=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plan = Plan(parameters="device", states="disk", activations="recompute")
-    options = {"lr": args.lr, "commit_every": "10min", "stop_signals": stop_signals}
+    every = int(args.commit_every) if args.commit_every.isdecimal() else args.commit_every
+    options = {"lr": args.lr, "commit_every": every, "stop_signals": stop_signals}
     adamw = partial(tensorstow.AdamW, **options)
     return tensorstow.stow(model, adamw, plan=plan, weights=args.model, dir=args.dir)
+
+
+def place_among_ranks() -> tuple[int, int]:
+    """Return this rank and the number of ranks, also of a process that is alone."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def train_step(model: torch.nn.Module, optimizer: tensorstow.AdamW, row: torch.Tensor) -> float:
@@ -78,20 +87,21 @@ def train_step(model: torch.nn.Module, optimizer: tensorstow.AdamW, row: torch.T
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 def main(args: argparse.Namespace) -> None:
     """Train, save the weights for ``from_pretrained``, and leave the group."""
     model, optimizer = place(args)
-    rows, rank, ranks = sequences(args), dist.get_rank(), dist.get_world_size()
+    rows, (rank, ranks) = sequences(args), place_among_ranks()
     with optimizer:  # commits on all ranks together when the block ends
         for step in range(optimizer.resume() or 0, args.steps):  # None: there is no commit yet
             loss = train_step(model, optimizer, rows[(step * ranks + rank) % len(rows)])
             if rank == 0:
                 print(f"step {step + 1}: loss {loss:.3f}", flush=True)
         tensorstow.save_safetensors(model, f"{args.output}/model")
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

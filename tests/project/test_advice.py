@@ -819,6 +819,7 @@ ELSEWHERE = {
     "and all parameters were replaced by sharded ones after that": "two ranks: test_accelerate",
     "Updates on the device were requested during the next": "an accelerator: test_gradient_feed",
     "was given with checkpoints=": "test_stop_signals",
+    "and the one of stop_signals= would lack it": "test_stop_signals",
     ", which do not have it. Name a snapshot": "two ranks: test_reshard",
     "parameters are in host memory, and": "an accelerator: test_optimizer_links",
     "of a slice of": "the probe finds such a class first: test_packing",

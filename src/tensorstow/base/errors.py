@@ -11,6 +11,7 @@
     ├── BudgetError (ValueError)     a budget too small for the request
     ├── DirectoryError (OSError)     a directory that is missing, read-only, full or in RAM
     ├── TransferError (OSError)      a read or write that the system refused
+    ├── RemoteError (OSError)        a bucket or another place that stays unreachable
     ├── BackendError (OSError)       no way of doing I/O works here
     ├── ForkError (RuntimeError)     an object used in a process that inherited it by fork
     ├── PoisonedError (RuntimeError) an object used after a failure that left it half done
@@ -190,7 +191,7 @@ def named(asked: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise DirectoryError(message) from error
 
 
-class RemoteError(StowError):
+class RemoteError(StowError, OSError):
     """A place that fsspec reaches could not be read or written, in spite of repeats."""
 
 

@@ -98,19 +98,22 @@ def read_stop_signals(value: object) -> dict[int, int]:
         type(status) is int and 0 <= status <= 255 and _number(name) is not None
         for name, status in given.items()
     ):
-        return {int(_number(name) or 0): status for name, status in given.items()}
+        statuses = {int(_number(name) or 0): status for name, status in given.items()}
+        if len(statuses) == len(given):  # else two names are of one signal
+            return statuses
     message = (
         f'stop_signals={abbreviated(value)} was given: use the name of a signal ("SIGTERM"), or a'
-        ' dict of exit statuses by names ({"SIGTERM": 0, "SIGUSR1": 75}). SIGKILL and SIGSTOP'
-        " cannot be handled."
+        ' dict of exit statuses by names ({"SIGTERM": 0, "SIGUSR1": 75}), of signals that others'
+        " send: not SIGKILL, nor those of faults or children."
     )
     raise OptionError(message)
 
 
 def _number(name: object) -> int | None:
     number = getattr(signal, name, None) if isinstance(name, str) else None
-    fixed = {signal.SIGKILL, signal.SIGSTOP}
-    return int(number) if isinstance(number, signal.Signals) and number not in fixed else None
+    if not isinstance(number, signal.Signals) or number not in _SIGNALS:
+        return None
+    return None if number in {signal.SIGCHLD, signal.SIGPIPE} else int(number)
 
 
 class CommitRequests(Protocol):
@@ -141,29 +144,51 @@ class StopHandlers:
         for number in statuses:
             self._before[number] = signal.signal(number, self)
 
+    @property
+    def is_asked(self) -> bool:
+        """Return whether a signal came, and the run has not ended yet."""
+        return self.status is not None
+
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Request a commit; after ``close``, do what was done before."""
-        before, commits = self._before[number], self._commits()
-        if commits is not None and not self._is_closed:
-            commits.requested, self.status = True, self._statuses[number]
-            if isinstance(before, StopHandlers):  # another run's
-                before(number, frame)
-        elif callable(before):
+        if self._ask(number):
+            return
+        before = self._before[number]
+        while isinstance(before, StopHandlers):
+            before = before._before[number]  # noqa: SLF001  # its own: of another run
+        if callable(before):
             before(number, frame)
         elif before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+    def _ask(self, number: int) -> bool:
+        """Request a commit of this run and of those whose handlers were there before."""
+        before, commits = self._before[number], self._commits()
+        is_alive = commits is not None and not self._is_closed
+        if commits is not None and is_alive:
+            commits.requested, self.status = True, self._statuses[number]
+        return (isinstance(before, StopHandlers) and before._ask(number)) or is_alive  # noqa: SLF001
 
     def end(self) -> None:
         """Raise SystemExit if the step that was just taken is the last one."""
         ends_with, self.ends_with = self.ends_with, None
         if ends_with is not None:
             self.status = None
+            if (commits := self._commits()) is not None:
+                commits.requested = False
             raise SystemExit(ends_with)
 
     def close(self) -> None:
-        """Restore the handlers that were there, unless others have replaced these. Idempotent."""
+        """Restore the handlers that were there, unless others have replaced these. Idempotent.
+
+        In another thread than the main one they stay, and do what was done before.
+        """
         self._is_closed = True
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, before in self._before.items():
+            while isinstance(before, StopHandlers) and before._is_closed:  # noqa: SLF001
+                before = before._before[number]  # noqa: SLF001, PLW2901
             if signal.getsignal(number) is self:
                 signal.signal(number, signal.SIG_DFL if before is None else before)

@@ -135,15 +135,17 @@ class Commits:
 
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits."""
-        self.prompt, self.requested = self.requested, False  # a later request is another one
+        is_stopping = self.stop is not None and self.stop.is_asked
+        self.prompt = self.requested or is_stopping
+        self.requested = False  # a later request is another one
         stop_status = None if self.stop is None else self.stop.status
         due, ends_with = self.ranks.decide(
             self.step + 1, self._is_time, requests=self.prompt, stop_status=stop_status
         )
         if self.prompt and not due:
             self.requested, self.prompt = True, False  # rank 0 has not received the request yet
-        if ends_with is not None and self.stop is not None:
-            self.prompt, self.stop.ends_with = True, ends_with
+        if self.stop is not None:
+            self.prompt, self.stop.ends_with = self.prompt or ends_with is not None, ends_with
         return due
 
     def _is_time(self) -> bool:

@@ -157,8 +157,14 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
     with ranks.reporting_errors(_ASKED):
         _refuse_other_sights(base, seen)
         others = [World(size, _listed(found), found) for size, found in sorted(paths.items())]
-        worlds = sorted((own, *others), key=lambda world: world.era)
+        worlds = sorted((*others, own), key=lambda world: world.era)  # own last of equal ones
         newest = worlds[-1]
+        if newest.era == worlds[-2].era >= 0 and newest is not own:
+            message = (
+                f"{base} holds runs of {worlds[-2].size} and of {newest.size} ranks, of which none"
+                " came after the other. Start as many ranks as the run has that is to go on."
+            )
+            raise RankError(message)
         if newest.era < 0:
             _refuse_lost_source(base, worlds)
             return Worlds(base, drives, own, others, own, None)
@@ -266,7 +272,8 @@ def move_rows(
                 worlds.base,
             )
         content.hyper[COMMIT] = ranks.next_id()
-        ranks.run_on_all(_ASKED, lambda: store.commit(content))
+        newest = max((summary.number for summary in store.generations()), default=None)
+        ranks.run_on_all(_ASKED, lambda: store.commit(content, keep=newest))
     finally:
         for extent in content.extents():
             store.release(extent)

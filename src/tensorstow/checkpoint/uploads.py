@@ -16,13 +16,13 @@ class Uploads:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tensorstow-upload")
         self._pending: Future[object] | None = None
 
-    def start(self, url: str, name: str, store: Store, ranks: Ranks) -> None:
-        """Copy a snapshot of ``store`` to ``url``; it stays as it is while it has its name.
+    def start(self, remote: Remote, name: str, store: Store, ranks: Ranks) -> None:
+        """Copy a snapshot of ``store`` to ``remote``; it stays as it is while it has its name.
 
         Raises the error of the upload before, if that failed.
         """
         self.wait()
-        remote, generation = Remote(url), store.generation(name)
+        generation = store.generation(name)
         if generation is None:
             return
         commit = exchanged(generation).id

@@ -8,28 +8,22 @@ from tensorstow.base.errors import OptionError
 from tensorstow.cli.output import print_by_rank
 from tensorstow.cli.push import describe
 from tensorstow.io.engine import open_engine
-from tensorstow.store.rank_dirs import rank_directory
-from tensorstow.store.remote import Remote, find_snapshot, pull, snapshot_names
+from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds
+from tensorstow.store.remote import Remote, find_snapshot, newest_snapshot, pull
 from tensorstow.store.store import Store
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     remote = Remote(options.url)
-    names = [options.snapshot] if options.snapshot else snapshot_names(remote)
-    if len(names) != 1:
-        message = (
-            f"A pull of {remote.url} was requested, which has the snapshots"
-            f" {', '.join(names) or 'none'}. Name one by --snapshot."
-        )
-        raise OptionError(message)
-    snapshot = find_snapshot(remote, names[0])
+    snapshot = find_snapshot(remote, options.snapshot or newest_snapshot(remote))
     world = len(snapshot.ranks)
     ranks = range(world) if options.rank is None else [options.rank]
     if ranks[-1] >= world:
         message = f"--rank {options.rank} was given: the snapshot has ranks 0 to {world - 1}."
         raise OptionError(message)
     make_directories([options.directory])
+    refuse_other_worlds(options.directory, world)
     directories = [rank_directory(options.directory, rank, world) for rank in ranks]
     results = []
     for rank, directory in zip(ranks, directories, strict=True):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.checkpoint.agreement import exchanged
@@ -54,7 +55,8 @@ def describe(result: Transferred) -> str:
 
 def _chosen(directory: Path, name: str | None) -> World:
     """Return the ranks whose commit is to be pushed: the newest that has it."""
-    worlds = [world for world in read_worlds(directory, "A push") if _has(world, name)]
+    base = inspect_directory(directory).path
+    worlds = [world for world in read_worlds(base, "A push") if _has(world, name)]
     if not worlds:
         what = "no commit of all ranks" if name is None else f"no snapshot {name!r}"
         message = (

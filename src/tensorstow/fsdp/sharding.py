@@ -1,6 +1,7 @@
 """Shards a model: the device mesh, each rank's rows, and the units given to FSDP2."""
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
@@ -200,10 +201,15 @@ def join_ranks(launch: Launch, backend: str, timeout: timedelta | None = None) -
     try:
         dist.init_process_group(backend, None, timeout, launch.world, rank)
     except (RuntimeError, OSError) as error:
+        advice = "Start all of them, where they reach that address."
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            advice = (
+                "torchrun has restarted them, and gives them the addresses of ranks that have ended"
+                " unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for torchrun itself."
+            )
         message = (
             f"{launch.source}: {launch.world} ranks were to meet at {host}:{port}, and did not:"
-            f" {error} Start all of them, where they reach that address. If this process trains"
-            " a model of its own, set WORLD_SIZE=1."
+            f" {error} {advice} If this process trains a model of its own, set WORLD_SIZE=1."
         )
         raise RankError(message) from error
 

@@ -43,6 +43,7 @@ from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.schedule import ForwardOverlap, Schedule, Synchronous, weakly
 from tensorstow.step.speculative_overlap import SpeculativeOverlap
+from tensorstow.store.remote import Remote
 
 logger = logging.getLogger("tensorstow")
 
@@ -161,15 +162,16 @@ class OptimizerRuntime:
                 if self.uploads is not None:
                     last_first.callback(self.uploads.close)
 
-    def upload(self, name: str, url: str) -> None:
-        """Begin to copy a snapshot to ``url``."""
+    def upload(self, name: str, remote: Remote) -> None:
+        """Begin to copy a snapshot to ``remote``."""
         self.uploads = self.uploads or Uploads()
-        self.uploads.start(url, name, storage_of(self.params).store, self.ranks)
+        self.uploads.start(remote, name, storage_of(self.params).store, self.ranks)
 
     def wait_uploaded(self) -> None:
         """Wait for the copy of a snapshot under way, if any; raise its error if it failed."""
         if self.uploads is not None:
-            self.uploads.wait()
+            with self.ranks.reporting_errors("the copy of a snapshot"):
+                self.uploads.wait()
 
     def note_saved(self) -> None:
         """Note that the caller has this step's states; what ``extra`` returns is a commit's."""

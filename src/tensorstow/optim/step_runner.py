@@ -224,6 +224,12 @@ class StepRunner:
     def commit(self, extra: Extra | None = None) -> int:
         """Make the run durable as it is; return the number of steps taken."""
         commits, params = self._commits, self._params
+        if extra is not None and commits.stop is not None and commits.extra_now is None:
+            message = (
+                "A commit was called with extra=, and the one of stop_signals= would lack it. Pass"
+                " a function as extra= to the optimizer, which each commit calls."
+            )
+            raise OptionError(message)
         self.wait_idle()
         commits.refuse_strange(params)
         self._module_parameters.check()
@@ -267,10 +273,12 @@ class StepRunner:
             self._end_open_step(self._early, factor)
         if self._commits.prompt:
             self._commits.join(self._params)
-        if self._commits.requested and self._ranks.alone:
+        stop = self._commits.stop
+        is_stopping = stop is not None and stop.is_asked and stop.ends_with is None
+        if (self._commits.requested or is_stopping) and self._ranks.alone:
             self.commit()
-            if self._commits.stop is not None:
-                self._commits.stop.ends_with = self._commits.stop.status
+            if stop is not None:
+                stop.ends_with = stop.status
 
     def _take_step(self, factor: float, scale: float) -> None:
         groups, states = self.contents.groups, self.contents.states

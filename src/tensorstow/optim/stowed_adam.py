@@ -48,7 +48,7 @@ from tensorstow.step.norms import KeptNorms, squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
-from tensorstow.store.remote import check_name
+from tensorstow.store.remote import Remote, check_name
 from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
 from tensorstow.tensors.placeholder import ConsumedGradient
 
@@ -266,8 +266,10 @@ class StowedAdam(PlacedOptimizer):
 
         Weights, buffers (with ``module``), hyper-parameters, step counts and ``extra`` are
         restored; states stay on disk until they are needed. Several ranks load the newest commit
-        that all of them have. It may be called after a failure and after a backward that raised:
-        unfinished updates and gradients are dropped.
+        that all of them have. If that is of another number of ranks, all rows are moved to the
+        stores of these, and the old stores are removed unless they have snapshots; going back to a
+        snapshot of another number of ranks makes it the newest commit. It may be called after a
+        failure and after a backward that raised: unfinished updates and gradients are dropped.
 
         Args:
             which: The name of a snapshot or the number of a generation. Default: None, the newest
@@ -278,7 +280,7 @@ class StowedAdam(PlacedOptimizer):
 
         Raises:
             OptionError: The stored run has other parameters, or there is no such snapshot.
-            RankError: The ranks have no commit in common.
+            RankError: The ranks have no commit in common, or stores are missing.
         """
         return self._resume(which)
 
@@ -417,12 +419,14 @@ class StowedAdam(PlacedOptimizer):
         Raises:
             RemoteError: An earlier copy failed, in spite of repeats.
         """
-        if to is not None:
-            check_name(name)
-            self._runtime.wait_uploaded()
+        if to is None:
+            self._snapshot(name, extra)
+            return
+        check_name(name)
+        remote = Remote(to)
+        self._runtime.wait_uploaded()
         self._snapshot(name, extra)
-        if to is not None:
-            self._runtime.upload(name, to)
+        self._runtime.upload(name, remote)
 
     def _snapshot(self, name: str, extra: Mapping[str, Any] | None) -> None:
         storage = storage_of(self._params(), "snapshot()")

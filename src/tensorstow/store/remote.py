@@ -70,6 +70,9 @@ class Remote:
     def __init__(self, url: str) -> None:
         """Reach ``url``, such as "s3://bucket/run"; raise OptionError if nothing here can."""
         self.url = url.rstrip("/")
+        if not self.url:
+            message = f"{url!r} was named for a snapshot: name a folder, or an address."
+            raise OptionError(message)
         try:
             fsspec: Any = importlib.import_module("fsspec")  # it comes with torch
             self._files, self._root = fsspec.core.url_to_fs(url)
@@ -138,7 +141,7 @@ class Remote:
         for pause in (*_PAUSES, None):
             try:
                 return act()
-            except PermissionError as error:
+            except (PermissionError, NotADirectoryError) as error:
                 self._refuse(request, error)
             except Exception as error:  # noqa: BLE001  # each store raises errors of its own
                 if pause is None:
@@ -149,9 +152,8 @@ class Remote:
 
     def _refuse(self, request: str, error: Exception) -> NoReturn:
         message = (
-            f"{request} at {self.url} failed: {error!r}. What was written before stays, and the"
-            " snapshot is not visible. Check the address, the credentials and the network, then"
-            " run it again: it goes on where it stopped."
+            f"{request} at {self.url} failed: {error!r}. Check the address, the credentials and the"
+            " network, then push or pull again: it goes on where it stopped."
         )
         raise RemoteError(message) from error
 
@@ -196,20 +198,16 @@ def push(
     """
     check_name(name)
     own = f"snapshots/{name}/rank-{rank}-of-{world}.json"
-    there = remote.get(own)
+    there, listed = remote.get(own), remote.get(f"snapshots/{name}.json")
     shapes = chunk_shapes(generation.layout)
     parts: list[_Part] = [
         *(_ChunkPart(files[r.extent.file], r, shapes[r.chunk]) for r in generation.chunks),
         *(_TensorPart(files[r.extent.file], r) for r in generation.tensors),
     ]
     body = _as_json(generation, parts, rank, world, commit)
-    if there is not None and there != body:
-        message = (
-            f"The snapshot {name!r} was to be written to {remote.url}, and another commit has that"
-            " name there. Choose another name, or delete"
-            f" {remote.url}/snapshots/{name}* first."
-        )
-        raise OptionError(message)
+    is_other = listed is not None if there is None else there != body and _is_list(there)
+    if is_other:
+        _refuse_name(remote, name)
     existing = remote.list("objects")
     missing = {part.key: part for part in parts if existing.get(part.key) != part.nbytes}
 
@@ -223,20 +221,41 @@ def push(
         generation.step,
         sum(part.nbytes for part in missing.values()),
         sum(part.nbytes for part in parts),
-        _complete(remote, name, world, commit),
+        _complete(remote, name, generation.step, world, commit),
     )
 
 
-def _complete(remote: Remote, name: str, world: int, commit: str | None) -> bool:
+def _complete(remote: Remote, name: str, step: int, world: int, commit: str | None) -> bool:
     """Make a snapshot visible if all ranks have written theirs; return whether they have."""
     digests = []
     for rank in range(world):
         body = remote.get(f"snapshots/{name}/rank-{rank}-of-{world}.json")
-        if body is None or json.loads(body)["commit"] != commit:
+        if body is None or not _is_list(body) or json.loads(body)["commit"] != commit:
             return False
         digests.append(hashlib.sha256(body).hexdigest())
-    remote.put(f"snapshots/{name}.json", to_json({"ranks": digests}, "list of ranks").encode())
+    path = f"snapshots/{name}.json"
+    listed = to_json({"step": step, "ranks": digests}, "list of ranks").encode()
+    if (there := remote.get(path)) not in {None, listed} and _is_list(there or b"", "ranks"):
+        _refuse_name(remote, name)
+    remote.put(path, listed)
     return True
+
+
+def _is_list(body: bytes, key: str = "commit") -> bool:
+    """Return whether a list was written to its end: what was cut off is written anew."""
+    try:
+        return key in json.loads(body)
+    except (TypeError, ValueError):
+        return False
+
+
+def _refuse_name(remote: Remote, name: str) -> NoReturn:
+    message = (
+        f"The snapshot {name!r} was to be written to {remote.url}, and another commit has that name"
+        f" there. Choose another name; or delete {remote.url}/snapshots/{name}.json and the folder"
+        f" {remote.url}/snapshots/{name} first."
+    )
+    raise OptionError(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +269,24 @@ class RemoteSnapshot:
 
 def snapshot_names(remote: Remote) -> list[str]:
     """Return the names of the snapshots that all ranks have written."""
-    return sorted(n.removesuffix(".json") for n in remote.list("snapshots") if "/" not in n)
+    names = (n for n in remote.list("snapshots") if "/" not in n and n.endswith(".json"))
+    return sorted(name.removesuffix(".json") for name in names)
+
+
+def newest_snapshot(remote: Remote) -> str:
+    """Return the name of the snapshot with the highest step; raise OptionError if there is none."""
+    steps = {}
+    for name in snapshot_names(remote):
+        path = f"snapshots/{name}.json"
+        with _reading(remote.url, path):
+            steps[name] = int(json.loads(remote.get(path) or b"")["step"])
+    if not steps:
+        message = (
+            f"The newest snapshot was requested, and {remote.url} has none that all ranks have"
+            " written."
+        )
+        raise OptionError(message)
+    return max(steps, key=lambda name: steps[name])
 
 
 def find_snapshot(remote: Remote, name: str) -> RemoteSnapshot:
@@ -284,13 +320,16 @@ def find_snapshot(remote: Remote, name: str) -> RemoteSnapshot:
 def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> Transferred:
     """Download one rank's part of a snapshot to an empty store; it is its newest commit there.
 
+    Nothing is moved if the store has the snapshot already.
     Memory: two copies of eight chunks. Raises OptionError if the store has commits, DamageError if
     the bytes are not those that were written, RemoteError if a request fails in spite of repeats.
     """
-    if store.generations():
+    if there := store.generations():
+        if snapshot.name in there[-1].names and there[-1].step == snapshot.ranks[rank].get("step"):
+            return Transferred(snapshot.name, there[-1].step, 0, there[-1].bytes)
         message = (
             f"The snapshot {snapshot.name!r} was to be copied to {store.directories[0]}, which has"
-            " commits. Name an empty directory."
+            " other commits. Name an empty directory."
         )
         raise OptionError(message)
     path = f"snapshots/{snapshot.name}/rank-{rank}-of-{len(snapshot.ranks)}.json"
@@ -378,7 +417,8 @@ class _Part:
         if len(memory) != self.nbytes or not self.is_intact(memory):
             message = (
                 f"{self._what} was read from {source}: it is not as it was written, its checksum"
-                " does not fit. Take another snapshot."
+                " does not fit. Take another snapshot; or, if it is an object elsewhere, delete it"
+                " and push again from a run that has it."
             )
             raise DamageError(message)
 
@@ -495,7 +535,10 @@ def _in_threads(act: Callable[[_T], None], items: Iterable[_T]) -> None:
             for item in items:
                 if len(running) == _THREADS:
                     running.popleft().result()
-                running.append(threads.submit(act, item))
+                try:
+                    running.append(threads.submit(act, item))
+                except RuntimeError:  # the interpreter ends, and no thread works any more
+                    act(item)
             while running:
                 running.popleft().result()
         finally:

@@ -24,6 +24,7 @@ BUILTINS = {
     "OptimizerError": RuntimeError,
     "PoisonedError": RuntimeError,
     "RankError": RuntimeError,
+    "RemoteError": OSError,
     "LockedError": OSError,
     "StoreFormatError": ValueError,
     "CommitError": OSError,

@@ -95,6 +95,73 @@ def test_handlers_of_several_optimizers(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_handler_that_was_closed_is_passed_over(tmp_path: Path) -> None:
+    """The signal would end the process if a closed handler did what was done before it."""
+    first = make(tmp_path / "one", stop_signals="SIGUSR1")
+    second = make(tmp_path / "two", stop_signals="SIGUSR1")
+    third = make(tmp_path / "three", stop_signals="SIGUSR1")
+    second[1].close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    for model, optimizer in (first, third):
+        with pytest.raises(SystemExit):
+            step(model, optimizer)
+    third[1].close()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(SystemExit):
+        step(*first)
+    first[1].close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_it_is_closed_in_any_thread(tmp_path: Path) -> None:
+    _, optimizer = make(tmp_path / "one", stop_signals="SIGURG")
+    thread = threading.Thread(target=optimizer.close)
+    thread.start()
+    thread.join()
+    os.kill(os.getpid(), signal.SIGURG)  # its default is to be ignored
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("call", ["commit", "snapshot"])
+def test_a_commit_by_hand_leaves_the_stop_to_the_next_step(tmp_path: Path, call: str) -> None:
+    model, optimizer = make(tmp_path / "run", stop_signals="SIGUSR1")
+    with optimizer:
+        step(model, optimizer)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        getattr(optimizer, call)(*(["one"] if call == "snapshot" else []))
+        with pytest.raises(SystemExit):
+            step(model, optimizer)
+        step(model, optimizer)
+        optimizer.request_commit()
+        step(model, optimizer)  # which ends nothing
+
+
+def test_a_step_that_failed_leaves_the_stop_to_the_next_one(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path / "run", stop_signals="SIGUSR1", overlap="backward")
+    with optimizer:
+        step(model, optimizer)
+        optimizer.commit()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        handle = model.bias.register_hook(lambda _: (_ for _ in ()).throw(ValueError("no")))
+        with pytest.raises(ValueError, match="no"):
+            model(torch.ones(3)).sum().backward()
+        handle.remove()
+        optimizer.resume()
+        with pytest.raises(SystemExit):
+            step(model, optimizer)
+    model, optimizer = make(tmp_path / "run")
+    with optimizer:
+        assert optimizer.resume() == 2
+
+
+def test_an_extra_by_hand_would_be_lost(tmp_path: Path) -> None:
+    model, optimizer = make(tmp_path / "run", stop_signals="SIGUSR1")
+    with optimizer:
+        step(model, optimizer)
+        with pytest.raises(OptionError, match="the one of stop_signals= would lack it"):
+            optimizer.commit({"position": 1})
+
+
 def test_a_closed_optimizer_s_handler_leaves_the_default(tmp_path: Path) -> None:
     _, first = make(tmp_path / "one", stop_signals="SIGURG")  # which is ignored by default
     _, second = make(tmp_path / "two", stop_signals="SIGURG")
@@ -113,6 +180,9 @@ def test_a_closed_optimizer_s_handler_leaves_the_default(tmp_path: Path) -> None
         {"SIGTERM": "0"},
         {"SIGTERM": 256},
         {"SIGSTOP": 0},
+        "SIGSEGV",
+        "SIGCHLD",
+        {"SIGIO": 1, "SIGPOLL": 2},
         {15: 0},
         ["SIGTERM"],
     ],

@@ -11,6 +11,7 @@ import fsspec
 import pytest
 import torch
 
+import children
 import tensorstow
 from tensorstow.base.errors import (
     DamageError,
@@ -131,6 +132,8 @@ def test_it_is_copied_while_the_run_goes_on(tmp_path: Path, url: str) -> None:
         run.optimizer.snapshot("two", to=url)
         run.optimizer.drop("two")
         last = run.state()
+    assert main(["run", "pull", url, str(tmp_path / "newest")]) == 0
+    assert is_same(tmp_path / "newest", last, "two")
     for name, state in (("one", wanted), ("two", last)):
         assert main(["run", "pull", url, str(tmp_path / name), "--snapshot", name]) == 0
         assert is_same(tmp_path / name, state, name)
@@ -206,6 +209,8 @@ def test_a_cut_connection_leaves_nothing_visible_and_is_gone_on_with(
     is_cut = False
     assert names_in(url, "snapshots") == set()
     there = names_in(url)
+    with pytest.raises(OptionError, match="has none that all ranks have written"):
+        remote_module.newest_snapshot(Remote(url))
     with pytest.raises(OptionError, match=r"does not have it\. It has: none"):
         remote_module.find_snapshot(Remote(url), "one")
     assert main(["run", "push", str(tmp_path / "run"), url, "--json"]) == 0
@@ -288,6 +293,64 @@ def test_a_name_is_of_one_commit(tmp_path: Path, url: str) -> None:
             remote_module.push(Remote(url), store.files, generation, "one")
 
 
+def test_a_name_is_of_one_number_of_ranks(tmp_path: Path, url: str) -> None:
+    trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    with open_contents(tmp_path / "run", "A test") as store:
+        given: dict[str, Any] = {"rank": 0, "world": 2, "commit": "id"}
+        with pytest.raises(OptionError, match=r"delete .*one.json and the folder .*one first"):
+            remote_module.push(Remote(url), store.files, store.generations[-1], "one", **given)
+
+
+def test_what_a_killed_push_left_is_written_anew(tmp_path: Path) -> None:
+    url, lists = str(tmp_path / "bucket"), tmp_path / "bucket" / "snapshots"
+    wanted = trained(tmp_path / "run", "one")
+    assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    (lists / "one.json.18abc.part").write_text("{")
+    for path in (lists / "one.json", lists / "one" / "rank-0-of-1.json"):
+        path.write_text("{")
+        assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
+    assert remote_module.snapshot_names(Remote(url)) == ["one"]
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0  # which has it
+    assert is_same(tmp_path / "back", wanted)
+
+
+def test_a_pull_leaves_runs_of_other_ranks_alone(tmp_path: Path, url: str) -> None:
+    wanted = trained(tmp_path / "run", "one", "two")
+    trained(tmp_path / "other", "one")
+    with open_contents(tmp_path / "other", "A test") as store:
+        for rank in (0, 1):
+            given: dict[str, Any] = {"rank": rank, "world": 2, "commit": "id"}
+            remote_module.push(Remote(url), store.files, store.generations[-1], "one", **given)
+    assert main(["run", "pull", url, str(tmp_path / "run")]) != 0
+    assert is_same(tmp_path / "run", wanted)
+
+
+def test_an_address_that_cannot_be_reached_leaves_no_snapshot(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    with run.optimizer:
+        run.step()
+        for url in ("nowhere://bucket", ""):
+            with pytest.raises(OptionError, match="was named for a snapshot"):
+                run.optimizer.snapshot("one", to=url)
+        assert list(run.optimizer.snapshots()) == []
+
+
+def test_the_end_of_the_interpreter_waits_for_the_copy(tmp_path: Path) -> None:
+    code = f"""
+import torch, tensorstow
+p = torch.nn.Parameter(torch.ones(100_000))
+o = tensorstow.AdamW([p], states="disk", dir={str(tmp_path / "run")!r}, commit_every=None)
+p.grad = torch.ones(100_000)
+o.step()
+o.snapshot("one", to={str(tmp_path / "bucket")!r})
+"""
+    done = children.run("-c", code)
+    assert done.returncode == 0
+    assert remote_module.snapshot_names(Remote(str(tmp_path / "bucket"))) == ["one"]
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", ".hidden", "x" * 129])
 def test_names_are_parts_of_addresses(name: str) -> None:
     with pytest.raises(OptionError, match="its name is a part of an address"):
@@ -302,7 +365,9 @@ def test_addresses_that_nothing_reaches_say_what_to_install() -> None:
 def test_a_directory_with_commits_is_not_overwritten(tmp_path: Path, url: str) -> None:
     wanted = trained(tmp_path / "run", "one")
     assert main(["run", "push", str(tmp_path / "run"), url]) == 0
-    assert main(["run", "pull", url, str(tmp_path / "run")]) != 0
+    other = trained(tmp_path / "other", "none", "one")
+    assert main(["run", "pull", url, str(tmp_path / "other")]) != 0
+    assert is_same(tmp_path / "other", other)
     assert is_same(tmp_path / "run", wanted)
 
 
