@@ -129,10 +129,12 @@ class Worlds:
     """The id of that commit; None: there is none."""
 
     @property
-    def highest_era(self) -> int:
-        """Return the highest era of all commits, complete or not."""
+    def next_era(self) -> int:
+        """Return the era of what is committed from now on: above that of what others have."""
+        if not self.moves and all(world.era < self.own.era for world in self.others):
+            return max(self.own.era, 0)
         worlds = (self.own, *self.others)
-        return max((g.era for world in worlds for g in world.all), default=0)
+        return max((g.era for world in worlds for g in world.all), default=0) + 1
 
     @property
     def moves(self) -> bool:
@@ -258,7 +260,7 @@ def move_rows(
             )
             readers.append(RankReader(contents.files, generation))
         move = _Move(readers, params, groups, module, store, ranks)
-        content = move.content(worlds.highest_era + 1)
+        content = move.content(worlds.next_era)
     try:
         with ranks.reporting_errors(_ASKED):
             fields = {each.name: getattr(content, each.name) for each in dataclass_fields(content)}
@@ -516,11 +518,14 @@ def _fill(chunk: Chunk, memory: torch.Tensor, reads: Iterator[tuple[int, PieceRe
 def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
     """Remove the stores of other numbers of ranks, unless they have snapshots.
 
-    Call it when these ranks have resumed, and so have the newest commit. Each removes some; what
-    cannot be removed stays, with a warning.
+    Those that have a newer commit than the one that was resumed stay too: whoever went back to a
+    snapshot may go on from there still. Call it when these ranks have resumed. Each removes some;
+    what cannot be removed stays, with a warning.
     """
     stores: list[tuple[Path, list[Path]]] = []
     for world in worlds.others:
+        if world.era > worlds.source.era:
+            continue
         if any(generation.names for generation in world.all):
             if ranks.rank == 0 and worlds.moves:
                 listed = " ".join(map(str, sorted(world.paths.values())))

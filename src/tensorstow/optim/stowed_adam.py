@@ -291,7 +291,7 @@ class StowedAdam(PlacedOptimizer):
         store, ranks, commits = storage.store, self._runtime.ranks, self._runtime.commits
         worlds = survey(store, ranks, which)
         if worlds is not None:
-            commits.era = worlds.highest_era
+            commits.era = worlds.next_era
             if worlds.moves:
                 module = commits.module
                 move_rows(worlds, self._params(), self.param_groups, module, store, ranks)

@@ -149,6 +149,28 @@ def test_what_followed_a_snapshot_is_the_newest(tmp_path: Path, ranks: Pools) ->
     assert (start, before) == (6, wanted)
 
 
+def test_a_look_at_a_snapshot_loses_nothing(tmp_path: Path, ranks: Pools) -> None:
+    run = tmp_path / "run"
+    ranks(2).run(go_on, run, 2, None, {})
+    wanted, _ = ranks(2).run(snapshot, run, "a")
+    ((_, _, newest),) = ranks(1).run(go_on, run, 3, None, {})
+    assert ranks(2).run(told, run, "a") == ["nothing was raised"] * 2
+    ((start, before, _),) = ranks(1).run(go_on, run, 0, None, {})
+    assert (start, before) == (5, newest)
+    assert ranks(3).run(told, run, "a") == ["nothing was raised"] * 3
+    assert "run" in stores(run)
+    for start, before, _ in ranks(2).run(go_on, run, 1, "a", {}):
+        assert (start, shared(before)) == (2, shared(wanted))
+    assert [start for start, _, _ in ranks(3).run(go_on, run, 0, None, {})] == [3, 3, 3]
+    assert stores(run) == [
+        "rank-0-of-2",
+        "rank-0-of-3",
+        "rank-1-of-2",
+        "rank-1-of-3",
+        "rank-2-of-3",
+    ]
+
+
 def test_a_lost_store_is_not_replaced_by_an_older_run(tmp_path: Path, ranks: Pools) -> None:
     run = tmp_path / "run"
     ranks(2).run(go_on, run, 2, None, {})
