@@ -1,6 +1,9 @@
 """``Stowed``: placed models in the Trainer of transformers, against the plain loop."""
 
 import gc
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,6 +188,44 @@ def test_the_best_weights_are_read_into_place_at_the_end(plan: Plan, tmp_path: P
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
+class Stop(transformers.TrainerCallback):
+    """The signal of a scheduler, after a step; transformers itself waits some seconds first."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.jit_manager: Any = None
+
+    def on_step_end(  # type: ignore[override]
+        self,
+        _args: object,
+        state: transformers.TrainerState,
+        *_: object,
+        **__: object,
+    ) -> None:
+        """Send the signal, and wait until it is to be served."""
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.jit_manager.is_checkpoint_requested:
+                time.sleep(0.01)
+
+
+def test_a_signal_saves_a_checkpoint_and_ends_training(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    stop = Stop(2)
+    first = trainer(tmp_path, batches=4, durable=True, callbacks=[stop], enable_jit_checkpoint=True)
+    (jit,) = (c for c in first.callback_handler.callbacks if "JIT" in type(c).__name__)
+    stop.jit_manager = jit.jit_manager
+    stop.jit_manager.kill_wait = 0
+    first.train()
+    assert first.state.global_step < 4
+    assert signal.getsignal(signal.SIGTERM) == before
+    finish(first)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    second = trainer(tmp_path, batches=4, durable=True)
+    second.train(resume_from_checkpoint=True)
+    assert finish(second) == by_hand(4)
+
+
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
     import peft  # noqa: PLC0415  # seconds
