@@ -36,6 +36,7 @@ def script_and_options(words: list[str]) -> tuple[str, list[str]]:
     return words[at], words[at + 1 :]
 
 
+@pytest.mark.soak
 def test_torchrun_goes_on_when_a_rank_is_killed(tmp_path: Path) -> None:
     environment = {
         **os.environ,
