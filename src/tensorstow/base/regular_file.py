@@ -27,6 +27,18 @@ _KINDS = {
 }
 
 
+def is_there(path: Path) -> bool:
+    """Return whether ``path`` is the name of anything; raise OSError if that cannot be said.
+
+    ``os.path.lexists`` takes any error for a no.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def open_regular(
     path: str | os.PathLike[str],
     flags: int = os.O_RDONLY,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tensorstow.base.errors import DamageError, StoreFormatError
-from tensorstow.base.regular_file import regular_stream
+from tensorstow.base.regular_file import is_there, regular_stream
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.heads import find_head, first_pages, parse_head
 from tensorstow.store.records import HEADER_BYTES, PAGE
@@ -87,10 +87,10 @@ def check_files(run: str, directories: Sequence[Path]) -> None:
     StoreFormatError if it is missing or another's, DamageError if its label is unreadable.
     """
     for wanted, path in labelled(run, directories).items():
-        label = read_label(path) if os.path.lexists(path) else None
+        label = read_label(path) if is_there(path) else None
         if label == wanted:
             continue
-        if label is None and os.path.lexists(path):
+        if label is None and is_there(path):
             message = (
                 f"{path} was requested as file {wanted.index} of {wanted.count} of run {run}, and"
                 f" its header, {PAGE} bytes at offset 0, is damaged: it names no run. Look at"

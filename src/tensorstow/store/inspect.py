@@ -1,6 +1,5 @@
 """What a store holds, read without taking its lock."""
 
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, named
+from tensorstow.base.regular_file import is_there
 from tensorstow.store.datafiles import Label, is_file_of, labelled
 from tensorstow.store.lock import peek
 from tensorstow.store.records import HEADER_BYTES, Summary, chunk_shapes
@@ -128,7 +128,7 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
     """Open a manifest for reading; yield it with the holder of the store, if any."""
     path = directory / MANIFEST_NAME
     with peek(directory) as holder:
-        if not os.path.lexists(path):
+        if not is_there(path):
             message = f"A store was requested in {directory}: there is no {MANIFEST_NAME} in it."
             raise StoreFormatError(message)
         try:

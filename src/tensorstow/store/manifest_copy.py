@@ -11,7 +11,6 @@ it is not equal.
 """
 
 import logging
-import os
 import sqlite3
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from tensorstow.base.errors import StowError
+from tensorstow.base.regular_file import is_there
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.schema import (
     MANIFEST_NAME,
@@ -154,7 +154,7 @@ def find_copy_damage(path: Path) -> str | None:
     log = with_suffix(copy, "-wal")
     is_still = not (log.exists() and log.stat().st_size)
     try:
-        if not os.path.lexists(copy) or with_suffix(copy, "-journal").exists():
+        if not is_there(copy) or with_suffix(copy, "-journal").exists():
             return None
         with closing(connect_to_read(copy, "&immutable=1" if is_still else "")) as connection:
             _check_copy(connection, copy)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
-from tensorstow.base.regular_file import regular_stream
+from tensorstow.base.regular_file import is_there, regular_stream
 from tensorstow.store.bounds import check_schema, without_overlaps
 from tensorstow.store.contents import open_for_reading
 from tensorstow.store.datafiles import check_files, data_path, data_paths, read_label
@@ -92,7 +92,7 @@ def hold_recovery(
     """
     first, *rest = (inspect_directory(directory).path for directory in directories)
     with named("A recovery of the store in", first), ExitStack() as resources:
-        label = read_label(data_path(first, 0)) if os.path.lexists(data_path(first, 0)) else None
+        label = read_label(data_path(first, 0)) if is_there(data_path(first, 0)) else None
         if label is None:
             message = (
                 f"A store was requested in {first}: there is no states-0.bin in it that says which"
@@ -275,9 +275,9 @@ def _copy_manifest(first: Path, name: str, scratch: Path) -> Path:
     copy = scratch / name
     for suffix in ("", *_BESIDE):
         # A backup is of use only while there is no manifest.
-        backup = name == MANIFEST_NAME and not os.path.lexists(first / name)
+        backup = name == MANIFEST_NAME and not is_there(first / name)
         candidates = (f"{name}{suffix}", *((f"{DAMAGED_NAME}{suffix}",) if backup else ()))
-        source = next((first / name for name in candidates if os.path.lexists(first / name)), None)
+        source = next((first / name for name in candidates if is_there(first / name)), None)
         if source is not None:
             flags = os.O_RDONLY | os.O_NOFOLLOW
             with (

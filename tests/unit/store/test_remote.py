@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -139,12 +140,12 @@ def test_it_is_copied_while_the_run_goes_on(tmp_path: Path, url: str) -> None:
         assert is_same(tmp_path / name, state, name)
 
 
-Fault = Callable[[str], None]
+Fault = Callable[[str, object], None]
 
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
-    """Let a function see each request by its name; it raises where one is to fail."""
+    """Let a function see each request, and its path; it raises where one is to fail."""
 
     def use(fault: Fault) -> None:
         for owner in (fsspec.get_filesystem_class("file"), fsspec.get_filesystem_class("memory")):
@@ -157,7 +158,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], None]:
 def _failing(act: Callable[..., object], name: str, fault: Fault) -> Callable[..., object]:
     @wraps(act)
     def request(*given: object, **options: object) -> object:
-        fault(name)
+        fault(name, given[1])
         return act(*given, **options)
 
     return request
@@ -168,16 +169,16 @@ def test_errors_are_repeated(
 ) -> None:
     wanted = trained(tmp_path / "run", "one")
 
-    requests = 0
+    requests: set[tuple[str, str]] = set()
 
-    def every_third(_: str) -> None:
-        nonlocal requests
-        requests += 1
-        if requests % 3 == 0:
+    def at_first(name: str, path: object) -> None:
+        request = (name, re.sub(r"\.\w+\.part$", "", str(path)))
+        if request not in requests:
+            requests.add(request)
             message = "503 Slow Down"
             raise OSError(message)
 
-    fail(every_third)
+    fail(at_first)
     with caplog.at_level(logging.WARNING):
         assert main(["run", "push", str(tmp_path / "run"), url]) == 0
         assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
@@ -196,7 +197,7 @@ def test_a_cut_connection_leaves_nothing_visible_and_is_gone_on_with(
     wanted = trained(tmp_path / "run", "one")
     is_cut, written = True, 0
 
-    def cut(name: str) -> None:
+    def cut(name: str, _: object) -> None:
         nonlocal written
         written += name == "pipe_file"
         if is_cut and written > kept:
