@@ -187,7 +187,6 @@ def test_the_best_weights_are_read_into_place_at_the_end(plan: Plan, tmp_path: P
     assert finish(made) == trainers.bits(read) != by_hand(3)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 class Stop(transformers.TrainerCallback):
     """The signal of a scheduler, after a step; transformers itself waits some seconds first."""
 
@@ -226,6 +225,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_training(tmp_path: Path) -> None:
     assert finish(second) == by_hand(4)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
     import peft  # noqa: PLC0415  # seconds
