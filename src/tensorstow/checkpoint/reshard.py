@@ -548,6 +548,8 @@ def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
 def _remove(directory: Path, others: Sequence[Path]) -> None:
     try:
         with hold_dead_run(directory, [path for path in others if path.is_dir()]) as removal:
+            if any(summary.names for summary in removal.generations):
+                return  # another process has named one since
             remove(removal)
         for path in (directory, *others):
             if RANK_NAME.fullmatch(path.name):
