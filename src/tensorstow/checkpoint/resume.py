@@ -121,7 +121,7 @@ class Checked(NamedTuple):
     order: list[torch.Tensor]
     """This optimizer's parameters, in the order of the generation's."""
     values: list[dict[str, Any]]
-    """Of each group."""
+    """The values of each group."""
     extra: dict[str, Any]
     buffers: list[tuple[torch.Tensor, TensorRecord]]
     families: list[Family]

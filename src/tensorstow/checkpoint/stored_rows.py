@@ -43,7 +43,7 @@ class StoredPiece:
     file: File
     record: ChunkRecord
     shape: ChunkShape
-    """Of the chunk."""
+    """The shape of the chunk."""
     family: Family
     position: int
     count: int
@@ -75,10 +75,10 @@ class StoredPiece:
             memory[: blocks.weight_offset] = 0
             places = places[-1:]
         reads = []
-        for (stream, there), (_, here) in places:
-            part = memory[here : here + stream.span(blocks.elements)]
+        for (stream, source), (_, target) in places:
+            part = memory[target : target + stream.span(blocks.elements)]
             reads.append(
-                self.file.read(part, self.record.extent.offset + there + stream.span(begin))
+                self.file.read(part, self.record.extent.offset + source + stream.span(begin))
             )
         return PieceRead(self, memory, reads)
 
@@ -165,8 +165,8 @@ class RankReader:
         self._runs: dict[int, list[_Run]] = {}
         for number, chunk in enumerate(self.layout.chunks):
             for run in chunk.plan.runs:
-                found = _Run(run.start, run.count, number, run.position)
-                self._runs.setdefault(run.parameter, []).append(found)
+                place = _Run(run.start, run.count, number, run.position)
+                self._runs.setdefault(run.parameter, []).append(place)
         for runs in self._runs.values():
             runs.sort(key=_Run.end)
 

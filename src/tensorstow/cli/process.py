@@ -82,7 +82,7 @@ def started(
     process = None
     with tempfile.TemporaryFile() as output, os.fdopen(reader, encoding="utf-8") as lines:
         try:
-            with SignalsDeferred():  # an interrupt within Popen would leave a process behind
+            with SignalsDeferred():  # Popen, interrupted, forgets its process
                 try:
                     child = subprocess.Popen(  # noqa: S603  # this interpreter
                         [*command, "--descriptor", str(writer)],

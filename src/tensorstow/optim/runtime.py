@@ -94,7 +94,7 @@ class OptimizerRuntime:
         self.is_half_loaded = False
         """Groups were loaded, and the states that belong to them not yet."""
         self.uploads: Uploads | None = None
-        """Of snapshots, once one was copied elsewhere."""
+        """The copies of snapshots elsewhere; None until there is one."""
         self.waits: ForwardWaits | None = None
         self.schedule = self._make_schedule(offload_policy, run)
         self.steps = StepRunner(

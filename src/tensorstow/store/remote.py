@@ -197,15 +197,15 @@ def push(
     repeats.
     """
     check_name(name)
-    own = f"snapshots/{name}/rank-{rank}-of-{world}.json"
-    there, listed = remote.get(own), remote.get(f"snapshots/{name}.json")
+    path = f"snapshots/{name}/rank-{rank}-of-{world}.json"
+    before, listed = remote.get(path), remote.get(f"snapshots/{name}.json")
     shapes = chunk_shapes(generation.layout)
     parts: list[_Part] = [
         *(_ChunkPart(files[r.extent.file], r, shapes[r.chunk]) for r in generation.chunks),
         *(_TensorPart(files[r.extent.file], r) for r in generation.tensors),
     ]
     body = _as_json(generation, parts, rank, world, commit)
-    is_other = listed is not None if there is None else there != body and _is_list(there)
+    is_other = listed is not None if before is None else before != body and _is_list(before)
     if is_other:
         _refuse_name(remote, name)
     existing = remote.list("objects")
@@ -215,7 +215,7 @@ def push(
         remote.put(f"objects/{part.key}", part.read())
 
     _in_threads(upload, missing.values())
-    remote.put(own, body)
+    remote.put(path, body)
     return Transferred(
         name,
         generation.step,
@@ -235,7 +235,7 @@ def _complete(remote: Remote, name: str, step: int, world: int, commit: str | No
         digests.append(hashlib.sha256(body).hexdigest())
     path = f"snapshots/{name}.json"
     listed = to_json({"step": step, "ranks": digests}, "list of ranks").encode()
-    if (there := remote.get(path)) not in {None, listed} and _is_list(there or b"", "ranks"):
+    if (before := remote.get(path)) not in {None, listed} and _is_list(before or b"", "ranks"):
         _refuse_name(remote, name)
     remote.put(path, listed)
     return True
@@ -324,9 +324,10 @@ def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> T
     Memory: two copies of eight chunks. Raises OptionError if the store has commits, DamageError if
     the bytes are not those that were written, RemoteError if a request fails in spite of repeats.
     """
-    if there := store.generations():
-        if snapshot.name in there[-1].names and there[-1].step == snapshot.ranks[rank].get("step"):
-            return Transferred(snapshot.name, there[-1].step, 0, there[-1].bytes)
+    if generations := store.generations():
+        newest = generations[-1]
+        if snapshot.name in newest.names and newest.step == snapshot.ranks[rank].get("step"):
+            return Transferred(snapshot.name, newest.step, 0, newest.bytes)
         message = (
             f"The snapshot {snapshot.name!r} was to be copied to {store.directories[0]}, which has"
             " other commits. Name an empty directory."
