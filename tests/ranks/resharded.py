@@ -109,8 +109,13 @@ def fail_in_commit(directory: Path, rank: int) -> str:
     return said
 
 
-def go_on_untrained(directory: Path, given: dict[str, Any]) -> tuple[int | None, Facts, Facts]:
-    """Do what ``go_on`` does, with weights that no step updates in chunks of their own."""
+def go_on_untrained(
+    directory: Path, given: dict[str, Any], *, stand_still: bool = False
+) -> tuple[int | None, Facts, Facts]:
+    """Do what ``go_on`` does, with weights that no step updates in chunks of their own.
+
+    ``stand_still``: steps update all weights, by nothing.
+    """
     torch.manual_seed(2)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(64, 128, bias=False)]).to(torch.bfloat16)
@@ -121,11 +126,51 @@ def go_on_untrained(directory: Path, given: dict[str, Any]) -> tuple[int | None,
     start = optimizer.resume()
     before = whole_facts(model, optimizer)
     for _ in range(2):
-        model[0](torch.ones(1, 32, dtype=torch.bfloat16)).square().mean().backward()
+        loss = model[0](torch.ones(1, 32, dtype=torch.bfloat16)).square().mean()
+        if stand_still:
+            optimizer.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
+            loss = loss + model[1](torch.ones(1, 64, dtype=torch.bfloat16)).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.commit()
     after = whole_facts(model, optimizer)
+    optimizer.close()
+    return start, before, after
+
+
+def go_on_tied(directory: Path, steps: int) -> tuple[int | None, Facts, Facts]:
+    """Do what ``go_on`` does, with tied weights, groups, clipping and accumulation."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Embedding(33, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 33))
+    model[2].weight = model[0].weight
+
+    def make(named: Any, **options: Any) -> tensorstow.AdamW:  # noqa: ANN401  # as stow calls it
+        params = dict(named)
+        quick = {name: params.pop(name) for name in ("1.weight", "2.bias")}
+        groups = [
+            {"params": list(quick.items()), "lr": 0.02},
+            {"params": list(params.items()), "weight_decay": 0.1},
+        ]
+        given: dict[str, Any] = {"dir": directory, "commit_every": None, "lr": 0.01, **options}
+        return tensorstow.AdamW(groups, **given)
+
+    plan = tensorstow.Plan(parameters="host", states="disk")
+    model, optimizer = tensorstow.stow(model, make, plan=plan)
+    start = optimizer.resume()
+    before = whole_facts(model, optimizer)
+    for step in range(start or 0, (start or 0) + steps):
+        for part in range(2):
+            generator = torch.Generator().manual_seed(100 * dist.get_rank() + 2 * step + part)
+            tokens = torch.randint(33, (2, 5), generator=generator)
+            (model(tokens).square().mean() / 2).backward()
+        optimizer.clip_grad_norm_(0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.commit()
+    after = whole_facts(model, optimizer)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [0.02, 0.01]
     optimizer.close()
     return start, before, after
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ranks.resharded import (
     go_on,
     go_on_over_files,
     go_on_stowed,
+    go_on_tied,
     go_on_untrained,
     resume_twice,
     snapshot,
@@ -198,6 +200,50 @@ def test_states_of_untrained_weights_stay_blank(
         assert [start for start, _, _ in found] == [2 * number or None] * world
         assert last is None or all(before == last for _, before, _ in found)
         last = found[0][2]
+
+
+def test_weights_that_never_moved_have_masters_of_their_values(
+    tmp_path: Path, ranks: Pools
+) -> None:
+    """A step by nothing leaves them as they are: masters of zero would be rounded to zeros."""
+    given = {"state_format": "fp32"}
+    ((_, _, wanted),) = ranks(1).run(go_on_untrained, tmp_path / "run", given)
+    weights = {name: value for name, value in wanted.items() if "weight" in name}
+    for world in (2, 3):
+        task = partial(go_on_untrained, stand_still=True)
+        for _, _, after in ranks(world).run(task, tmp_path / "run", given):
+            assert {name: after[name] for name in weights} == weights
+
+
+def test_tied_weights_and_groups(tmp_path: Path, ranks: Pools) -> None:
+    last = None
+    for number, world in enumerate((2, 1, 3, 2)):
+        found = ranks(world).run(go_on_tied, tmp_path / "run", 2)
+        assert [start for start, _, _ in found] == [2 * number or None] * world
+        assert last is None or all(before == last for _, before, _ in found)
+        last = found[0][2]
+
+
+def test_a_run_that_was_put_beside_does_not_replace_its_own(tmp_path: Path, ranks: Pools) -> None:
+    ((_, _, wanted),) = ranks(1).run(go_on, tmp_path / "run", 5, None, {})
+    ranks(2).run(go_on, tmp_path / "other", 7, None, {})
+    for rank in range(2):
+        name = f"rank-{rank}-of-2"
+        (tmp_path / "other" / name).rename(tmp_path / "run" / name)
+    ((start, before, _),) = ranks(1).run(go_on, tmp_path / "run", 0, None, {})
+    assert (start, before) == (5, wanted)
+
+
+def test_the_commit_before_going_back_stays_by_its_number(tmp_path: Path, ranks: Pools) -> None:
+    run = tmp_path / "run"
+    ranks(2).run(go_on, run, 2, None, {})
+    ranks(2).run(snapshot, run, "a")
+    ((_, _, wanted),) = ranks(1).run(go_on, run, 3, None, {})
+    with open_contents(run, "A test") as contents:
+        number = contents.generations[-1].number
+    assert ranks(1).run(told, run, "a") == ["nothing was raised"]
+    ((start, before, _),) = ranks(1).run(go_on, run, 0, number, {})
+    assert (start, before) == (5, wanted)
 
 
 def test_frozen_weights_in_files_are_compared(tmp_path: Path, ranks: Pools) -> None:
