@@ -10,7 +10,6 @@ import torch
 from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.stored_layout import StoredParameter, read_hyper, read_layout
 from tensorstow.io.files import File, IoFuture
-from tensorstow.states.layout import Family
 from tensorstow.store.checksums import block_checksums, weight_checksums
 from tensorstow.store.records import (
     ChunkRecord,
@@ -44,7 +43,6 @@ class StoredPiece:
     record: ChunkRecord
     shape: ChunkShape
     """The shape of the chunk."""
-    family: Family
     position: int
     count: int
 
@@ -121,13 +119,6 @@ class PieceRead:
             begin, at = source + stream.span(first), target + stream.span(position)
             nbytes = stream.span(piece.count)
             memory[at : at + nbytes] = self.memory[begin : begin + nbytes]
-        if piece.record.blank:
-            # Others in the chunk may not be blank: give the states the masters of their weights.
-            weights = self.memory[blocks.weight_offset :].view(piece.family.dtype)[first:]
-            for spec, (_, at) in zip(piece.family.specs, _streams(shape), strict=False):
-                if spec.name == "master" and spec.dtype == torch.float32:
-                    masters = memory[at : at + 4 * shape.elements].view(torch.float32)
-                    masters[position : position + piece.count] = weights[: piece.count]
 
 
 def _streams(shape: ChunkShape) -> Iterator[tuple[StreamShape, int]]:
@@ -199,7 +190,6 @@ class RankReader:
                     self._files[record.extent.file],
                     record,
                     self._shapes[run.chunk],
-                    self.layout.chunks[run.chunk].family,
                     run.position + first - run.start,
                     end - first,
                 ),

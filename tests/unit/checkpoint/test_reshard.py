@@ -205,7 +205,7 @@ def test_states_of_untrained_weights_stay_blank(
 def test_weights_that_never_moved_have_masters_of_their_values(
     tmp_path: Path, ranks: Pools
 ) -> None:
-    """A step by nothing leaves them as they are: masters of zero would be rounded to zeros."""
+    """Their first update seeds masters, which are zero where a chunk has trained ones too."""
     given = {"state_format": "fp32"}
     ((_, _, wanted),) = ranks(1).run(go_on_untrained, tmp_path / "run", given)
     weights = {name: value for name, value in wanted.items() if "weight" in name}

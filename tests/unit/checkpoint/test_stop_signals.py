@@ -154,6 +154,32 @@ def test_a_step_that_failed_leaves_the_stop_to_the_next_one(tmp_path: Path) -> N
         assert optimizer.resume() == 2
 
 
+def test_a_commit_that_failed_leaves_the_stop_to_the_next_step(tmp_path: Path) -> None:
+    fails = False
+
+    def extra() -> dict[str, int]:
+        if fails:
+            raise ValueError
+        return {"one": 1}
+
+    model, optimizer = make(tmp_path / "run", stop_signals="SIGUSR1", extra=extra)
+    with optimizer:
+        step(model, optimizer)
+        optimizer.commit()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        fails = True
+        with pytest.raises(ValueError):  # noqa: PT011  # extra's own
+            step(model, optimizer)
+        fails = False
+        optimizer.zero_grad()
+        optimizer.resume()
+        with pytest.raises(SystemExit):
+            step(model, optimizer)
+    model, optimizer = make(tmp_path / "run")
+    with optimizer:
+        assert optimizer.resume() == 2
+
+
 def test_an_extra_by_hand_would_be_lost(tmp_path: Path) -> None:
     model, optimizer = make(tmp_path / "run", stop_signals="SIGUSR1")
     with optimizer:
