@@ -9,8 +9,11 @@ import torch.distributed as dist
 from ranks.durable import DurableRun
 
 
-def until_stopped(directory: Path, rank: int) -> tuple[object, int, int | None]:
-    """Train until a signal to ``rank`` stops the run; return its status and both steps."""
+def until_stopped(directory: Path, rank: int, *, by_hand: bool) -> tuple[object, int, int | None]:
+    """Train until a signal to ``rank`` stops the run; return its status and both steps.
+
+    ``by_hand``: all ranks commit between the signal and the next step.
+    """
     run = DurableRun(directory, commit_every=None, stop_signals={"SIGUSR1": 75})
     taken, status = 0, None
     try:
@@ -18,6 +21,8 @@ def until_stopped(directory: Path, rank: int) -> tuple[object, int, int | None]:
             for step in range(1, 20):
                 if step == 3 and dist.get_rank() == rank:
                     os.kill(os.getpid(), signal.SIGUSR1)
+                if step == 3 and by_hand:
+                    run.optimizer.commit()
                 taken = step
                 run.train(step)
     except SystemExit as ended:

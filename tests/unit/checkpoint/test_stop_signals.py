@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,16 @@ def test_what_cannot_stop_says_why(tmp_path: Path) -> None:
     assert "outside of the main thread" in told[0]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_rank_stops_all_at_one_step(
-    tmp_path: Path, ranks: Pools, rank: int
+    tmp_path: Path,
+    ranks: Pools,
+    rank: int,
+    by_hand: bool,  # noqa: FBT001
 ) -> None:
-    (first, second) = ranks(2).run(until_stopped, tmp_path / "run", rank)
+    task = partial(until_stopped, by_hand=by_hand)
+    (first, second) = ranks(2).run(task, tmp_path / "run", rank)
     assert first == second
     status, stopped, resumed = first
     assert status == 75
