@@ -17,7 +17,7 @@ from crash.aims import MOMENTS, arm_at
 from ranks.durable import DurableRun, digest
 from ranks.kill_points import attend
 from ranks.resharded import whole_facts
-from tensorstow.checkpoint import reshard
+from tensorstow.checkpoint import worlds
 
 CHANGES: dict[str, tuple[Any, str, str]] = {
     **{
@@ -33,9 +33,9 @@ CHANGES: dict[str, tuple[Any, str, str]] = {
             "weights half loaded",
         )
     },
-    "the stores are seen": (reshard, "_listed", "after"),
-    "an old store goes": (reshard, "remove", "before"),
-    "an old store is gone": (reshard, "remove", "after"),
+    "the stores are seen": (worlds, "_listed", "after"),
+    "an old store goes": (worlds, "remove", "before"),
+    "an old store is gone": (worlds, "remove", "after"),
     "half of an old store is gone": (Path, "unlink", "after"),
 }
 

@@ -9,7 +9,7 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.checkpoint.agreement import exchanged
-from tensorstow.checkpoint.reshard import World, read_worlds
+from tensorstow.checkpoint.worlds import World, read_worlds
 from tensorstow.cli.output import print_by_rank
 from tensorstow.store.contents import StoreContents, open_contents
 from tensorstow.store.records import Generation

@@ -23,10 +23,11 @@ from tensorstow.checkpoint.full_state import (
     without_placeholders,
 )
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.checkpoint.reshard import move_rows, remove_stores, survey
+from tensorstow.checkpoint.reshard import move_rows
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
+from tensorstow.checkpoint.worlds import remove_stores, survey
 from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.loading import StateLoad
