@@ -4,7 +4,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tensorstow.checkpoint.agreement import exchanged
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.store.remote import Remote, push
+from tensorstow.store.remote import Remote
+from tensorstow.store.remote_snapshots import push
 from tensorstow.store.store import Store
 
 

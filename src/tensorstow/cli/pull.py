@@ -9,7 +9,8 @@ from tensorstow.cli.output import print_by_rank
 from tensorstow.cli.push import describe
 from tensorstow.io.engine import open_engine
 from tensorstow.store.rank_dirs import rank_directory, refuse_other_worlds
-from tensorstow.store.remote import Remote, find_snapshot, newest_snapshot, pull
+from tensorstow.store.remote import Remote
+from tensorstow.store.remote_snapshots import find_snapshot, newest_snapshot, pull
 from tensorstow.store.store import Store
 
 

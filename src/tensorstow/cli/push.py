@@ -13,7 +13,8 @@ from tensorstow.checkpoint.worlds import World, read_worlds
 from tensorstow.cli.output import print_by_rank
 from tensorstow.store.contents import StoreContents, open_contents
 from tensorstow.store.records import Generation
-from tensorstow.store.remote import Remote, Transferred, push
+from tensorstow.store.remote import Remote
+from tensorstow.store.remote_snapshots import Transferred, push
 from tensorstow.store.retention import find
 
 

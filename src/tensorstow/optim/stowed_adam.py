@@ -49,7 +49,8 @@ from tensorstow.step.norms import KeptNorms, squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
-from tensorstow.store.remote import Remote, check_name
+from tensorstow.store.remote import Remote
+from tensorstow.store.remote_snapshots import check_name
 from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
 from tensorstow.tensors.placeholder import ConsumedGradient
 

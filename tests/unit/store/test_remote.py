@@ -21,7 +21,7 @@ from tensorstow.base.errors import (
     StoreFormatError,
 )
 from tensorstow.cli.main import main
-from tensorstow.store import remote as remote_module
+from tensorstow.store import remote, remote_snapshots
 from tensorstow.store.contents import open_contents
 from tensorstow.store.remote import Remote
 
@@ -30,7 +30,7 @@ Weights = list[torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -211,9 +211,9 @@ def test_a_cut_connection_leaves_nothing_visible_and_is_gone_on_with(
     assert names_in(url, "snapshots") == set()
     there = names_in(url)
     with pytest.raises(OptionError, match="has none that all ranks have written"):
-        remote_module.newest_snapshot(Remote(url))
+        remote_snapshots.newest_snapshot(Remote(url))
     with pytest.raises(OptionError, match=r"does not have it\. It has: none"):
-        remote_module.find_snapshot(Remote(url), "one")
+        remote_snapshots.find_snapshot(Remote(url), "one")
     assert main(["run", "push", str(tmp_path / "run"), url, "--json"]) == 0
     moved = json.loads(capsys.readouterr().out)
     assert moved["moved_bytes"] < moved["total_bytes"] or not there
@@ -240,12 +240,12 @@ def test_bytes_that_changed_there_are_named(tmp_path: Path) -> None:
             path.unlink()
             if other is not None:
                 path.write_bytes(other)
-            snapshot = remote_module.find_snapshot(Remote(url), "one")
+            snapshot = remote_snapshots.find_snapshot(Remote(url), "one")
             with (
                 tensorstow_store(tmp_path / "back") as store,
                 pytest.raises(DamageError, match=path.name),
             ):
-                remote_module.pull(Remote(url), snapshot, 0, store)
+                remote_snapshots.pull(Remote(url), snapshot, 0, store)
             path.write_bytes(data)
     assert main(["run", "pull", url, str(tmp_path / "back")]) == 0  # nothing was left of the others
 
@@ -267,19 +267,19 @@ def test_lists_that_changed_there_are_named(tmp_path: Path) -> None:
         for other in ("{", "[]", text.replace('"', "'", 1), text[:-3]):
             path.write_text(other)
             with pytest.raises(DamageError, match="cannot be read"):
-                remote_module.find_snapshot(Remote(url), "one")
+                remote_snapshots.find_snapshot(Remote(url), "one")
         path.write_text(text)
-    snapshot = remote_module.find_snapshot(Remote(url), "one")
+    snapshot = remote_snapshots.find_snapshot(Remote(url), "one")
     (listed,) = snapshot.ranks
     with tensorstow_store(tmp_path / "back") as store:
-        newer = remote_module.RemoteSnapshot("one", [{**listed, "format": 2}])
+        newer = remote_snapshots.RemoteSnapshot("one", [{**listed, "format": 2}])
         with pytest.raises(StoreFormatError, match="has format 2, and this version reads 1"):
-            remote_module.pull(Remote(url), newer, 0, store)
+            remote_snapshots.pull(Remote(url), newer, 0, store)
         for key in ("../../secret", "0" * 63, 7):
             chunks = [{**listed["chunks"][0], "object": key}, *listed["chunks"][1:]]
-            wrong = remote_module.RemoteSnapshot("one", [{**listed, "chunks": chunks}])
+            wrong = remote_snapshots.RemoteSnapshot("one", [{**listed, "chunks": chunks}])
             with pytest.raises(DamageError, match="cannot be read"):
-                remote_module.pull(Remote(url), wrong, 0, store)
+                remote_snapshots.pull(Remote(url), wrong, 0, store)
         assert store.generations() == []
 
 
@@ -291,7 +291,7 @@ def test_a_name_is_of_one_commit(tmp_path: Path, url: str) -> None:
     with open_contents(tmp_path / "other", "A test") as store:
         generation = store.generations[-1]
         with pytest.raises(OptionError, match="another commit has that name there"):
-            remote_module.push(Remote(url), store.files, generation, "one")
+            remote_snapshots.push(Remote(url), store.files, generation, "one")
 
 
 def test_a_name_is_of_one_number_of_ranks(tmp_path: Path, url: str) -> None:
@@ -300,7 +300,7 @@ def test_a_name_is_of_one_number_of_ranks(tmp_path: Path, url: str) -> None:
     with open_contents(tmp_path / "run", "A test") as store:
         given: dict[str, Any] = {"rank": 0, "world": 2, "commit": "id"}
         with pytest.raises(OptionError, match=r"delete .*one.json and the folder .*one first"):
-            remote_module.push(Remote(url), store.files, store.generations[-1], "one", **given)
+            remote_snapshots.push(Remote(url), store.files, store.generations[-1], "one", **given)
 
 
 def test_what_a_killed_push_left_is_written_anew(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_what_a_killed_push_left_is_written_anew(tmp_path: Path) -> None:
     for path in (lists / "one.json", lists / "one" / "rank-0-of-1.json"):
         path.write_text("{")
         assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
-    assert remote_module.snapshot_names(Remote(url)) == ["one"]
+    assert remote_snapshots.snapshot_names(Remote(url)) == ["one"]
     assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
     assert main(["run", "pull", url, str(tmp_path / "back")]) == 0  # which has it
     assert is_same(tmp_path / "back", wanted)
@@ -323,7 +323,7 @@ def test_a_pull_leaves_runs_of_other_ranks_alone(tmp_path: Path, url: str) -> No
     with open_contents(tmp_path / "other", "A test") as store:
         for rank in (0, 1):
             given: dict[str, Any] = {"rank": rank, "world": 2, "commit": "id"}
-            remote_module.push(Remote(url), store.files, store.generations[-1], "one", **given)
+            remote_snapshots.push(Remote(url), store.files, store.generations[-1], "one", **given)
     assert main(["run", "pull", url, str(tmp_path / "run")]) != 0
     assert is_same(tmp_path / "run", wanted)
 
@@ -352,13 +352,13 @@ o.snapshot("one", to={str(tmp_path / "bucket")!r})
 """
     done = children.run("-c", code)
     assert done.returncode == 0
-    assert remote_module.snapshot_names(Remote(str(tmp_path / "bucket"))) == ["one"]
+    assert remote_snapshots.snapshot_names(Remote(str(tmp_path / "bucket"))) == ["one"]
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", ".hidden", "x" * 129])
 def test_names_are_parts_of_addresses(name: str) -> None:
     with pytest.raises(OptionError, match="its name is a part of an address"):
-        remote_module.check_name(name)
+        remote_snapshots.check_name(name)
 
 
 def test_addresses_that_nothing_reaches_say_what_to_install() -> None:
@@ -381,7 +381,7 @@ def test_several_ranks_make_one_snapshot(tmp_path: Path, url: str) -> None:
         generation = store.generations[-1]
         for rank in (1, 0):
             given: dict[str, Any] = {"rank": rank, "world": 2, "commit": "id"}
-            done = remote_module.push(Remote(url), store.files, generation, "one", **given)
+            done = remote_snapshots.push(Remote(url), store.files, generation, "one", **given)
             assert done.is_complete == (rank == 0)
             assert ("one.json" in names_in(url, "snapshots")) == (rank == 0)
     assert main(["run", "pull", url, str(tmp_path / "back"), "--rank=1"]) == 0
