@@ -4,12 +4,16 @@ Ranks number their generations each for itself; what they committed together has
 """
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tensorstow.base.errors import OptionError, RankError
 from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.store.inspect import inspect_store
+from tensorstow.store.rank_dirs import rank_directory, run_directory, worlds_in
 from tensorstow.store.records import Generation, Summary
 from tensorstow.store.store import Store
 
@@ -53,6 +57,7 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
         wanted = next(g.id for g in reversed(generations[0]) if g.id in common)
         _log_difference(generations, wanted)
     else:
+        _refuse_elsewhere(store, generations, ranks)
         _refuse_lost(store, generations, ranks)
         return None
     mine = next(g for g in generations[ranks.rank] if g.id == wanted)
@@ -170,6 +175,28 @@ def _log_difference(generations: Sequence[Sequence[RankGeneration]], wanted: str
             step,
             newest,
         )
+
+
+def _refuse_elsewhere(
+    store: Store, generations: Sequence[Sequence[RankGeneration]], ranks: Ranks
+) -> None:
+    """Raise RankError if a rank's commits lie on another rank's machine: they changed places."""
+    operation = "resume()"
+    with ranks.reporting_errors(operation):
+        stores = worlds_in(run_directory(store.directories[0], ranks.world)).get(ranks.world, {})
+        steps = {rank: [g.step for g in inspect_store(stores[rank]).generations] for rank in stores}
+    mine = [socket.gethostname(), sorted(steps.items())]
+    gathered: list[tuple[str, list[tuple[int, list[int]]]]] = ranks.all_gather(operation, mine)
+    for machine, seen in gathered:
+        for rank, committed in seen:
+            if set(committed) - {generation.step for generation in generations[rank]}:
+                message = (
+                    f"The commits of rank {rank} are on {machine}, and the rank is on"
+                    f" {gathered[rank][0]} now. Start the machines in the order that they had"
+                    " (torchrun --node-rank), or copy the directory of each rank"
+                    f" ({rank_directory(Path(), rank, ranks.world)}, ...) to its machine."
+                )
+                raise RankError(message)
 
 
 def _refuse_lost(

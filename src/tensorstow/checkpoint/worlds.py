@@ -9,6 +9,7 @@ before the new commit is complete leaves the old world the newest; after it, bot
 """
 
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from tensorstow.checkpoint.agreement import (
     exchanged,
 )
 from tensorstow.checkpoint.ranks import Ranks
+from tensorstow.io.local_ranks import local_ranks
 from tensorstow.store.contents import read_generations
 from tensorstow.store.rank_dirs import RANK_NAME, rank_directory, run_directory, worlds_in
 from tensorstow.store.remove import hold_dead_run, remove
@@ -130,11 +132,14 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
         return None
     own = World(ranks.world, agreement.list_generations(store, ranks, _ASKED))
     with ranks.reporting_errors(_ASKED):
-        _refuse_other_sights(base, seen)
         others = [World(size, _listed(found), found) for size, found in sorted(paths.items())]
+    eras = ranks.all_gather(_ASKED, max((world.era for world in others), default=-1))
+    with ranks.reporting_errors(_ASKED):
+        if max(eras) >= own.era:  # else they are left from before: nobody reads them
+            _refuse_other_sights(base, seen)
         worlds = sorted((*others, own), key=lambda world: world.era)  # own last of equal ones
         newest = worlds[-1]
-        if newest.era == worlds[-2].era >= 0 and newest is not own:
+        if newest is not own and newest.era == worlds[-2].era >= 0:
             message = (
                 f"{base} holds runs of {worlds[-2].size} and of {newest.size} ranks, of which none"
                 " came after the other. Start as many ranks as the run has that is to go on."
@@ -180,8 +185,9 @@ def _listed(paths: Mapping[int, Path], asked: str = "A resume") -> list[list[Ran
 
 
 def _refuse_lost(base: Path, world: World) -> NoReturn:
-    missing = sorted(set(range(world.size)) - world.paths.keys())
-    what = f"the stores of ranks {', '.join(map(str, missing))} are not there"
+    stores = zip(sorted(world.paths) or range(world.size), world.listed, strict=True)
+    missing = sorted(set(range(world.size)) - {rank for rank, commits in stores if commits})
+    what = f"ranks {', '.join(map(str, missing))} have no commits there, on {socket.gethostname()}"
     message = (
         f"The newest commit in {base} is of {format_count(world.size, 'rank')}, and"
         f" {what if missing else 'not all of them have it'}. Copy or mount the directories of all"
@@ -235,9 +241,17 @@ def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
                 (path, [rank_directory(drive, rank, world.size) for drive in worlds.drives])
                 for rank, path in sorted(world.paths.items())
             ]
-    for path, others in stores[ranks.rank :: ranks.world]:
-        _remove(path, others)
-    ranks.all_gather(_ASKED)  # a rank that goes on must not find what another one removes
+    for path, drives in stores[ranks.rank :: ranks.world]:
+        _remove(path, drives)
+    ranks.all_gather(_ASKED)
+    # What is there still lies on this machine alone: a copy for each machine.
+    local = local_ranks()
+    remaining = [path for of_world in worlds_in(worlds.base).values() for path in of_world.values()]
+    ranks.all_gather(_ASKED)  # nobody reads what another one removes
+    for path, drives in stores[local.rank or 0 :: local.count]:
+        if path in remaining:
+            _remove(path, drives)
+    ranks.all_gather(_ASKED)
 
 
 def _remove(directory: Path, others: Sequence[Path]) -> None:

@@ -1,0 +1,172 @@
+"""Runs of two hosts: the bits of one host, a lost host, a cut cable, disks in the wrong host."""
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hosts import Host, Hosts, Program, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
+LAST = 6
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(tmp_path) as both:
+        yield both
+
+
+def start_ranks(places: Sequence[Host], last: int) -> list[Program]:
+    """Start a rank at each of ``places``, to train to step ``last``."""
+    ranks = []
+    for rank, host in enumerate(places):
+        on_host = [i for i, place in enumerate(places) if place is host]
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(on_host.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(on_host)),
+            "MASTER_ADDR": places[0].name,
+            "MASTER_PORT": "29500",
+        }
+        words = ("-m", "ranks.hosted", host.local / "run", str(last))
+        ranks.append(host.start(*words, environment=environment))
+    return ranks
+
+
+def end(ranks: Sequence[Program], *expected: int) -> list[str]:
+    """Return what each rank has written when all have ended, with the ``expected`` statuses."""
+    statuses, written = zip(*(rank.wait() for rank in ranks), strict=True)
+    assert statuses == expected, "\n".join(written)
+    return list(written)
+
+
+def train(places: Sequence[Host], last: int = LAST) -> list[str]:
+    """Train to step ``last`` at ``places``; return what each rank wrote."""
+    return end(start_ranks(places, last), *[0] * len(places))
+
+
+def steps(written: str) -> dict[int, str]:
+    """Return the weights after each step that a rank told of."""
+    return {
+        int(step): digest
+        for step, digest in re.findall(r"^step (\d+) (\w+)$", written, re.MULTILINE)
+    }
+
+
+def start_of(written: Sequence[str]) -> int:
+    """Return the step at which all ranks resumed."""
+    (start,) = {
+        step for text in written for step in re.findall(r"^resumed (\d+)$", text, re.MULTILINE)
+    }
+    return int(start)
+
+
+def wait_for_step(step: int, rank: Program) -> None:
+    """Wait until a rank has taken ``step``."""
+    deadline = time.monotonic() + 60
+    while step not in steps(rank.written()):
+        assert time.monotonic() < deadline, rank.written()
+        time.sleep(0.01)
+
+
+def test_two_hosts_with_a_slow_cable_have_the_bits_of_one(hosts: Hosts) -> None:
+    first, second = hosts
+    (wanted,) = {tuple(steps(text).items()) for text in train([first, first])}
+    first.run("rm", "-r", first.local / "run", first.local / "weights")
+    before = first.sent()
+    first.slow_down("20mbit")
+    second.slow_down("20mbit")
+    assert {tuple(steps(text).items()) for text in train([first, second])} == {wanted}
+    assert len(wanted) == LAST
+    assert first.sent() - before > 100_000  # weights and gradients went over the cable
+    # Each host has its own part, and the whole weights are where rank 0 is.
+    assert sorted(path.name for path in (first.disk / "run").iterdir()) == ["rank-0-of-2"]
+    assert [path.name for path in (second.disk / "run").iterdir()] == ["rank-1-of-2"]
+    assert (first.disk / "weights").exists()
+    assert not (second.disk / "weights").exists()
+
+
+def test_a_run_goes_on_when_a_host_was_lost(hosts: Hosts) -> None:
+    first, second = hosts
+    wanted = steps(train([first, first], 9)[0])
+    first.run("rm", "-r", first.local / "run")
+    ranks = start_ranks([first, second], 1000)
+    wait_for_step(3, ranks[0])
+    second.kill()
+    survivor, lost = end(ranks, 1, -9)
+    assert re.search(r"^\w*Error: ", survivor, re.MULTILINE)  # it did not train on alone
+    assert not re.search(r"^\w*Error: ", lost, re.MULTILINE)
+    hosts.restart(1)
+    written = train(list(hosts), 9)
+    assert start_of(written) >= 3
+    assert all(steps(text).items() <= wanted.items() for text in written)
+    assert 9 in steps(written[0])
+
+
+def test_a_cut_cable_ends_the_ranks_and_loses_nothing(hosts: Hosts) -> None:
+    ranks = start_ranks(list(hosts), 1000)
+    wait_for_step(3, ranks[0])
+    hosts[0].plug(into=False)
+    written = end(ranks, 1, 1)
+    assert all(re.search(r"^\w*Error: ", text, re.MULTILINE) for text in written)
+    hosts[0].plug(into=True)
+    last = max(steps(written[0])) + 2
+    again = train(list(hosts), last)
+    assert last - 2 <= start_of(again) + 1 <= last
+    assert last in steps(again[1])
+
+
+def test_hosts_in_another_order_are_told_where_the_commits_are(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first, second])
+    ranks = start_ranks([second, first], LAST + 1)
+    written = end(ranks, 1, 1)
+    expected = r"The commits of rank ([01]) are on host\1, and the rank is on host[01] now\. Start"
+    assert re.search(expected, written[0]), written
+    assert steps(written[0]) == steps(written[1]) == {}
+    # Nothing was lost by it.
+    assert list(steps(train([first, second], LAST + 1)[0])) == [LAST + 1]
+
+
+def test_a_host_with_an_empty_disk_is_told_that_its_part_is_missing(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first, second])
+    second.run("rm", "-r", second.local / "run")
+    ranks = start_ranks([first, second], LAST + 1)
+    written = end(ranks, 1, 1)
+    assert "RankError: The ranks have no commit in common" in written[0]
+    assert f"rank 0: {LAST}; rank 1: nothing" in written[0], written[0]
+
+
+def test_other_numbers_of_ranks_need_all_stores_on_every_host(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first, second])
+    ranks = start_ranks([first, first, second, second], LAST + 1)
+    written = end(ranks, 1, 1, 1, 1)
+    assert "not all of its stores are there on every machine: rank 0 finds" in written[0]
+    # With them it goes on.
+    for path in (first.disk / "run" / "rank-0-of-2", second.disk / "run" / "rank-1-of-2"):
+        for host in hosts:
+            host.run("cp", "-rn", path, host.local / "run")
+    written = train([first, first, second, second], LAST + 1)
+    assert list(steps(written[3])) == [LAST + 1]
+    assert not any("could not be removed" in text for text in written), written
+    # Each host's copies of the old stores are gone.
+    assert [sorted(path.name for path in (host.disk / "run").iterdir()) for host in hosts] == [
+        ["rank-0-of-4", "rank-1-of-4"],
+        ["rank-2-of-4", "rank-3-of-4"],
+    ]
+
+
+def test_old_stores_on_one_host_do_not_hold_up_a_run(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first])
+    second.run("cp", "-r", first.disk / "run", second.local / "run")
+    first.run("cp", "-r", first.local / "run", first.local / "kept")
+    train([first, second], LAST + 1)
+    first.run("cp", "-rT", first.local / "kept", first.local / "run")
+    assert list(steps(train([first, second], LAST + 2)[0])) == [LAST + 2]
