@@ -2,9 +2,10 @@
 
 [Note: Coordinator] It uses the store of torch.distributed's rendezvous under a prefix of its own,
 so it works with any backend and does not interfere with collectives. In a gather each rank posts a
-value under the gather's number and its own rank, and polls for those of all ranks. Polling ends
-when all values are there, when a rank reports an error or leaves, or after the store's timeout
-(``init_process_group(timeout=)``).
+value under the gather's number and its own rank. Rank 0 polls for all of them and posts them
+together, for which the others poll: N ranks exchange N values in a few messages each, not N
+squared. Polling ends when the values are there, when a rank reports an error or leaves, or after
+the store's timeout (``init_process_group(timeout=)``).
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,6 +31,8 @@ _T = TypeVar("_T")
 _numbers = itertools.count()
 """Ranks make their coordinators in the same order, so the number is the same on all."""
 _PAUSES = (0.0005, 0.02)
+_PAUSE_PER_RANK = 0.00005
+"""Seconds: the store serves one request after the other, some 100,000 a second."""
 _FAREWELL_SECONDS = 10.0
 
 
@@ -66,29 +69,57 @@ class Coordinator:
         with self._naming_unreachable(operation):
             number = self._post(operation, {"value": value})
             keys = [f"{number}/{rank}" for rank in range(self.world)]
+            together = f"{number}/all"
 
-            def poll() -> list[Any] | None:
-                complete = self._store.check(keys)
-                if complete or self._store.check(["trouble"]):
-                    posted = {
-                        r: k for r, k in enumerate(keys) if complete or self._store.check([k])
-                    }
-                    values = {r: json.loads(self._store.get(key)) for r, key in posted.items()}
-                    _refuse_failures(operation, values)
-                    return [values[r]["value"] for r in values] if complete else None
-                return None
+            def absent() -> list[int]:
+                if self.rank != 0 and self._store.check([together]):
+                    return []
+                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                return missing or [0]  # who was to post them together
 
-            values = self._poll(
-                operation,
-                poll,
-                lambda: [r for r, key in enumerate(keys) if not self._store.check([key])],
-            )
+            poll = self._collect if self.rank == 0 else self._receive
+            values = self._poll(operation, lambda: poll(operation, keys, together), absent)
             self._unread = f"{number}/read"
             self._store.add(self._unread, 1)
             # Every rank has read the gather before, or would not have come to this one.
-            for key in [self.rank, "read"] if self.rank == 0 else [self.rank]:
+            for key in [self.rank, "read", "all"] if self.rank == 0 else [self.rank]:
                 self._store.delete_key(f"{number - 1}/{key}")
         return values
+
+    def _collect(self, operation: str, keys: list[str], together: str) -> list[Any] | None:
+        """Post the values of all ranks together, and return them; None if some are missing."""
+        if not self._store.check(keys):
+            self._refuse_failed(operation, keys)
+            return None
+        posted = [json.loads(text) for text in self._store.multi_get(keys)]
+        operations = {entry["at"] for entry in posted if "value" in entry}
+        is_usual = operations == {operation} and all("value" in entry for entry in posted)
+        values = [entry.get("value") for entry in posted]
+        self._store.set(
+            together, json.dumps({"at": operation, "values": values} if is_usual else posted)
+        )
+        _refuse_failures(operation, dict(enumerate(posted)))
+        return values
+
+    def _receive(self, operation: str, keys: list[str], together: str) -> list[Any] | None:
+        """Return the values that rank 0 has posted together; None if it has not."""
+        if not self._store.check([together]):
+            self._refuse_failed(operation, keys)
+            return None
+        posted: Any = json.loads(self._store.get(together))
+        if isinstance(posted, list):
+            _refuse_failures(operation, dict(enumerate(posted)))
+        elif posted["at"] != operation:
+            _refuse_failures(operation, {0: posted})
+        values: list[Any] = posted["values"]
+        return values
+
+    def _refuse_failed(self, operation: str, keys: Sequence[str]) -> None:
+        """Raise RankError if a rank that is here has failed; cheap if none has."""
+        if self._store.check(["trouble"]):
+            here = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+            posted = {rank: json.loads(self._store.get(key)) for rank, key in here.items()}
+            _refuse_failures(operation, posted)
 
     def report_error(self, operation: str, error: BaseException) -> None:
         """Post ``error`` for the others' next gather to raise; does not wait for them."""
@@ -150,7 +181,7 @@ class Coordinator:
     ) -> _T:
         """Return the first result of ``poll``; raise RankError if a rank left or timed out."""
         deadline = time.monotonic() + self._seconds
-        pause, longest = _PAUSES
+        pause, longest = _PAUSES[0], max(_PAUSES[1], _PAUSE_PER_RANK * self.world)
         while (result := poll()) is None:
             left = self._left()
             gone = [

@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,43 @@ def test_words_do_not_pile_up() -> None:
         each([partial(b.all_gather, "a commit") for b in all_ranks])
         counts.append(all_ranks[0]._store.num_keys())
     assert counts[1:] == counts[:-1]
+
+
+class Counting:
+    """A store that counts the values which are read."""
+
+    def __init__(self, store: Any) -> None:  # noqa: ANN401  # torch's
+        self.store, self.read = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def get(self, key: str) -> bytes:
+        self.read += 1
+        value: bytes = self.store.get(key)
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.read += len(keys)
+        values: list[bytes] = self.store.multi_get(keys)
+        return values
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_each_rank_but_one_reads_one_value(world: int) -> None:
+    all_ranks = coordinators(world)
+    for coordinator in all_ranks:
+        coordinator._store = Counting(coordinator._store)  # type: ignore[assignment]
+    gathered = each([partial(b.all_gather, "a commit", b.rank) for b in all_ranks])
+    assert gathered == [list(range(world))] * world
+    assert [b._store.read for b in all_ranks] == [world, *[1] * (world - 1)]  # type: ignore[attr-defined]
+
+
+def test_who_was_to_post_all_values_is_named() -> None:
+    first, last = coordinators(2, seconds=0.3)
+    first._post("a commit", {"value": None})  # and then it hangs
+    with pytest.raises(RankError, match="Rank 0 did not come to a commit within"):
+        last.all_gather("a commit")
 
 
 def test_the_first_to_fail_is_named_to_all() -> None:
