@@ -1,13 +1,20 @@
 """Runs of two hosts: the bits of one host, a lost host, a cut cable, disks in the wrong host."""
 
+import json
 import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from hosts import Host, Hosts, Program, why_not
+from tensorstow import Plan
+from tensorstow.fsdp.units import units_of
+from tensorstow.planner.network import Network, traffic_of
+from tensorstow.planner.sizes import Sizes
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
 LAST = 6
@@ -19,7 +26,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield both
 
 
-def start_ranks(places: Sequence[Host], last: int) -> list[Program]:
+def start_ranks(places: Sequence[Host], last: int, **how: Any) -> list[Program]:  # noqa: ANN401
     """Start a rank at each of ``places``, to train to step ``last``."""
     ranks = []
     for rank, host in enumerate(places):
@@ -32,7 +39,7 @@ def start_ranks(places: Sequence[Host], last: int) -> list[Program]:
             "MASTER_ADDR": places[0].name,
             "MASTER_PORT": "29500",
         }
-        words = ("-m", "ranks.hosted", host.local / "run", str(last))
+        words = ("-m", "ranks.hosted", host.local / "run", str(last), json.dumps(how))
         ranks.append(host.start(*words, environment=environment))
     return ranks
 
@@ -44,9 +51,9 @@ def end(ranks: Sequence[Program], *expected: int) -> list[str]:
     return list(written)
 
 
-def train(places: Sequence[Host], last: int = LAST) -> list[str]:
+def train(places: Sequence[Host], last: int = LAST, **how: Any) -> list[str]:  # noqa: ANN401
     """Train to step ``last`` at ``places``; return what each rank wrote."""
-    return end(start_ranks(places, last), *[0] * len(places))
+    return end(start_ranks(places, last, **how), *[0] * len(places))
 
 
 def steps(written: str) -> dict[int, str]:
@@ -170,3 +177,37 @@ def test_old_stores_on_one_host_do_not_hold_up_a_run(hosts: Hosts) -> None:
     train([first, second], LAST + 1)
     first.run("cp", "-rT", first.local / "kept", first.local / "run")
     assert list(steps(train([first, second], LAST + 2)[0])) == [LAST + 2]
+
+
+WAYS: list[tuple[int, dict[str, int]]] = [
+    (1, {"stage": 3}),
+    (1, {"stage": 3, "accumulation_steps": 2}),
+    (1, {"stage": 1, "accumulation_steps": 2}),
+    (1, {"stage": 0, "accumulation_steps": 2}),
+    (2, {"stage": 3}),
+    (2, {"stage": 3, "replicas": 2}),
+    (2, {"stage": 2}),
+    (4, {"stage": 3}),
+    (4, {"stage": 0}),
+]
+
+
+@pytest.mark.parametrize(("on_host", "way"), WAYS, ids=str)
+def test_the_plan_knows_what_goes_over_the_network(
+    hosts: Hosts, on_host: int, way: dict[str, int]
+) -> None:
+    first, second = hosts
+    places = [first] * on_host + [second] * on_host
+    how = {**way, "width": 256, "silent": True}
+    sent = []
+    for last in (1, 5):
+        before = first.sent()
+        train(places, last, **how)
+        sent.append(first.sent() - before)
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+    plan = Plan(**way)
+    traffic = traffic_of(
+        plan, Sizes.of(units_of(model), 2 * on_host), Network(2, 1e9, is_gloo=True)
+    )
+    # Headers of packets, and answers to them, come on top.
+    assert 1.0 <= (sent[1] - sent[0]) / 4 / traffic.bytes < 1.06

@@ -1,11 +1,14 @@
 """A run of ranks on several hosts: a program that is started once for each rank.
 
-It takes the run's directory and the step to train to, and says what it does, a line each.
+It takes the run's directory, the step to train to and, as JSON, how; it says what it does, a line
+each.
 """
 
 import hashlib
+import json
 import os
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,28 +20,52 @@ import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import StowError
 
-WIDTH = 48
 SECONDS_UNTIL_A_HOST_IS_LOST = 8
 
 
-def train(directory: Path, last: int) -> None:
+@dataclass(frozen=True)
+class How:
+    """A way of training."""
+
+    width: int = 48
+    stage: int = 3
+    replicas: int = 1
+    accumulation_steps: int = 1
+    silent: bool = False
+    """Whether nothing is committed, and no weights are gathered to be told."""
+
+
+def train(directory: Path, last: int, how: How) -> None:
     """Resume, train to step ``last``, and tell the weights after each."""
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    plan = Plan(parameters="disk", states="disk")
-    model, optimizer = tensorstow.stow(
-        model, tensorstow.AdamW, plan=plan, lr=1e-2, dir=directory, commit_every=1
+    model = nn.Sequential(*(nn.Linear(how.width, how.width) for _ in range(3)))
+    where = "disk" if how.stage == 3 else "host"
+    micro = how.accumulation_steps
+    plan = Plan(
+        parameters=where,
+        states="disk",
+        stage=how.stage,
+        replicas=how.replicas,
+        accumulation_steps=micro,
     )
-    start = optimizer.resume() or 0
+    durable = {} if how.silent else {"dir": directory, "commit_every": 1}
+    model, optimizer = tensorstow.stow(
+        model, tensorstow.AdamW, plan=plan, units=list(model), lr=1e-2, **durable
+    )
+    start = 0 if how.silent else optimizer.resume() or 0
     _tell("resumed", start)
     for step in range(start + 1, last + 1):
         torch.manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(4, WIDTH)).square().mean().backward()
+        for _ in range(micro):
+            model(torch.randn(4, how.width)).square().mean().backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        _tell("step", step, _digest(model))
-    tensorstow.save_safetensors(model, directory.parent / "weights")
+        _tell("step", step, *([] if how.silent else [_digest(model)]))
+        if how.silent:
+            dist.barrier()
+    if not how.silent:
+        tensorstow.save_safetensors(model, directory.parent / "weights")
     optimizer.close()
 
 
@@ -60,7 +87,7 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS_UNTIL_A_HOST_IS_LOST))
     try:
-        train(Path(sys.argv[1]), int(sys.argv[2]))
+        train(Path(sys.argv[1]), int(sys.argv[2]), How(**json.loads("".join(sys.argv[3:]) or "{}")))
     except (StowError, RuntimeError) as error:
         _tell(f"{type(error).__name__}: {error}")
         os._exit(1)  # as a group whose other ranks are gone lets nobody end

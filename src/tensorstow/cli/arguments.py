@@ -169,6 +169,18 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         help="plan for this card with nominal rates: 3090, 4090, a100-40, a100-80, h100, h100-pcie"
         " or l40s",
     )
+    machine.add_argument(
+        "--machines",
+        metavar="N",
+        type=int,
+        default=1,
+        help="machines that the ranks are spread over evenly (default: 1)",
+    )
+    machine.add_argument(
+        "--network",
+        metavar="RATE",
+        help="bytes or bits that each machine can send in a second, such as 12GB or 100Gbit",
+    )
     for tier, help_text in (
         ("device", "GPU memory of each rank, or a card's name; 0: the CPU computes (default: 0)"),
         ("host", "CPU memory of each rank, or none for no limit (default: this machine's)"),

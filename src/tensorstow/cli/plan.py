@@ -21,6 +21,7 @@ from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, count_of, placed_elsewhere
 from tensorstow.fsdp.units import units_of
 from tensorstow.measure.models import NamedModel, build_model, is_causal
+from tensorstow.planner.network import traffic_of
 from tensorstow.planner.placement import Conditions, bytes_of, items_of
 from tensorstow.planner.search import (
     Alternative,
@@ -113,6 +114,7 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
         "break_even": _break_even(chosen, sizes),
         "seconds_unknown": why_unknown,
         "disk": _wear(plan, chosen_request, limits.tbw),
+        "network": _network(plan, sizes, limits),
         **recipes_of(recipe),
     }
 
@@ -322,6 +324,17 @@ def _wear(plan: Plan, request: PlanRequest, limit: int | None) -> dict[str, Any]
         "written_bytes": work.written,
         "tbw_bytes": limit,
         "steps_until_worn": worn,
+    }
+
+
+def _network(plan: Plan, sizes: Sizes, limits: Limits) -> dict[str, Any] | None:
+    """Return what each machine sends over the network in a step; None for one machine."""
+    if limits.network is None:
+        return None
+    return {
+        "machines": limits.network.machines,
+        "bytes_per_second": limits.network.bytes_per_second,
+        "sent_bytes": traffic_of(plan, sizes, limits.network).by_collective,
     }
 
 

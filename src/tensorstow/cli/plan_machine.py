@@ -1,6 +1,7 @@
 """The machine that `tensorstow plan` plans for: its memory, its headroom and its rates."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,13 @@ from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import total_host_bytes
 from tensorstow.measure.cards import CARDS, DISK, Card, card_of, rates_with
 from tensorstow.planner.headroom import Headroom, usual_headroom
+from tensorstow.planner.network import Network
 from tensorstow.planner.seconds import MachineRates
 
 NO_PROFILE = "no profile of this machine: `tensorstow calibrate` makes one"
 _NO_LIMIT = "none"
+_BITS = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT])bit(?:/s)?")
+_PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,8 @@ class Limits:
     """Whether the limit of host memory is that of this machine."""
     tbw: int | None
     """Bytes that the drive may be written; None: not given."""
+    network: Network | None
+    """None: one machine."""
 
     @property
     def device_is_host(self) -> bool:
@@ -51,7 +57,8 @@ def limits_of(options: argparse.Namespace) -> Limits:
     if card is not None and not device:
         message = f"--card {options.card} was given with --device 0, where the CPU computes."
         raise OptionError(message)
-    host, host_is_own = total_host_bytes() // options.world_size, options.host is None
+    on_machine = max(1, options.world_size // max(1, options.machines))
+    host, host_is_own = total_host_bytes() // on_machine, options.host is None
     if options.host is not None:
         host = None if options.host == _NO_LIMIT else parse_size(options.host, "--host")
     disk = None if options.disk is None else parse_size(options.disk, "--disk")
@@ -66,7 +73,8 @@ def limits_of(options: argparse.Namespace) -> Limits:
             " 600TB."
         )
         raise OptionError(message)
-    return Limits(Budget(device or None, host, disk), headroom, card, host_is_own, tbw)
+    network = _network(options, is_gloo=not device)
+    return Limits(Budget(device or None, host, disk), headroom, card, host_is_own, tbw, network)
 
 
 def _device(text: str) -> tuple[int, Card | None]:
@@ -111,4 +119,35 @@ def machine_of(
         disk = rates.rates_of(None)
     kinds = [kind for kind in rates.compute if kind != "cpu"]
     accelerator = next(iter(kinds), "an accelerator")
-    return MachineRates(rates, "cpu" if limits.device_is_host else accelerator, disk), nominal
+    device = "cpu" if limits.device_is_host else accelerator
+    return MachineRates(rates, device, disk, limits.network), nominal
+
+
+def _network(options: argparse.Namespace, *, is_gloo: bool) -> Network | None:
+    """Return what connects the machines; None for one machine.
+
+    Raises:
+        OptionError: The ranks cannot be spread evenly, or the rate is none, or is missing.
+    """
+    machines, text = options.machines, options.network
+    if machines < 1 or options.world_size % machines:
+        message = (
+            f"--machines {machines} was given with --world-size {options.world_size}: each machine"
+            " has as many ranks. Name the ranks of all machines together."
+        )
+        raise OptionError(message)
+    if (machines == 1) != (text is None):
+        message = "--machines and --network go together: several machines, and what connects them."
+        raise OptionError(message)
+    if text is None:
+        return None
+    bits = _BITS.fullmatch(text)
+    rate = (
+        parse_size(text.removesuffix("/s"), "--network")
+        if bits is None
+        else float(bits[1]) * _PREFIXES[bits[2]] / 8
+    )
+    if not rate:
+        message = f"--network {text} was given: it is what a machine can send, such as 100Gbit."
+        raise OptionError(message)
+    return Network(machines, rate, is_gloo=is_gloo)

@@ -9,7 +9,13 @@ from rich.console import Console
 
 from tensorstow.base.plan import by_unit
 from tensorstow.base.sizes import format_bytes, format_count
-from tensorstow.cli.output import make_console, print_facts, print_line, print_table
+from tensorstow.cli.output import (
+    format_rate,
+    make_console,
+    print_facts,
+    print_line,
+    print_table,
+)
 from tensorstow.measure.cards import ACCELERATOR, DISK, HOST_MEMORY
 from tensorstow.planner.search import FITS_TOO
 
@@ -71,7 +77,7 @@ def _print_lacks(console: Console, lacks: dict[str, Any]) -> None:
 
 def describe(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """Return labels and texts of the model, its placement, its times and the disk's wear."""
-    return [*_model(facts), *_time(facts), *_disk(facts)]
+    return [*_model(facts), *_time(facts), *_network(facts["network"]), *_disk(facts)]
 
 
 def _model(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -132,6 +138,19 @@ def _time(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         rate = f"{even['tokens_per_second']:,.0f} {counted_in}/s"
         least = f"{even['tokens']:,} {counted_in} per step, {rate}"
         yield "break-even", f"{least}: with more, computing takes longer than any transfer"
+
+
+def _network(network: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if network is None:
+        return
+    sent = network["sent_bytes"]
+    total, rate = sum(sent.values()), network["bytes_per_second"]
+    parts = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in sent.items())
+    yield (
+        "network",
+        f"each of {network['machines']} machines sends {total / 1e9:.3g} GB per step ({parts}):"
+        f" {show_seconds(total / rate)} at {format_rate(rate)}",
+    )
 
 
 def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -28,6 +28,7 @@ _LANE_COLORS = {
     "disk": "#2f7fb5",
     "link up": "#cf8a1d",
     "link down": "#1f9484",
+    "network": "#8a5fa8",
 }
 
 

@@ -5,7 +5,8 @@ update during one of them, except that of the first parameter: forward needs it 
 backward produces its gradient last. In each phase all resources work at once, and the one with the
 most work determines how long the phase takes. Updates run on the cores, and so do forward and
 backward if the CPU computes: their times add up. If updates run on the accelerator, the times of
-its computing and its updates add up, and states go over the link both ways.
+its computing and its updates add up, and states go over the link both ways. Collectives of several
+machines work beside all of these, on the network ([Note: Network]).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.profile import DirectoryRates, Profile, dtype_key, update_key
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device, reaches_host
+from tensorstow.planner.network import Network, traffic_of
 from tensorstow.planner.placement import (
     Conditions,
     MovedActivations,
@@ -70,6 +72,8 @@ class MachineRates:
     """The type of device that computes, "cpu" or an accelerator's."""
     disk: DirectoryRates | None
     """Rates of the directory of states and parameters on disk."""
+    network: Network | None = None
+    """The machines of the run; None: one, or nobody said what connects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class StepPhase:
 
     name: str
     loads: Mapping[str, float]
-    """Seconds by resource: "cores", "accelerator", "disk", "link up", "link down"."""
+    """Seconds by resource: "cores", "accelerator", "disk", "link up", "link down", "network"."""
 
     @property
     def seconds(self) -> float:
@@ -247,6 +251,14 @@ def time_of(
         loads["cores"] = loads.get("cores", 0.0) + seconds / 2
     saved, brought = _activation_loads(work.activations, machine)
     forward, backward = _sum([forward, saved]), _sum([backward, brought])
+    if machine.network is not None:
+        traffic, rate = traffic_of(plan, sizes, machine.network), machine.network.bytes_per_second
+        for loads, sent in (
+            (forward, traffic.forward),
+            (backward, traffic.backward),
+            (step, traffic.update),
+        ):
+            loads["network"] = sum(sent.values()) / rate
     share = _first_share(sizes)
     first_update, rest = _scaled(step, share), _scaled(step, 1 - share)
     if plan.timing.begins_early:
@@ -297,7 +309,7 @@ def break_even_tokens(step: StepTime, tokens: int) -> int | None:
     return -int(-tokens * moved // step.compute)
 
 
-_TRANSFERS = ("disk", "link up", "link down")
+_TRANSFERS = ("disk", "link up", "link down", "network")
 
 
 def _rate(key: str, machine: MachineRates) -> float:

@@ -176,6 +176,48 @@ def test_ranks_share_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
         assert bytes_of[1][what] == bytes_of[0][what] // 2 > 0
 
 
+def test_the_network_between_machines_is_counted(
+    small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_profile(PROFILE)
+    options = ["--world-size", "4", "--machines", "2", "--network", "8kbit/s", "--seq", "32"]
+    assert main(["plan", small, "--batch", "2", "--json", *options]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    sent = facts["network"]["sent_bytes"]
+    assert (facts["network"]["machines"], facts["network"]["bytes_per_second"]) == (2, 1000.0)
+    # 4 bytes for each parameter, padded: gathered twice, and reduced twice by gloo.
+    weights = 4 * facts["model"]["parameters"]
+    assert sent["all-gather"] == pytest.approx(2 * 3 / 4 * weights, rel=0.02)
+    assert sent["reduce-scatter"] == pytest.approx(2 * 3 / 4 * weights, rel=0.02)
+    assert facts["step"]["busy"]["network"] == pytest.approx(sum(sent.values()) / 1000)
+    assert facts["step"]["binding"] == "network"
+    assert main(["plan", small, "--batch", "2", *options]) == 0
+    assert re.search(
+        r"each of 2 machines sends [\d.]+ GB per step \(all-gather \S+, reduce-scatter \S+\):"
+        r"\s+\S+ s at 0 MB/s",
+        capsys.readouterr().out,
+    )
+    assert planned(capsys)["network"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ("--world-size 4 --machines 3 --network 1GB", "--machines 3 was given with --world-size 4"),
+        ("--world-size 4 --machines 2", "--machines and --network go together"),
+        ("--network 1GB", "--machines and --network go together"),
+        ("--world-size 2 --machines 2 --network fast", "--network='fast' is not a size"),
+        ("--world-size 2 --machines 2 --network 0Gbit", "--network 0Gbit was given"),
+        ("--world-size 2 --machines 0 --network 1GB", "--machines 0 was given"),
+    ],
+)
+def test_machines_and_their_network_are_checked(
+    options: str, wanted: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PLAN, *options.split()]) == 2
+    assert wanted in capsys.readouterr().err
+
+
 def test_each_budget_is_of_its_tier(capsys: pytest.CaptureFixture[str]) -> None:
     tiers = planned(capsys, "--device", "1GiB", "--host", "2GiB", "--disk", "3GiB")["tiers"]
     assert isinstance(tiers, dict)

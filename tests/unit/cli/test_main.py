@@ -68,6 +68,8 @@ def test_the_command_line_is_frozen() -> None:
             "--html",
             "--json",
             "--lora",
+            "--machines",
+            "--network",
             "--profile",
             "--seq",
             "--tbw",
