@@ -146,11 +146,9 @@ def _network(network: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     sent = network["sent_bytes"]
     total, rate = sum(sent.values()), network["bytes_per_second"]
     parts = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in sent.items())
-    yield (
-        "network",
-        f"each of {network['machines']} machines sends {total / 1e9:.3g} GB per step ({parts}):"
-        f" {show_seconds(total / rate)} at {format_rate(rate)}",
-    )
+    seconds = f"{show_seconds(total / rate)} at {format_rate(rate)}"
+    each = f"each of {network['machines']} machines sends {total / 1e9:.3g} GB per step"
+    yield "network", f"{each} ({parts}): {seconds}"
 
 
 def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
