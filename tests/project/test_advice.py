@@ -824,6 +824,7 @@ ELSEWHERE = {
     "parameters are in host memory, and": "an accelerator: test_optimizer_links",
     "of a slice of": "the probe finds such a class first: test_packing",
     "generate() was given compile_config=": "the model without it: test_gpu_generation",
+    "inside of GatheredParameters without a modifier_rank": "ranks: test_deepspeed_zero",
 }
 """Errors with an advice that has no case, and where it is tested."""
 UNTRIED = (

@@ -15,7 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import refuse_unknown_keywords
-from tensorstow.deepspeed.dropped_changes import DroppedChanges
+from tensorstow.base.sizes import format_count
+from tensorstow.deepspeed.config.values import say_once
 from tensorstow.deepspeed.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero2_model_states_mem_needs_all_live,
@@ -27,12 +28,18 @@ from tensorstow.deepspeed.external_parameters import (
     unregister_external_parameter,
 )
 from tensorstow.deepspeed.ranks import init_distributed
-from tensorstow.deepspeed.registry import SHARDS_PARAMETERS, owner_of, placed_of, registered
+from tensorstow.deepspeed.registry import (
+    SHARDS_PARAMETERS,
+    RegisteredModel,
+    owner_of,
+    placed_of,
+    registered,
+)
 from tensorstow.deepspeed.zero_params import mark_whole
 from tensorstow.doorkit.construction import ConstructionContext
 from tensorstow.fsdp.full_tensors import copy_from_full
 from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place
-from tensorstow.fsdp.sharding import rank_here
+from tensorstow.fsdp.sharding import host_group, rank_here
 from tensorstow.nn.tiled_linear import TiledLinear
 from tensorstow.tensors.dtensor import is_sharded
 
@@ -55,21 +62,15 @@ logger = logging.getLogger("tensorstow")
 
 _IDLE = frozenset(
     {
-        "config",
-        "config_dict_or_path",
-        "data_parallel_group",
-        "mem_efficient_linear",
-        "mpu",
-        "param_dict",
-        "pin_memory",
-        "remote_device",
-        "sequence_data_parallel_group",
-        "zero_param_parallel_group",
-        "zero_quantized_nontrainable_weights",
+        *("config", "config_dict_or_path", "data_parallel_group", "mem_efficient_linear", "mpu"),
+        *("param_dict", "pin_memory", "remote_device", "sequence_data_parallel_group"),
+        *("zero_param_parallel_group", "zero_quantized_nontrainable_weights"),
         "zero_quantized_weights",
     }
 )
 """Keywords of upstream's that the configuration decides here, or nothing does."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_Seen = tuple[int, int, int]
 
 
 class Init(ConstructionContext):
@@ -151,6 +152,67 @@ def _keep_values_of_first_rank(parameters: Iterable[torch.nn.Parameter]) -> None
             _OF_FIRST_RANK[parameter] = True
             if rank_here() > 0:  # memory that nothing has written to takes none
                 parameter.data = torch.empty_like(parameter.data)
+
+
+class DroppedChanges:
+    """The parameters of one context whose writes are lost: those without a ``modifier_rank``."""
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._watched: dict[int, list[tuple[torch.Tensor, _Seen]]] = {}
+        self._owner: RegisteredModel | None = None
+        self._changed: list[torch.Tensor] = []
+
+    def watch(self, owner: RegisteredModel, placed: torch.Tensor, captured: torch.Tensor) -> None:
+        """Remember what a parameter is, which is whole now.
+
+        ``captured`` is a variable's from before the model was placed, or the same.
+        """
+        self._owner = owner
+        both = {id(p): p for p in (placed, captured)}.values()
+        self._watched[id(placed)] = [(p, _seen(p)) for p in both]
+
+    def note(self, placed: torch.Tensor) -> None:
+        """Look whether a watched parameter, still whole, was written to."""
+        if any(_seen(p) != before for p, before in self._watched.get(id(placed), ())):
+            self._changed.append(placed)
+
+    def tell(self) -> None:
+        """Log once that changes were dropped; collective where that is an error.
+
+        Raises OptionError on every rank, if the configuration asks for it and a rank has written.
+        """
+        if self._owner is None:
+            return
+        is_changed = bool(self._changed)
+        group = host_group() if self._owner.checks_writes else None
+        if group is not None:
+            any_rank = torch.tensor(int(is_changed))
+            dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
+            is_changed = bool(any_rank)
+        if not is_changed:
+            return
+        names = {id(p): name for name, p in self._owner.module.named_parameters()}
+        first = names.get(id(self._changed[0])) if self._changed else None
+        writer = "by another rank" if first is None else f"to {first}"
+        message = (
+            f"{format_count(max(1, len(self._changed)), 'parameter')} (written {writer}) changed"
+            f" inside of GatheredParameters without a modifier_rank, and changes were dropped:"
+            " pass modifier_rank=, the rank whose changes are kept."
+        )
+        if self._owner.checks_writes:
+            raise OptionError(message)
+        say_once(message)
+
+
+def _seen(parameter: torch.Tensor) -> _Seen:
+    """Return what a write changes: where the elements are, their version, or their sum of bits.
+
+    A write to ``.data`` counts no version.
+    """
+    values = parameter.detach()
+    integers = values.reshape(-1).view(_INTEGERS[values.element_size()])
+    return parameter.data_ptr(), parameter._version, int(integers.sum(dtype=torch.int64))  # noqa: SLF001
 
 
 @contextmanager
