@@ -41,7 +41,6 @@ from tensorstow.deepspeed.states import (
 )
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
-from tensorstow.deepspeed.zero_params import mark_parameters
 from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
@@ -135,8 +134,6 @@ class DeepSpeedEngine(ConfiguredModule):
             self._placed = register(
                 RegisteredModel(module, optimizer, zero.stage, zero.enable_sanity_checks)
             )
-            if settings.zero.stage == 3:
-                mark_parameters(module)
             watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:

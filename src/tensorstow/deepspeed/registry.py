@@ -1,12 +1,19 @@
-"""Finds the engine of a parameter, for functions that are given a parameter alone."""
+"""Finds the engine of a parameter, for functions that are given a parameter alone.
+
+A sharded parameter has upstream's attributes too (``ds_id``, ``ds_status``, ``ds_shape``, ...), by
+which scripts see whether it is to be gathered before it is read.
+"""
 
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
@@ -34,13 +41,27 @@ _OWNERS: Any = WeakIdKeyDictionary()
 """Weak references to the registered models, by parameter."""
 _PLACED: Any = WeakIdKeyDictionary()
 """Weak references to the parameters that took the place of those that the model had before."""
+_IDS = count()
+
+
+class ZeroParamStatus(Enum):
+    """What of a sharded parameter a rank has."""
+
+    AVAILABLE = 1
+    """All of it."""
+    NOT_AVAILABLE = 2
+    """Its shard."""
+    INFLIGHT = 3
+    """Upstream's, for one that is being gathered; no parameter has it here."""
 
 
 def register(placed: RegisteredModel) -> RegisteredModel:
-    """Register a model until ``placed`` is garbage collected."""
+    """Register a model until ``placed`` is garbage collected; mark its sharded parameters."""
     reference = weakref.ref(placed)
     for parameter in resharded(placed.module).parameters():
         _OWNERS[parameter] = reference
+        if placed.stage == SHARDS_PARAMETERS and isinstance(parameter, DTensor):
+            _mark(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
     note_parameters(placed.module)
     return placed
 
@@ -93,3 +114,20 @@ def registered() -> Mapping[int, RegisteredModel]:
     """Return the registered models that are alive, by ``id``."""
     alive = [reference() for reference in _OWNERS.values()]
     return {id(owner): owner for owner in alive if owner is not None}
+
+
+def mark_whole(parameter: torch.Tensor, marked: torch.Tensor) -> None:
+    """Give a parameter that is whole for a while the attributes that its shard has.
+
+    Nothing is done if ``marked``, which holds its shard meanwhile, has none of them.
+    """
+    number = getattr(marked, "ds_id", None)
+    if number is not None:
+        _mark(parameter, number, ZeroParamStatus.AVAILABLE)
+
+
+def _mark(parameter: Any, number: int, status: ZeroParamStatus) -> None:
+    """Write the attributes: a number of this process, and what this rank has of the parameter."""
+    parameter.ds_id, parameter.ds_status = number, status
+    parameter.ds_shape, parameter.ds_numel = parameter.shape, parameter.numel()
+    parameter.ds_persist = False  # none stays whole between uses

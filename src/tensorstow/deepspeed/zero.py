@@ -31,11 +31,11 @@ from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.registry import (
     SHARDS_PARAMETERS,
     RegisteredModel,
+    mark_whole,
     owner_of,
     placed_of,
     registered,
 )
-from tensorstow.deepspeed.zero_params import mark_whole
 from tensorstow.doorkit.construction import ConstructionContext
 from tensorstow.fsdp.full_tensors import copy_from_full
 from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place

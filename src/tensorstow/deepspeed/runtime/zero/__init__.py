@@ -1,5 +1,6 @@
 """``deepspeed.runtime.zero``: what upstream has in the modules of its stages."""
 
+from tensorstow.deepspeed.registry import ZeroParamStatus
 from tensorstow.deepspeed.runtime.zero import (
     offload_config,
     partition_parameters,
@@ -15,7 +16,6 @@ from tensorstow.deepspeed.zero import (
     register_external_parameter,
     unwrap_model_for_generation,
 )
-from tensorstow.deepspeed.zero_params import ZeroParamStatus
 
 __all__ = [
     "GatheredParameters",

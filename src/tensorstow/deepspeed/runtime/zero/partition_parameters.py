@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from tensorstow.deepspeed.registry import ZeroParamStatus
 from tensorstow.deepspeed.zero import GatheredParameters, Init
-from tensorstow.deepspeed.zero_params import ZeroParamStatus, is_zero_param
 
 __all__ = [
     "GatheredParameters",
@@ -17,6 +17,11 @@ __all__ = [
 ]
 
 _orig_torch_arange = torch.arange  # transformers compares with it
+
+
+def is_zero_param(parameter: object) -> bool:
+    """Return whether a parameter is sharded under stage 3: whether it has ``ds_id``."""
+    return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
 def zero_wrapper_for_fp_tensor_constructor(
