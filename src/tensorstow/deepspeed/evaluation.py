@@ -22,8 +22,8 @@ from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.master_weights import cast_model
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, cast_of, directory_of, weight_ram_budget
+from tensorstow.deepspeed.states import cast_model
 from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank, rank_here
 from tensorstow.fsdp.stow import stow
 from tensorstow.io.digest_list import DigestList, digest_of

@@ -24,7 +24,6 @@ from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.evaluation import place_for_evaluation
 from tensorstow.deepspeed.external_parameters import blocks_to_gather
 from tensorstow.deepspeed.loss_scale import LossScale
-from tensorstow.deepspeed.master_weights import MasterWeights
 from tensorstow.deepspeed.optimizers import maker_of
 from tensorstow.deepspeed.other_optimizers import OtherMaker
 from tensorstow.deepspeed.plans import (
@@ -37,6 +36,7 @@ from tensorstow.deepspeed.plans import (
 from tensorstow.deepspeed.ranks import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
+from tensorstow.deepspeed.states import MasterWeights
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, rank_here, world_size

@@ -10,7 +10,7 @@ import tensorstow
 from ranks.pool import Ranks
 from ranks.stowed import model_of
 from tensorstow import Plan
-from tensorstow.deepspeed.master_weights import MasterWeights
+from tensorstow.deepspeed.states import MasterWeights
 
 
 def begun(states: str) -> dict[str, torch.Tensor]:
