@@ -21,7 +21,7 @@ _ELSEWHERE = (
     # `pin_memory` is an argument of torch's DataLoader, as the caller gives it.
     *("colossalai/booster/plugin/plugin_base.py", "deepspeed/dataloader.py"),
     # And of a tensor that scripts ask for and fill themselves.
-    "deepspeed/ops/aio_handle.py",
+    "deepspeed/ops/aio.py",
     # They wait for other processes, which no mutation reaches (test_shared_weights has late ranks).
     *("fsdp/gradient_reduction.py", "fsdp/shared_weights.py"),
     # And of Gemini's, where it changes nothing.

@@ -38,7 +38,7 @@ ALLOWED = {
     "deepspeed/checkpoint/sharded.py": {"torch.save": STREAM},
     "deepspeed/engine.py": {"torch.save": STREAM},
     "deepspeed/evaluation.py": {"save_file": "a new file of a random name"},
-    "deepspeed/ops/aio_handle.py": {"os.open": "/dev/fd: a descriptor that the caller has open"},
+    "deepspeed/ops/aio.py": {"os.open": "/dev/fd: a descriptor that the caller has open"},
     "deepspeed/utils/zero_to_fp32.py": {"torch.save": STREAM},
     "fsdp/frozen_files.py": {"().read_text": SYSTEM},
     "integrations/stowed_trainer.py": {"torch.save": STREAM},

@@ -1,28 +1,10 @@
 """``deepspeed.ops.op_builder``: nothing is built, ``load`` returns what exists."""
 
-from types import SimpleNamespace
-
 from tensorstow.base.absent_names import refuse_names
 from tensorstow.base.errors import AbsentError
-from tensorstow.deepspeed.ops.aio_handle import AioHandle
+from tensorstow.deepspeed.ops.aio import AsyncIOBuilder
 
 __all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "FusedAdamBuilder"]
-
-
-class AsyncIOBuilder:
-    """Where scripts look for ``aio_handle``."""
-
-    NAME = "async_io"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        """Return True: files can be read and written on every machine."""
-        del verbose
-        return True
-
-    def load(self, verbose: bool = True) -> SimpleNamespace:
-        """Return an object with ``aio_handle``."""
-        del verbose
-        return SimpleNamespace(aio_handle=AioHandle)
 
 
 class CPUAdamBuilder:

@@ -10,7 +10,7 @@ import torch
 from tensorstow.base.errors import AbsentAttributeError, DirectoryError, OptionError, TransferError
 from tensorstow.deepspeed import ops
 from tensorstow.deepspeed.ops import op_builder
-from tensorstow.deepspeed.ops.aio_handle import AioHandle
+from tensorstow.deepspeed.ops.aio import AioHandle
 from tensorstow.deepspeed.ops.op_builder import AsyncIOBuilder
 from tensorstow.io.files import IoFuture
 
