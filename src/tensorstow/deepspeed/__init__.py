@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
     from tensorstow.deepspeed.name import take_name
-    from tensorstow.deepspeed.on_device import OnDevice
     from tensorstow.deepspeed.ranks import init_distributed
     from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from tensorstow.deepspeed.utils import log_dist, logger
+    from tensorstow.deepspeed.zero import OnDevice
 
 __all__ = [
     "DeepSpeedConfig",
@@ -69,7 +69,7 @@ _MODULES = {
     "DeepSpeedConfig": "runtime.config",
     "DeepSpeedConfigError": "runtime.config",
     "DeepSpeedEngine": "engine",
-    "OnDevice": "on_device",
+    "OnDevice": "zero",
     "add_config_arguments": "initialization",
     "get_accelerator": "accelerator",
     "init_distributed": "ranks",

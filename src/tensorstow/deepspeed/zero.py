@@ -1,4 +1,7 @@
-"""``deepspeed.zero``: ``Init``, ``GatheredParameters``, ``TiledLinear`` and memory estimators."""
+"""``deepspeed.zero``: ``Init``, ``GatheredParameters``, ``TiledLinear`` and memory estimators.
+
+``OnDevice``, which is ``deepspeed``'s, is such a context as ``Init``.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -71,6 +74,22 @@ _IDLE = frozenset(
 """Keywords of upstream's that the configuration decides here, or nothing does."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Seen = tuple[int, int, int]
+
+
+class OnDevice(ConstructionContext):
+    """A context in which modules and tensors are created on a device, in a dtype.
+
+    Args:
+        dtype: The dtype of floating-point tensors.
+        device: The device; "meta" has no memory.
+        enabled: Whether the context has an effect.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        super().__init__(*((device, dtype) if enabled else ()))
 
 
 class Init(ConstructionContext):
