@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named
+from tensorstow.deepspeed.config.values import arguments_of
 from tensorstow.deepspeed.ops.adam import set_bias_correction
 from tensorstow.deepspeed.other_optimizers import of_named_class, of_object
 from tensorstow.formats.state_format import StateFormat

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.update_on import Overlap, timing_of
-from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named, Settings
+from tensorstow.deepspeed.config.values import arguments_of
 from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tensorstow.deepspeed.ops.lion import Lion
 from tensorstow.fsdp.optimizer_factory import IMPLEMENTATION, Groups, names_of, with_groups

@@ -1,4 +1,4 @@
-"""Checks each key that is given, and its value.
+"""Checks each key that is given, and its value; reads what it gives to a class.
 
 Unknown keys and unsupported values raise an error.
 """
@@ -7,10 +7,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, get_args
 
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.deepspeed.config.key import Key, is_off, take_flag
+from tensorstow.base.fields import hints_of, read_value
+from tensorstow.deepspeed.config.key import BOOL, Key, is_off, take_flag
 from tensorstow.deepspeed.config.settings import KEYS, SECTIONS, SPELLINGS, SWITCHES
 from tensorstow.doorkit.keyword_table import Support
 
@@ -241,6 +242,30 @@ def _say_idle(keys: Iterable[GivenKey]) -> None:
     if reasons:
         said = "; ".join(f"{', '.join(paths)} ({why})" for why, paths in reasons.items())
         say_once(f"keys of the DeepSpeed configuration that have no effect here: {said}")
+
+
+def arguments_of(
+    cls: type, values: Mapping[str, Any], path: str, flags: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return keyword arguments for a class; raises OptionError for a value of another type.
+
+    JSON writes a whole number as 1e3 too, and upstream takes 0 and 1 for false and true. ``flags``
+    are true, false or null; another name that the constructor lacks is returned as it is.
+    """
+    hints = {**hints_of(cls), **dict.fromkeys(flags, bool | None)}
+    return {
+        name: read_value(hints.get(name, Any), _meant(hints.get(name), value), f"{path}.{name}")
+        for name, value in values.items()
+    }
+
+
+def _meant(annotation: Any, value: object) -> object:
+    kinds = get_args(annotation) or (annotation,)
+    if bool in kinds and type(value) is int and value in {0, 1}:
+        return BOOL.take(value)
+    if int in kinds and isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 @cache

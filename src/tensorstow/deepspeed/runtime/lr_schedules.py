@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tensorstow.base.errors import OptionError, abbreviated
 from tensorstow.base.fields import number_of, read_value
-from tensorstow.deepspeed.config.arguments import arguments_of
 from tensorstow.deepspeed.config.settings import Named
+from tensorstow.deepspeed.config.values import arguments_of
 from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured
 
 __all__ = [
