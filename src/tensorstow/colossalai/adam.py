@@ -14,8 +14,7 @@ from tensorstow.base.directories import read_paths
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.fields import read_value
 from tensorstow.base.update_on import Overlap, refuse_delayed
-from tensorstow.doorkit.adam_keywords import ADAM
-from tensorstow.doorkit.keyword_table import checks_keywords
+from tensorstow.doorkit.keyword_table import ADAM, checks_keywords
 from tensorstow.fsdp.validation import KeepsOnDevice, TranslatesPlacement
 from tensorstow.optim import options
 from tensorstow.optim.adam import Adam

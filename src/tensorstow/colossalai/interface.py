@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
-from tensorstow.doorkit.refused_calls import refused_call
+from tensorstow.doorkit.keyword_table import refused_call
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import layout_of

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.keywords import keywords_of, names_keywords
@@ -64,6 +64,18 @@ def no_effect(why: str, *names: str) -> dict[str, Keyword]:
 def refused(why: str, *names: str) -> dict[str, Keyword]:
     """Return keywords whose other values raise OptionError for this reason."""
     return dict.fromkeys(names, Keyword(Support.REFUSED, why))
+
+
+def refused_call(name: str, why: str) -> Callable[..., NoReturn]:
+    """Return a function, or a method, that raises OptionError whatever it is given."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        message = f"{name}() was called: {why}."
+        raise OptionError(message)
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Refuse: {why}.\n\nRaises:\n    OptionError: Always."
+    return refuse
 
 
 def checks_keywords(table: Table) -> Callable[[_Target], _Target]:
@@ -186,3 +198,21 @@ def _documented(text: str | None, table: Table, defaults: Mapping[str, object]) 
         at = next((n for n, line in enumerate(lines) if line in _SECTIONS), len(lines))
         entries = ["", "Args:", *entries] if at == len(lines) else ["Args:", *entries, ""]
     return "\n".join([*lines[:at], *entries, *lines[at:]])
+
+
+ADAM: Table = {
+    "model_params": honoured("Parameters, named parameters, or parameter groups."),
+    "lr": honoured("The learning rate."),
+    "bias_correction": honoured("Whether the moments are corrected for their start at zero."),
+    "betas": honoured("The decay rates of the first and the second moment."),
+    "eps": honoured("Is added to the root of the second moment."),
+    "weight_decay": honoured("The weight decay."),
+    "amsgrad": honoured("Whether the running maximum of the second moment is used."),
+    "adamw_mode": honoured("Whether the decay is decoupled (AdamW) instead of an L2 penalty."),
+}
+"""The keywords that Adam has in both projects' signatures."""
+FP32_STATES = refused(
+    'states are fp32; those of Adam have other sizes by state_format="bf16"',
+    "fp32_optimizer_states",
+)
+"""The keyword by which DeepSpeed's optimizers keep smaller states."""

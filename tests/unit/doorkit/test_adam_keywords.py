@@ -9,7 +9,7 @@ from tensorstow.colossalai import CPUAdam
 from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tensorstow.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from tensorstow.deepspeed.ops.lion import Lion
-from tensorstow.doorkit.adam_keywords import ADAM
+from tensorstow.doorkit.keyword_table import ADAM
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, DeepSpeedCPUAdam, FusedAdam])

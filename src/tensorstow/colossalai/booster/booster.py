@@ -13,8 +13,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.checkpoint_io import CheckpointCalls
 from tensorstow.colossalai.interface import OptimizerWrapper
-from tensorstow.doorkit.keyword_table import checks_keywords, refused
-from tensorstow.doorkit.refused_calls import refused_call
+from tensorstow.doorkit.keyword_table import checks_keywords, refused, refused_call
 
 
 @checks_keywords(refused("pass precision= to the plugin", "mixed_precision"))

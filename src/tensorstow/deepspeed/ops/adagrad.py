@@ -3,8 +3,7 @@
 import torch
 from torch.optim.optimizer import ParamsT
 
-from tensorstow.doorkit.adam_keywords import ADAM, FP32_STATES
-from tensorstow.doorkit.keyword_table import checks_keywords, honoured, refused
+from tensorstow.doorkit.keyword_table import ADAM, FP32_STATES, checks_keywords, honoured, refused
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 

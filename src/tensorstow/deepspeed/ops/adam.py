@@ -5,8 +5,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.fields import read_value
-from tensorstow.doorkit.adam_keywords import ADAM, FP32_STATES
-from tensorstow.doorkit.keyword_table import Table, checks_keywords, honoured
+from tensorstow.doorkit.keyword_table import ADAM, FP32_STATES, Table, checks_keywords, honoured
 from tensorstow.optim.adam import Adam
 from tensorstow.optim.stowed_adam import StowedAdam
 

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptionError
-from tensorstow.doorkit.adam_keywords import FP32_STATES
-from tensorstow.doorkit.keyword_table import checks_keywords
+from tensorstow.doorkit.keyword_table import FP32_STATES, checks_keywords
 
 __all__ = ["DeepSpeedCPULion", "FusedLion", "Lion"]
 

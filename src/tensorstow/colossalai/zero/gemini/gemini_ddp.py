@@ -18,8 +18,8 @@ from tensorstow.doorkit.keyword_table import (
     honoured,
     no_effect,
     refused,
+    refused_call,
 )
-from tensorstow.doorkit.refused_calls import refused_call
 
 _TABLE: Table = {
     **PLACEMENT,
