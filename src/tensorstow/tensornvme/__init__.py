@@ -9,8 +9,8 @@
 from typing import NoReturn
 
 from tensorstow.base.absent_names import add_absent_modules, refuse, refuse_other_modules
+from tensorstow.tensornvme.async_file_io import AsyncFileWriter
 from tensorstow.tensornvme.offloader import DiskOffloader
-from tensorstow.tensornvme.writer import AsyncFileWriter
 
 __all__ = ["AsyncFileWriter", "DiskOffloader"]
 
