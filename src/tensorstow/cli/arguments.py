@@ -91,7 +91,6 @@ def add_examples(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow doctor`."""
     parser.add_argument(
         "named", metavar="DIR", nargs="*", default=[], help="directories to look at too"
     )
@@ -111,7 +110,6 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow calibrate`."""
     parser.add_argument(
         "directories",
         metavar="DIR",
@@ -122,7 +120,6 @@ def _calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow plan`."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -225,7 +222,6 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow verify`."""
     parser.add_argument(
         "directory",
         metavar="DIR",
@@ -245,12 +241,10 @@ def _verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run inspect`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run scrub`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
     parser.add_argument(
         "--generation",
@@ -260,7 +254,6 @@ def _scrub(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run push`."""
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
     parser.add_argument(
         "url", metavar="URL", help="a folder, or an address such as s3://bucket/run"
@@ -274,7 +267,6 @@ def _push(parser: argparse.ArgumentParser) -> None:
 
 
 def _pull(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run pull`."""
     parser.add_argument("url", metavar="URL", help="where the run was pushed to")
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's directory, empty")
     parser.add_argument(
@@ -288,7 +280,6 @@ def _pull(parser: argparse.ArgumentParser) -> None:
 
 
 def _recover(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run recover`."""
     parser.add_argument(
         "directories",
         metavar="DIR",
@@ -305,7 +296,6 @@ def _recover(parser: argparse.ArgumentParser) -> None:
 
 
 def _clean(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of `tensorstow run clean`."""
     parser.add_argument(
         "directories",
         metavar="DIR",
@@ -346,49 +336,16 @@ def _index(text: str) -> int:
     return int(text)
 
 
-RUN_COMMANDS = (
-    Command(
-        "inspect",
-        "print what a run's directory holds, also while the run is live",
-        "tensorstow.cli.inspect",
-        _inspect,
-        _JSON_BY_RANK,
-    ),
-    Command(
-        "scrub",
-        "read everything in a run's directory, and report damage",
-        "tensorstow.cli.scrub",
-        _scrub,
-        _JSON_BY_RANK,
-    ),
-    Command(
-        "recover",
-        "print what is intact of a damaged run, and repair it with --yes",
-        "tensorstow.cli.recover",
-        _recover,
-        _JSON_BY_RANK,
-    ),
-    Command(
-        "clean",
-        "print the files of a dead run, and remove them with --yes",
-        "tensorstow.cli.clean",
-        _clean,
-        _JSON_BY_RANK,
-    ),
-    Command(
-        "push",
-        "copy a commit of a run to a bucket or another folder",
-        "tensorstow.cli.push",
-        _push,
-        _JSON_BY_RANK,
-    ),
-    Command(
-        "pull",
-        "copy a snapshot back from a bucket or another folder",
-        "tensorstow.cli.pull",
-        _pull,
-        _JSON_BY_RANK,
-    ),
+RUN_COMMANDS = tuple(
+    Command(name, summary, f"tensorstow.cli.{name}", declare_own, _JSON_BY_RANK)
+    for name, summary, declare_own in (
+        ("inspect", "print what a run's directory holds, also while the run is live", _inspect),
+        ("scrub", "read everything in a run's directory, and report damage", _scrub),
+        ("recover", "print what is intact of a damaged run, and repair it with --yes", _recover),
+        ("clean", "print the files of a dead run, and remove them with --yes", _clean),
+        ("push", "copy a commit of a run to a bucket or another folder", _push),
+        ("pull", "copy a snapshot back from a bucket or another folder", _pull),
+    )
 )
 """The commands of `tensorstow run`."""
 COMMANDS = (
