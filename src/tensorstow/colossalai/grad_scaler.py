@@ -25,9 +25,6 @@ class DynamicGradScaler:
 
     Of overflows with fewer than ``growth_interval`` good steps in a row between them, the first
     ``hysteresis - 1`` leave the scale as it is; each one after them makes it smaller.
-
-    Raises:
-        OptionError: A value that cannot be used.
     """
 
     def __init__(

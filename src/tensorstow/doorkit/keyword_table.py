@@ -49,6 +49,7 @@ class Keyword:
 Table = Mapping[str, Keyword]
 _SECTIONS = frozenset({"Returns:", "Yields:", "Raises:"})
 """What follows the Args in a docstring."""
+_RAISES = "Raises:\n    OptionError: An argument that cannot be used."
 
 
 def honoured(meaning: str) -> Keyword:
@@ -82,7 +83,8 @@ def checks_keywords(table: Table) -> Callable[[_Target], _Target]:
     """Return a decorator that checks the calls of a method, or of a class, by a table.
 
     A call raises OptionError for a refused keyword that differs from its default, and logs a
-    keyword without effect that does. The docstring's Args get the table's keywords.
+    keyword without effect that does. The docstring's Args get the table's keywords, and it gets a
+    section Raises if it has none.
 
     Args:
         table: The keywords, all of them in the signature.
@@ -92,7 +94,8 @@ def checks_keywords(table: Table) -> Callable[[_Target], _Target]:
         constructor: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
         checked = _checked(constructor, table)
         documented: Any = target if isinstance(target, type) else checked
-        documented.__doc__ = _documented(target.__doc__, table, defaults_of(target))
+        text = _documented(target.__doc__, table, defaults_of(target))
+        documented.__doc__ = text if "\nRaises:\n" in text else f"{text.rstrip()}\n\n{_RAISES}"
         if isinstance(target, type):
             documented.__init__ = checked
             return target if keywords_of(target) is None else names_keywords(target)

@@ -102,6 +102,8 @@ def test_the_signature_stays_and_the_docstring_has_every_keyword() -> None:
     )
     text = inspect.getdoc(Sized.fill) or ""
     assert "    value: The value.\n    fast: No effect: it is always fast.\n\nReturns:" in text
+    assert text.endswith("\n\nRaises:\n    OptionError: An argument that cannot be used.")
+    assert (inspect.getdoc(Sized) or "").count("Raises:") == 1
 
 
 def test_a_table_of_other_names_is_an_error() -> None:

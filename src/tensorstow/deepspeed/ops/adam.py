@@ -19,9 +19,6 @@ class DeepSpeedCPUAdam(Adam):
 
     Args:
         placement: The keywords of ``tensorstow.AdamW`` that place the states.
-
-    Raises:
-        OptionError: ``fp32_optimizer_states`` is False, or another argument cannot be used.
     """
 
     def __init__(

@@ -26,9 +26,6 @@ class Lion(Optimizer):
         lr: The learning rate. Default: 1e-3.
         betas: The weight of the average in the sign, and its decay rate. Default: (0.9, 0.999).
         weight_decay: The weight decay. Default: 0.
-
-    Raises:
-        OptionError: A value out of its range, or a keyword that is not supported.
     """
 
     def __init__(

@@ -160,9 +160,6 @@ class WarmupLR(LRSchedule):
     Args:
         warmup_min_lr: The rate at the start; one number, or one per group.
         warmup_max_lr: The rate at the end. Default: None, each group's own.
-
-    Raises:
-        OptionError: A value that no schedule can have.
     """
 
     def __init__(
@@ -193,9 +190,6 @@ class WarmupDecayLR(LRSchedule):
         total_num_steps: The step at which the rate is back at ``warmup_min_lr``.
         warmup_min_lr: The rate at the start and at the end; one number, or one per group.
         warmup_max_lr: The rate after the warm-up; one number, or one per group.
-
-    Raises:
-        OptionError: A value that no schedule can have.
     """
 
     def __init__(
@@ -228,9 +222,6 @@ class WarmupCosineLR(LRSchedule):
         total_num_steps: The step at which the cosine ends.
         warmup_min_ratio: The share of the group's rate at the start, 0 to 1.
         cos_min_ratio: The share of the group's rate at the end, 0 to 1.
-
-    Raises:
-        OptionError: A value that no schedule can have.
     """
 
     def __init__(
@@ -278,9 +269,6 @@ class LRRangeTest(LRSchedule):
             first one.
         lr_range_test_step_rate: How much it grows in that time.
         lr_range_test_staircase: Whether it grows once every ``step_size`` steps instead of at each.
-
-    Raises:
-        OptionError: A value that no schedule can have.
     """
 
     def __init__(
@@ -325,9 +313,6 @@ class OneCycle(LRSchedule):
         cycle_max_mom: The highest momentum; one number, or one per group.
         decay_mom_rate: Momentum is multiplied by ``1 + decay_mom_rate`` per ``decay_step_size``
             steps after the cycle, linearly.
-
-    Raises:
-        OptionError: A value that no schedule can have.
     """
 
     def __init__(

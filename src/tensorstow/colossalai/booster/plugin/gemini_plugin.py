@@ -129,9 +129,6 @@ class GeminiPlugin(PlacingPlugin):
     ignored: it is honoured, or it has no effect here and a log line (WARNING) gives the reason, or
     a value other than the default raises an error. Where the CPU computes, device memory is host
     memory, and all placements are the same.
-
-    Raises:
-        OptionError: An argument that is not supported.
     """
 
     _wrappers = (GeminiModel, GeminiStates)

@@ -46,11 +46,7 @@ _TABLE: Table = {
 
 @checks_keywords(_TABLE)
 class LowLevelZeroPlugin(PlacingPlugin):
-    """Parameters on the device, whole in forward and backward; gradients and states sharded.
-
-    Raises:
-        OptionError: An argument that is not supported.
-    """
+    """Parameters on the device, whole in forward and backward; gradients and states sharded."""
 
     def __init__(
         self,

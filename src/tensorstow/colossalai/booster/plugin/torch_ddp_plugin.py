@@ -49,9 +49,6 @@ class TorchDDPPlugin(Plugin):
     there is one. Where there is no process group one of torchrun's ranks is made, or of this
     process alone. On an accelerator BatchNorm becomes SyncBatchNorm, as upstream; on the CPU, for
     which torch has none, each rank has statistics of its own.
-
-    Raises:
-        OptionError: An argument that is not supported.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ _STAGES = {
 
 @checks_keywords(_TABLE)
 class TorchFSDPPlugin(PlacingPlugin):
-    """Parameters, gradients and states sharded over all ranks, by FSDP2.
-
-    Raises:
-        OptionError: An argument that is not supported.
-    """
+    """Parameters, gradients and states sharded over all ranks, by FSDP2."""
 
     def __init__(
         self,

@@ -41,9 +41,6 @@ class GeminiDDP(GeminiModel):
 
     ``GeminiOptimizer`` places it; without an optimizer, its first forward does. Until then its
     parameters are the module's own, and an optimizer can be created over them.
-
-    Raises:
-        OptionError: An argument that is not supported.
     """
 
     def __init__(
