@@ -174,7 +174,7 @@ class CheckpointCalls:
                 ' Pass another name, such as "optimizer.pt".'
             )
             raise OptionError(message)
-        wrapper = _wrapper_of(optimizer)
+        wrapper = boosted(optimizer, "save_optimizer()")
         saved = wrapper.own_state_dict()
         rest = {key: value for key, value in saved.items() if key != "state"}
         states = wrapper.whole_states(saved["state"])
@@ -204,7 +204,8 @@ class CheckpointCalls:
             StoreFormatError: There is no checkpoint.
             OptionError: States that do not fit their parameters.
         """
-        wrapper, main = _wrapper_of(optimizer), _main_of(Path(checkpoint))
+        wrapper = boosted(optimizer, "load_optimizer()")
+        main = _main_of(Path(checkpoint))
         verify_together(main)
         groups, *files = _listed(main, "param_groups") if main.name.endswith(_INDEX) else [main]
         saved = _read(groups)
@@ -416,11 +417,12 @@ def _module_of(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
-def _wrapper_of(optimizer: Optimizer) -> OptimizerWrapper:
-    if isinstance(optimizer, OptimizerWrapper):
-        return optimizer
-    message = (
-        f"A {type(optimizer).__name__} was given: pass the optimizer that boost() returned, which"
-        " has the states of the placed model."
-    )
-    raise OptionError(message)
+def boosted(optimizer: object, call: str) -> OptimizerWrapper:
+    """Return what ``boost`` returned; raises OptionError for another optimizer."""
+    if not isinstance(optimizer, OptimizerWrapper):
+        message = (
+            f"{call} was given a {type(optimizer).__name__}: pass the optimizer that boost()"
+            " returned, which updates the placed model."
+        )
+        raise OptionError(message)
+    return optimizer

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
-from tensorstow.colossalai.checkpoint_io import CheckpointCalls
-from tensorstow.colossalai.interface import OptimizerWrapper
+from tensorstow.colossalai.checkpoint_io import CheckpointCalls, boosted
 from tensorstow.doorkit.keyword_table import checks_keywords, refused, refused_call
 
 
@@ -89,7 +88,7 @@ class Booster(CheckpointCalls):
         Raises:
             OptionError: The optimizer is another one.
         """
-        _boosted(optimizer, "backward()").backward(loss)
+        boosted(optimizer, "backward()").backward(loss)
 
     def no_sync(
         self, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -115,13 +114,3 @@ class Booster(CheckpointCalls):
         "pass boost() the model that peft.get_peft_model(model, config) returns. Frozen parameters"
         " are placed like the others",
     )
-
-
-def _boosted(optimizer: object, call: str) -> OptimizerWrapper:
-    if not isinstance(optimizer, OptimizerWrapper):
-        message = (
-            f"{call} was given a {type(optimizer).__name__}: pass the optimizer that boost()"
-            " returned, which updates the placed model."
-        )
-        raise OptionError(message)
-    return optimizer
