@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tensorstow.deepspeed.ranks import init_distributed, local_rank
+from tensorstow.deepspeed.ranks import init_distributed
+from tensorstow.deepspeed.ranks import local_rank as get_local_rank
 from tensorstow.fsdp.sharding import rank_here, world_size
 
 __all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed"]
@@ -22,11 +23,6 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     """Return the number of ranks; without a group of processes, the launcher's."""
     return dist.get_world_size(group) if dist.is_initialized() else world_size()
-
-
-def get_local_rank() -> int:
-    """Return the rank of this process on its machine, from 0."""
-    return local_rank()
 
 
 def __getattr__(name: str) -> Any:
