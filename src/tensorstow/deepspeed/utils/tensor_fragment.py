@@ -5,7 +5,6 @@ elements. All of them wait for an update that is under way first.
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -40,9 +39,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
     Of a 16-bit parameter it is the master weight.
     """
-    param = placed_of(param)
-    share = safe_get_local_fp32_param(param)
-    return None if share is None else full_tensor(share, param)
+    return _full(param, safe_get_local_fp32_param(param))
 
 
 @describes(_FULL)
@@ -58,16 +55,13 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     param = placed_of(param)
     if share_of(param) is not None and param.grad is not None and is_unreduced(param.grad):
         return param.grad.detach().cpu().float().clone()
-    share = safe_get_local_grad(param)
-    return None if share is None else full_tensor(share, param)
+    return _full(param, safe_get_local_grad(param))
 
 
 @describes(_FULL)
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a parameter's full state, as fp32 in host memory; None before the first step."""
-    param = placed_of(param)
-    share = safe_get_local_optimizer_state(param, optim_state_key)
-    return None if share is None else full_tensor(share, param)
+    return _full(param, safe_get_local_optimizer_state(param, optim_state_key))
 
 
 @describes(_FULL)
@@ -78,8 +72,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         OptionError: The shape is another one.
     """
     param = placed_of(param)
-    share = part_of(_like(param, value), param, "The value")
-    safe_set_local_fp32_param(param, share)
+    safe_set_local_fp32_param(param, _part(param, value))
     if share_of(param) is not None:  # whole on every rank
         with torch.no_grad():
             param.copy_(value)
@@ -94,8 +87,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     Raises:
         OptionError: The shape is another one, or there is no gradient to set.
     """
-    param = placed_of(param)
-    safe_set_local_grad(param, part_of(_like(param, value), param, "The value"))
+    safe_set_local_grad(param, _part(param, value))
 
 
 def safe_update_full_grad_vectorized(
@@ -129,9 +121,7 @@ def safe_set_full_optimizer_state(
     Raises:
         OptionError: The shape is another one, or the parameter has no such state.
     """
-    param = placed_of(param)
-    share = part_of(_like(param, value), param, "The value")
-    safe_set_local_optimizer_state(param, share, optim_state_key)
+    safe_set_local_optimizer_state(param, _part(param, value), optim_state_key)
 
 
 @describes(_LOCAL)
@@ -207,7 +197,8 @@ def safe_get_local_optimizer_state(
     if not states:
         return None
     _check_name(name, tuple(states))
-    return _as_tensor(states[name])
+    value = states[name]
+    return None if value is None else torch.as_tensor(value, dtype=torch.float32)
 
 
 @describes(_LOCAL)
@@ -267,10 +258,6 @@ def _is_updated(optimizer: PlacedOptimizer, param: torch.Tensor) -> bool:
     return optimizer.states_of(param) is not None
 
 
-def _as_tensor(value: Any) -> torch.Tensor | None:
-    return None if value is None else torch.as_tensor(value, dtype=torch.float32)
-
-
 def _check_name(name: str, names: tuple[str, ...]) -> None:
     if name not in names:
         listed = ", ".join(names) or "none before its first step"
@@ -278,11 +265,18 @@ def _check_name(name: str, names: tuple[str, ...]) -> None:
         raise OptionError(message)
 
 
-def _like(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _full(param: torch.Tensor, share: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a full tensor from each rank's share of it; collective."""
+    return None if share is None else full_tensor(share, placed_of(param))
+
+
+def _part(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's elements of a full value of a parameter."""
+    param = placed_of(param)
     if value.shape != param.shape:
         message = (
             f"A value of shape {tuple(value.shape)} was given for a parameter of shape"
             f" {tuple(param.shape)}: pass the full value, on every rank."
         )
         raise OptionError(message)
-    return value
+    return part_of(value, param, "The value")
