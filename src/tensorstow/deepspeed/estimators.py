@@ -57,11 +57,15 @@ _CLUSTER: Table = {
 class _Setup(NamedTuple):
     """The arguments of an estimate."""
 
-    parameters: int
-    largest: int
-    gpus_per_node: int
-    nodes: int
-    factor: float
+    total_params: int
+    largest_layer_params: int
+    num_gpus_per_node: int
+    num_nodes: int
+    additional_buffer_factor: float
+
+    @property
+    def ranks(self) -> int:
+        return self.num_gpus_per_node * self.num_nodes
 
 
 @describes(_CLUSTER)
@@ -144,20 +148,13 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _table(stage: int, setup: _Setup) -> str:
-    for name, said_by, least in (
-        ("parameters", "total_params", 0),
-        ("largest", "largest_layer_params", 0),
-        ("gpus_per_node", "num_gpus_per_node", 1),
-        ("nodes", "num_nodes", 1),
-        ("factor", "additional_buffer_factor", 0),
-    ):
-        if getattr(setup, name) < least:
-            message = f"{said_by}={getattr(setup, name)} was given: it is at least {least}."
+    for name, value, least in zip(setup._fields, setup, (0, 0, 1, 1, 0), strict=True):
+        if value < least:
+            message = f"{name}={value} was given: it is at least {least}."
             raise OptionError(message)
-    ranks = setup.gpus_per_node * setup.nodes
     title = (
-        f"Weights, gradients and Adam's states in ZeRO-{stage}: {setup.parameters:,} parameters,"
-        f" {setup.nodes} x {setup.gpus_per_node} = {ranks} GPUs."
+        f"Weights, gradients and Adam's states in ZeRO-{stage}: {setup.total_params:,} parameters,"
+        f" {setup.num_nodes} x {setup.num_gpus_per_node} = {setup.ranks} GPUs."
     )
     head = f"{'per GPU':>12} | {'host per node':>13} | {'disk per node':>13} | options"
     return "\n".join([title, head, *_rows(stage, setup), ""])
@@ -178,19 +175,17 @@ def _needs(plan: Plan, dtype: str, setup: _Setup) -> tuple[int, int, int]:
     kept_as = state_format_of(_DTYPES[dtype])
     conditions = Conditions(device_is_host=False, state_format=kept_as)
     held = bytes_of(plan, _sizes(_DTYPES[dtype], setup), conditions)
-    per_node = setup.gpus_per_node * setup.factor
-    return (
-        int(held[Tier.DEVICE] * setup.factor),
-        int(held[Tier.HOST] * per_node),
-        int(held[Tier.DISK] * per_node),
-    )
+    per_rank = setup.additional_buffer_factor
+    per_node = setup.num_gpus_per_node * per_rank
+    gpu, host, disk = held[Tier.DEVICE], held[Tier.HOST], held[Tier.DISK]
+    return int(gpu * per_rank), int(host * per_node), int(disk * per_node)
 
 
 def _sizes(dtype: torch.dtype, setup: _Setup) -> Sizes:
     """Return a model of units of the largest size, and one of what is left."""
-    ranks = setup.gpus_per_node * setup.nodes
-    largest = min(setup.largest or setup.parameters, setup.parameters)
-    count, rest = divmod(setup.parameters, largest) if largest else (0, 0)
+    total, ranks = setup.total_params, setup.ranks
+    largest = min(setup.largest_layer_params or total, total)
+    count, rest = divmod(total, largest) if largest else (0, 0)
     units: list[UnitSizes] = []
     for elements in [*[largest] * count, *[rest] * bool(rest)]:
         share = -(-elements // ranks)

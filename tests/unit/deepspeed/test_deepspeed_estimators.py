@@ -93,10 +93,10 @@ def model(dtype: torch.dtype = torch.float32, count: int = 4) -> nn.Module:
 def test_bytes_follow_the_formula(
     plan: Plan, dtype: str, gpu: float, host: float, disk: float
 ) -> None:
-    setup = _Setup(P, LARGEST, gpus_per_node=2, nodes=2, factor=1.0)
+    setup = _Setup(P, LARGEST, num_gpus_per_node=2, num_nodes=2, additional_buffer_factor=1.0)
     found = _needs(plan, dtype, setup)
     assert found == (gpu, 2 * host, 2 * disk)
-    doubled = _needs(plan, dtype, setup._replace(factor=2.0))
+    doubled = _needs(plan, dtype, setup._replace(additional_buffer_factor=2.0))
     assert doubled == tuple(2 * n for n in found)
 
 
