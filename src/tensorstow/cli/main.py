@@ -52,7 +52,6 @@ class Terminated(BaseException):
     """A signal asked the process to end: raised in the main thread, as Ctrl-C is."""
 
     def __init__(self, number: int) -> None:
-        """Keep the signal's number."""
         super().__init__(signal.strsignal(number))
         self.status = 128 + number
 

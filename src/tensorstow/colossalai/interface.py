@@ -65,7 +65,6 @@ class ModelWrapper(nn.Module):
         return outputs
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module that the wrapper lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -102,7 +101,6 @@ class OptimizerWrapper(Optimizer):
         """Whether a backward of ours has scaled the gradients."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the optimizer that the wrapper lacks."""
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)
@@ -133,7 +131,6 @@ class OptimizerWrapper(Optimizer):
         return 1.0 if self._scaler is None else self._scaler.scale
 
     def __repr__(self) -> str:
-        """Return the optimizer's own text."""
         return repr(self.optim)
 
     def __getstate__(self) -> dict[str, Any]:

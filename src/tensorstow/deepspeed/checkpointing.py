@@ -31,7 +31,6 @@ class _Configured:
     """What ``configure`` has set."""
 
     def __init__(self) -> None:
-        """Begin without ``configure``."""
         self.is_configured = False
         self.recomputed = _Recomputed()
         """The module whose saved tensors are in host memory, with ``checkpoint_in_cpu``."""

@@ -52,7 +52,6 @@ class RepeatingLoader:
         self.data_iter = iter(loader)
 
     def __iter__(self) -> Self:
-        """Return itself."""
         return self
 
     def __next__(self) -> Any:

@@ -137,7 +137,6 @@ class DeepSpeedEngine(ConfiguredModule):
             watch_loads(module, optimizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module that the engine lacks."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -22,7 +22,6 @@ class ScaleState:
     """None: an older checkpoint lacks it."""
 
     def __post_init__(self) -> None:
-        """Check every value; raises OptionError."""
         check_fields(self)
 
 

@@ -142,7 +142,6 @@ class Init(ConstructionContext):
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        """Create modules as before."""
         super().__exit__(*error)
         for module in self._created or ():
             _keep_values_of_first_rank(module.parameters(recurse=False))
@@ -177,7 +176,6 @@ class DroppedChanges:
     """The parameters of one context whose writes are lost: those without a ``modifier_rank``."""
 
     def __init__(self) -> None:
-        """Watch nothing yet."""
         self._watched: dict[int, list[tuple[torch.Tensor, _Seen]]] = {}
         self._owner: RegisteredModel | None = None
         self._changed: list[torch.Tensor] = []

@@ -24,7 +24,6 @@ class ConstructionContext:
         self._entered = ExitStack()
 
     def __enter__(self) -> Self:
-        """Create tensors so from here on."""
         if self._dtype is not None:
             self._entered.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
@@ -33,5 +32,4 @@ class ConstructionContext:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Create tensors as before."""
         self._entered.close()

@@ -36,7 +36,6 @@ class StowStrategy(ModelParallelStrategy):
     """``Trainer(strategy=StowStrategy())``: ``configure_optimizers`` calls ``tensorstow.stow``."""
 
     def __init__(self) -> None:
-        """Leave everything to ``configure_optimizers``."""
         super().__init__(save_distributed_checkpoint=False)
         self._launch = launched()  # Lightning sets WORLD_SIZE itself, without RANK, when it starts
         self._snapshots: dict[Path, list[str | None] | None] = {}

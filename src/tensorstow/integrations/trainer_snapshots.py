@@ -41,7 +41,6 @@ class DropSnapshots(transformers.TrainerCallback):
     """Drops the snapshots of checkpoints that ``save_total_limit`` has removed."""
 
     def __init__(self) -> None:
-        """Begin without any known checkpoint."""
         self._snapshots: dict[Path, str] = {}
         """Snapshots by checkpoint; filled on rank 0 only, which removes checkpoints."""
         self._moved: set[str] = set()

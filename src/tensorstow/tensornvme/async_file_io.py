@@ -68,7 +68,6 @@ class AsyncFileWriter:
         backend: str | None = None,
         n_tasks: int = 0,
     ) -> None:
-        """Create the file; the class documents the arguments."""
         _count("n_tasks", n_tasks)
         self.backend: BackendChoice = choose_tensornvme_backend(backend)
         """The backend in use, and why others were refused."""
@@ -204,11 +203,9 @@ class AsyncFileWriter:
             self._pieces.clear()
 
     def __enter__(self) -> Self:
-        """Return the writer itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def __del__(self) -> None:

@@ -67,7 +67,6 @@ class DiskOffloader:
     def __init__(
         self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
     ) -> None:
-        """Create the scratch files; the class documents the arguments."""
         directories = _make_directories(dir_name)
         self.backend: BackendChoice = _choose(backend, directories)
         """The backend in use, and why others were refused."""
@@ -160,11 +159,9 @@ class DiskOffloader:
         self._live().close()
 
     def __enter__(self) -> Self:
-        """Return the offloader itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def __del__(self) -> None:

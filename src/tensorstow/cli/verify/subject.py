@@ -57,7 +57,6 @@ class SmallTransformer(nn.Module):
     """Two blocks with dropout, and a head that shares the embedding's weights."""
 
     def __init__(self) -> None:
-        """Create the layers."""
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
         self.blocks = nn.ModuleList(

@@ -53,12 +53,10 @@ class TorchAccelerator:
     """
 
     def __init__(self) -> None:
-        """Take the kind of device that computes here."""
         self._kind = current_device().type
         self._is_host = self._kind == "cpu"
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the device's module in torch has by this name."""
         if self._is_host and name in _OF_THE_CPU:
             return _OF_THE_CPU[name]
         return getattr(self._module(), name)

@@ -127,7 +127,6 @@ class _ListedFileSystem(FileSystem):
     """Writes each file of a checkpoint as a new one that replaces an older one."""
 
     def __init__(self, listed: DigestList) -> None:
-        """Note the digests of files in a list."""
         self._listed = listed
 
     @contextmanager

@@ -42,7 +42,6 @@ class PickledValue:
     """Stands in for an object of DeepSpeed's: has its attributes, and none of its code."""
 
     def __init__(self, *args: Any) -> None:
-        """Keep the arguments of a class that is called."""
         self.args = args
 
 

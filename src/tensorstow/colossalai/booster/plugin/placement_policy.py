@@ -41,7 +41,6 @@ class PlacementPolicy:
     offload_param: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the values; raises OptionError."""
         if self.name not in POLICIES:
             names = ", ".join(f'"{name}"' for name in POLICIES)
             message = f"placement_policy={self.name!r} was given: it must be one of {names}."
