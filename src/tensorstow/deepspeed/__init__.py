@@ -21,11 +21,11 @@ if TYPE_CHECKING:
         zero,
     )
     from tensorstow.deepspeed.accelerator import get_accelerator
+    from tensorstow.deepspeed.comm import init_distributed
     from tensorstow.deepspeed.config.summary import summary_of
     from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
     from tensorstow.deepspeed.name import take_name
-    from tensorstow.deepspeed.ranks import init_distributed
     from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
     from tensorstow.deepspeed.utils import log_dist, logger
     from tensorstow.deepspeed.zero import OnDevice
@@ -72,7 +72,7 @@ _MODULES = {
     "OnDevice": "zero",
     "add_config_arguments": "initialization",
     "get_accelerator": "accelerator",
-    "init_distributed": "ranks",
+    "init_distributed": "comm",
     "initialize": "initialization",
     "log_dist": "utils",
     "logger": "utils",

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from tensorstow.activations.offload import offload_activations
+from tensorstow.deepspeed.comm import refuse_model_parallel
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.values import given_keys, values_of
-from tensorstow.deepspeed.ranks import refuse_model_parallel
 
 _IN_CPU = "activation_checkpointing.cpu_checkpointing"
 

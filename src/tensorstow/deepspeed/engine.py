@@ -25,6 +25,7 @@ from tensorstow.deepspeed.checkpoint.sharded import (
     validate_same_folder,
 )
 from tensorstow.deepspeed.checkpoint.zero_checkpoint import open_checkpoint
+from tensorstow.deepspeed.comm import get_local_rank
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.dataloader import make_dataloader
 from tensorstow.deepspeed.direct_backward import DirectBackward
@@ -32,7 +33,6 @@ from tensorstow.deepspeed.engine_settings import ConfiguredModule
 from tensorstow.deepspeed.external_parameters import uses_outside_of_blocks_named
 from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
-from tensorstow.deepspeed.ranks import local_rank
 from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.states import (
     drop_unused_masters,
@@ -100,7 +100,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
         self.device = current_device()
-        self.global_rank, self.local_rank = rank_here(), local_rank()
+        self.global_rank, self.local_rank = rank_here(), get_local_rank()
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._scale = scale
         self._update = None

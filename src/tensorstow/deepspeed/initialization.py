@@ -16,6 +16,7 @@ from tensorstow.base.keywords import names_keywords
 from tensorstow.base.launch import launched
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.checkpointing import configure
+from tensorstow.deepspeed.comm import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
@@ -33,7 +34,6 @@ from tensorstow.deepspeed.plans import (
     plan_of,
     weight_ram_budget,
 )
-from tensorstow.deepspeed.ranks import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.registry import PlacedParameters
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.states import MasterWeights

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import refuse_unknown_keywords
 from tensorstow.base.sizes import format_count
+from tensorstow.deepspeed.comm import init_distributed
 from tensorstow.deepspeed.config.values import say_once
 from tensorstow.deepspeed.estimators import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -30,7 +31,6 @@ from tensorstow.deepspeed.external_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from tensorstow.deepspeed.ranks import init_distributed
 from tensorstow.deepspeed.registry import (
     SHARDS_PARAMETERS,
     RegisteredModel,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ports import free_port
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import initialize
-from tensorstow.deepspeed.ranks import init_distributed, local_rank
+from tensorstow.deepspeed.comm import get_local_rank, init_distributed
 from tensorstow.deepspeed.zero import Init
 from tensorstow.fsdp.sharding import rank_here
 
@@ -32,7 +32,7 @@ def test_a_process_that_nobody_launched_has_a_group_of_its_own(
         monkeypatch.delenv(name, raising=False)
     join()
     assert dist.get_world_size() == 1
-    assert (rank_here(), local_rank()) == (0, 0)
+    assert (rank_here(), get_local_rank()) == (0, 0)
 
 
 def test_a_model_is_not_made_before_its_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_the_environment_of_a_launcher_is_read(monkeypatch: pytest.MonkeyPatch) 
     init_distributed(distributed_port=port)
     try:
         assert dist.get_world_size() == 1
-        assert (rank_here(), local_rank()) == (0, 3)
+        assert (rank_here(), get_local_rank()) == (0, 3)
         init_distributed()
     finally:
         dist.destroy_process_group()

@@ -5,10 +5,10 @@ from os import PathLike
 from typing import Any
 
 from tensorstow.base.errors import OptionError
+from tensorstow.deepspeed.comm import refuse_model_parallel
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Named
-from tensorstow.deepspeed.ranks import refuse_model_parallel
 from tensorstow.fsdp.sharding import world_size
 
 __all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
