@@ -19,7 +19,7 @@ _ELSEWHERE = (
     # `synchronize` and `query` are an optimizer's, a writer's or SQLite's.
     *("cli/", "tensornvme/", "store/", "optim/generic/"),
     # `pin_memory` is an argument of torch's DataLoader, as the caller gives it.
-    *("colossalai/booster/plugin/plugin_base.py", "deepspeed/dataloader.py"),
+    *("colossalai/booster/plugin/plugin_base.py", "deepspeed/runtime/dataloader.py"),
     # And of a tensor that scripts ask for and fill themselves.
     "deepspeed/ops/aio.py",
     # They wait for other processes, which no mutation reaches (test_shared_weights has late ranks).

@@ -36,7 +36,7 @@ ALLOWED = {
     "colossalai/checkpoint_io.py": {"load_file": CHECKED, "torch.save": STREAM},
     "deepspeed/checkpoint/ds_to_universal.py": {"torch.save": EMPTY, "shutil.copyfile": EMPTY},
     "deepspeed/checkpoint/sharded.py": {"torch.save": STREAM},
-    "deepspeed/engine.py": {"torch.save": STREAM},
+    "deepspeed/runtime/engine.py": {"torch.save": STREAM},
     "deepspeed/evaluation.py": {"save_file": "a new file of a random name"},
     "deepspeed/ops/aio.py": {"os.open": "/dev/fd: a descriptor that the caller has open"},
     "deepspeed/utils/zero_to_fp32.py": {"torch.save": STREAM},

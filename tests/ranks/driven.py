@@ -18,8 +18,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import utils, zero
 from tensorstow.deepspeed.config.settings import Batch, Settings, Zero
-from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.plans import dtype_of, placement_keywords, plan_of
+from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.states import MasterWeights, states_of
 from tensorstow.fsdp import full_tensors
 from tensorstow.fsdp.full_tensors import resharded

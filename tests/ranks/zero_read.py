@@ -10,7 +10,7 @@ from torch import nn
 import tensorstow.deepspeed as deepspeed
 from ranks.driven import closing, weights_of_one
 from tensorstow.base.errors import StowError
-from tensorstow.deepspeed.engine import DeepSpeedEngine
+from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tensorstow.fsdp.full_tensors import resharded
 from zero_written import STATES, ZeroRun

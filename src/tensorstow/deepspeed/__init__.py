@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from tensorstow.deepspeed.accelerator import get_accelerator
     from tensorstow.deepspeed.comm import init_distributed
     from tensorstow.deepspeed.config.summary import summary_of
-    from tensorstow.deepspeed.engine import DeepSpeedEngine
     from tensorstow.deepspeed.initialization import add_config_arguments, initialize
     from tensorstow.deepspeed.name import take_name
     from tensorstow.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+    from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
     from tensorstow.deepspeed.utils import log_dist, logger
     from tensorstow.deepspeed.zero import OnDevice
 
@@ -68,7 +68,7 @@ __git_hash__ = __git_branch__ = "[none]"
 _MODULES = {
     "DeepSpeedConfig": "runtime.config",
     "DeepSpeedConfigError": "runtime.config",
-    "DeepSpeedEngine": "engine",
+    "DeepSpeedEngine": "runtime.engine",
     "OnDevice": "zero",
     "add_config_arguments": "initialization",
     "get_accelerator": "accelerator",

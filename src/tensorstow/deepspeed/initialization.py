@@ -20,8 +20,6 @@ from tensorstow.deepspeed.comm import init_distributed, refuse_model_parallel
 from tensorstow.deepspeed.config.json_text import load
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.dataloader import make_dataloader
-from tensorstow.deepspeed.engine import DeepSpeedEngine
 from tensorstow.deepspeed.evaluation import place_for_evaluation
 from tensorstow.deepspeed.external_parameters import blocks_to_gather
 from tensorstow.deepspeed.loss_scale import LossScale
@@ -35,6 +33,8 @@ from tensorstow.deepspeed.plans import (
     weight_ram_budget,
 )
 from tensorstow.deepspeed.registry import PlacedParameters
+from tensorstow.deepspeed.runtime.dataloader import make_dataloader
+from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.states import MasterWeights
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string

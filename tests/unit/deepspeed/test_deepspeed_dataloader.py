@@ -7,8 +7,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from tensorstow.deepspeed import utils
 from tensorstow.deepspeed.config.settings import Batch, Settings
-from tensorstow.deepspeed.dataloader import make_dataloader
-from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader
+from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader, make_dataloader
 
 
 class Endless(IterableDataset[int]):

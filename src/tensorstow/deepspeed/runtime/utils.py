@@ -1,11 +1,14 @@
 """``deepspeed.runtime.utils``: memory in the log."""
 
+import logging
+
 from tensorstow.base.sizes import format_bytes
 from tensorstow.deepspeed.accelerator.real_accelerator import get_accelerator
-from tensorstow.deepspeed.utils.logging import logger
 from tensorstow.fsdp.sharding import rank_here
 
 __all__ = ["see_memory_usage"]
+
+logger = logging.getLogger("tensorstow")
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -1,6 +1,6 @@
 """``deepspeed.utils``: whole weights, gradients and states of a parameter, leaf modules."""
 
-from tensorstow.deepspeed.dataloader import RepeatingLoader
+from tensorstow.deepspeed.runtime.dataloader import RepeatingLoader
 from tensorstow.deepspeed.utils import groups, logging, tensor_fragment
 from tensorstow.deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 from tensorstow.deepspeed.utils.tensor_fragment import (
