@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
-from tensorstow.base.fields import FP32_MAX, number_of
+from tensorstow.base.fields import number_of
 from tensorstow.doorkit.keyword_table import Support
 
 
@@ -23,62 +23,58 @@ class ValueType:
     take: Callable[[Any], Any]
 
 
+def _checked(allowed: str, read: Callable[[Any], Any], holds: Callable[[Any], bool]) -> ValueType:
+    """Return the type of what ``read`` returns, if ``holds`` is true of it."""
+
+    def take(value: object) -> Any:
+        taken = read(value)
+        if not holds(taken):
+            raise ValueError
+        return taken
+
+    return ValueType(allowed, take)
+
+
 def whole(least: int = 0, most: int | None = None) -> ValueType:
     """Return the type of whole numbers; a float such as 5e8 is one, 1.5 is not."""
-
-    def take(value: object) -> int:
-        amount = _number(value)
-        if not amount.is_integer():
-            raise ValueError
-        # Return an int as it is: a float has only 53 bits.
-        exact = value if isinstance(value, int) else int(amount)
-        _within(exact, least, sys.maxsize if most is None else most)
-        return exact
-
-    return ValueType(f"a whole number, {_range(least, most)}", take)
+    limit = sys.maxsize if most is None else most
+    return _checked(f"a whole number, {_range(least, most)}", _whole, lambda n: least <= n <= limit)
 
 
 def number(least: float = 0.0, most: float | None = None) -> ValueType:
     """Return the type of numbers that fp32 holds."""
-
-    def take(value: object) -> float:
-        amount = _number(value)
-        _within(amount, least, most)
-        return amount
-
-    return ValueType(f"a number, {_range(least, most)}", take)
+    limit = math.inf if most is None else most
+    return _checked(f"a number, {_range(least, most)}", _number, lambda n: least <= n <= limit)
 
 
 def positive() -> ValueType:
     """Return the type of numbers above zero that fp32 holds."""
-
-    def take(value: object) -> float:
-        amount = _number(value)
-        if amount <= 0.0:
-            raise ValueError
-        return amount
-
-    return ValueType("a number above 0", take)
+    return _checked("a number above 0", _number, lambda n: n > 0.0)
 
 
 def one_of(*names: str) -> ValueType:
     """Return the type of a few words, in any letter case."""
-
-    def take(value: object) -> str:
-        if not isinstance(value, str) or value.lower() not in names:
-            raise ValueError
-        return value.lower()
-
-    return ValueType("one of " + ", ".join(f'"{name}"' for name in names), take)
+    allowed = "one of " + ", ".join(f'"{name}"' for name in names)
+    return _checked(allowed, lambda v: isinstance(v, str) and v.lower(), names.__contains__)
 
 
-def _of(words: str, kind: type, *, refused: object = None) -> ValueType:
-    def take(value: object) -> object:
-        if not isinstance(value, kind) or value == refused:
-            raise ValueError
-        return value
+def _number(value: object) -> float:
+    number = number_of(value)
+    if number is None:
+        raise ValueError
+    return number
 
-    return ValueType(words, take)
+
+def _whole(value: object) -> int:
+    amount = _number(value)
+    if not amount.is_integer():
+        raise ValueError
+    # An int is returned as it is: a float has only 53 bits.
+    return value if isinstance(value, int) else int(amount)
+
+
+def _range(least: float, most: float | None) -> str:
+    return f"at least {least}" if most is None else f"from {least} to {most}"
 
 
 def _steps(value: object) -> int:
@@ -94,10 +90,12 @@ def take_flag(value: object) -> bool:
 
 
 BOOL = ValueType("true or false", take_flag)
-TEXT = _of("a text that is not empty", str, refused="")
-STRING = _of("a text", str)
-OBJECT = _of("an object, {...}", Mapping)
 ANYTHING = ValueType("anything", lambda value: value)
+ANY_NUMBER = ValueType("a number", _number)
+ANY_WHOLE = _checked("a whole number", _whole, lambda n: abs(n) <= sys.maxsize)
+TEXT = _checked("a text that is not empty", ANYTHING.take, lambda v: isinstance(v, str) and v != "")
+STRING = _checked("a text", ANYTHING.take, lambda v: isinstance(v, str))
+OBJECT = _checked("an object, {...}", ANYTHING.take, lambda v: isinstance(v, Mapping))
 STEPS = ValueType("a whole number, at least 1, or inf for never", _steps)
 
 
@@ -117,26 +115,6 @@ def _switches(section: Mapping[str, Any]) -> list[bool]:
         if isinstance(value, Mapping):
             switches.extend(_switches(value))
     return switches
-
-
-def _number(value: object) -> float:
-    number = number_of(value)
-    if number is None:
-        raise ValueError
-    return number
-
-
-def _within(value: float, least: float, most: float | None) -> None:
-    if value < least or (most is not None and value > most):
-        raise ValueError
-
-
-def _range(least: float, most: float | None) -> str:
-    return f"at least {least}" if most is None else f"from {least} to {most}"
-
-
-ANY_WHOLE = replace(whole(-sys.maxsize), allowed="a whole number")
-ANY_NUMBER = replace(number(-FP32_MAX), allowed="a number")
 
 
 @dataclass(frozen=True, slots=True)
