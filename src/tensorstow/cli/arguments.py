@@ -270,9 +270,7 @@ def _pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", help="where the run was pushed to")
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's directory, empty")
     parser.add_argument(
-        "--snapshot",
-        metavar="NAME",
-        help="the snapshot to copy (default: that of the last step)",
+        "--snapshot", metavar="NAME", help="the snapshot to copy (default: that of the last step)"
     )
     parser.add_argument(
         "--rank", type=_index, help="copy the store of this rank only (default: of all)"

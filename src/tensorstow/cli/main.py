@@ -28,13 +28,7 @@ from types import FrameType
 from typing import NoReturn, TextIO
 
 from tensorstow.base.errors import StowError
-from tensorstow.cli.arguments import (
-    COMMANDS,
-    RUN_COMMANDS,
-    RUN_SUMMARY,
-    Command,
-    add_examples,
-)
+from tensorstow.cli.arguments import COMMANDS, RUN_COMMANDS, RUN_SUMMARY, Command, add_examples
 from tensorstow.cli.collector import collector_paused
 from tensorstow.measure.user_code import UserCodeError
 

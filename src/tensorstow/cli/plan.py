@@ -31,12 +31,7 @@ from tensorstow.planner.search import (
     search_by_rates,
     with_placed_activations,
 )
-from tensorstow.planner.seconds import (
-    MachineRates,
-    MicroBatch,
-    break_even_tokens,
-    work_of,
-)
+from tensorstow.planner.seconds import MachineRates, MicroBatch, break_even_tokens, work_of
 from tensorstow.planner.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -120,10 +115,7 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _request(
-    model: NamedModel,
-    traced: "Activations | None",
-    options: argparse.Namespace,
-    limits: Limits,
+    model: NamedModel, traced: "Activations | None", options: argparse.Namespace, limits: Limits
 ) -> PlanRequest:
     """Return the request to search: the model, the limits, and what the options allow."""
     device_is_host = limits.device_is_host

@@ -33,11 +33,7 @@ from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.doorkit.keyword_table import checks_keywords, honoured, no_effect, refused
-from tensorstow.fsdp.export import (
-    save_safetensors,
-    save_safetensors_file,
-    write_configuration,
-)
+from tensorstow.fsdp.export import save_safetensors, save_safetensors_file, write_configuration
 from tensorstow.fsdp.full_tensors import whole_weights
 from tensorstow.fsdp.sharding import on_every_rank, rank_here, verify_together
 from tensorstow.io.digest_list import SUFFIX, DigestList, verify

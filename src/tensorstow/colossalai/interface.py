@@ -86,11 +86,7 @@ class OptimizerWrapper(Optimizer):
     """
 
     def __init__(
-        self,
-        optim: Optimizer,
-        *,
-        max_norm: float = 0.0,
-        scaler: DynamicGradScaler | None = None,
+        self, optim: Optimizer, *, max_norm: float = 0.0, scaler: DynamicGradScaler | None = None
     ) -> None:
         # torch's constructor is not called: it would make groups and states of its own.
         self.optim = optim

@@ -23,9 +23,7 @@ class LazyInitContext(ConstructionContext):
     """
 
     def __init__(
-        self,
-        tensor_cls: type | None = None,
-        default_device: torch.device | str | int | None = None,
+        self, tensor_cls: type | None = None, default_device: torch.device | str | int | None = None
     ) -> None:
         if tensor_cls is not None:
             message = (

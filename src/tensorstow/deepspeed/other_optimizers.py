@@ -24,12 +24,7 @@ from tensorstow.deepspeed.config.values import arguments_of
 from tensorstow.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tensorstow.deepspeed.ops.lion import Lion
 from tensorstow.fsdp.optimizer_factory import IMPLEMENTATION, Groups, names_of, with_groups
-from tensorstow.optim.generic.known_classes import (
-    ELEMENTWISE,
-    WHOLE,
-    is_listed,
-    refuse_class,
-)
+from tensorstow.optim.generic.known_classes import ELEMENTWISE, WHOLE, is_listed, refuse_class
 from tensorstow.optim.generic.shared_values import own_values, same
 from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer

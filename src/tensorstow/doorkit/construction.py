@@ -15,9 +15,7 @@ class ConstructionContext:
     """
 
     def __init__(
-        self,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        self, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
     ) -> None:
         self._device = None if device is None else torch.device(device)
         self._dtype = dtype

@@ -24,10 +24,7 @@ _DEFAULT_FLAGS = {"adam_w_mode": True, "bias_correction": True, "amsgrad": False
 _OF_IMPLEMENTATIONS = ("torch_adam", "fused", "foreach")
 
 
-def placement_in(
-    source: Source,
-    args: transformers.TrainingArguments,
-) -> dict[str, Any]:
+def placement_in(source: Source, args: transformers.TrainingArguments) -> dict[str, Any]:
     """Return the keywords that place states as a configuration asks; raises OptionError.
 
     ``source`` is a file or a dict; ``args``, of the Trainer, replace "auto".

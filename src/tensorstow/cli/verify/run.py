@@ -14,13 +14,7 @@ from rich.console import Console
 from tensorstow.base.directories import check_directory, choose_directory
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.sizes import format_count
-from tensorstow.cli.output import (
-    make_console,
-    make_progress,
-    print_json,
-    print_line,
-    print_table,
-)
+from tensorstow.cli.output import make_console, make_progress, print_json, print_line, print_table
 from tensorstow.cli.process import kill_in_an_update, started
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun, runs_of
 from tensorstow.cli.verify.subject import Subject, subject_of

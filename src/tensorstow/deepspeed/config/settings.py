@@ -283,10 +283,7 @@ class ActivationCheckpointing:
 
     other_keys: ClassVar[Keys] = (
         *idle(
-            BOOL,
-            "partition_activations",
-            why="one model-parallel rank keeps the whole",
-            off=False,
+            BOOL, "partition_activations", why="one model-parallel rank keeps the whole", off=False
         ),
         *idle(whole(1), "number_checkpoints", why="each call of checkpoint() is one"),
         *idle(BOOL, "contiguous_memory_optimization", why="torch's allocator is kept"),
@@ -394,11 +391,7 @@ class Settings:
             "checkpoint.use_node_local_storage",
             why="ranks write into the directory of the call",
         ),
-        *idle(
-            BOOL,
-            "checkpoint.parallel_write.pipeline_stage",
-            why="there are no pipeline stages",
-        ),
+        *idle(BOOL, "checkpoint.parallel_write.pipeline_stage", why="there are no pipeline stages"),
         *idle(
             ANYTHING,
             "checkpoint.checkpoint_serialization",
@@ -420,9 +413,7 @@ class Settings:
         *refused_sections("autotuning", instead='let stow(plan="auto") choose the places'),
         *refused_sections("compression_training", instead="compress the model after training"),
         *refused_sections(
-            "data_efficiency",
-            "curriculum_learning",
-            instead="order the data in your own sampler",
+            "data_efficiency", "curriculum_learning", instead="order the data in your own sampler"
         ),
         *refused_sections("progressive_layer_drop", instead="drop layers in the model"),
         *refused_sections("eigenvalue", instead="leave it out: it served quantized training only"),
@@ -431,8 +422,7 @@ class Settings:
         *refused_sections("sparse_attention", instead="use torch's flex_attention in the model"),
         *refused_sections("hybrid_engine", instead="generate with the module, or another engine"),
         *refused_sections(
-            "expert_parallel",
-            instead="leave it out: experts are sharded as other parameters are",
+            "expert_parallel", instead="leave it out: experts are sharded as other parameters are"
         ),
         *refused(
             whole(),

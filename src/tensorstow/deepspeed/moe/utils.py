@@ -36,8 +36,7 @@ def split_params_into_shared_and_expert_params(
 
 
 def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Iterable[dict[str, Any]],
-    max_group_size: float = 178956971,
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
 ) -> list[dict[str, Any]]:
     """Return parameter groups in which no group has parameters of experts with others.
 

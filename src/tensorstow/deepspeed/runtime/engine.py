@@ -34,11 +34,7 @@ from tensorstow.deepspeed.loss_scale import LossScale
 from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.runtime.dataloader import make_dataloader
-from tensorstow.deepspeed.states import (
-    drop_unused_masters,
-    refuse_states_that_stay,
-    watch_loads,
-)
+from tensorstow.deepspeed.states import drop_unused_masters, refuse_states_that_stay, watch_loads
 from tensorstow.deepspeed.step import OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 from tensorstow.fsdp.full_tensors import resharded, whole_weights

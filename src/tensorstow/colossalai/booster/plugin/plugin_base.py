@@ -101,10 +101,7 @@ class Plugin(ABC):
             kwargs: As of ``torch.utils.data.DataLoader``.
         """
         sampler = (distributed_sampler_cls or DistributedSampler)(
-            dataset,
-            num_replicas=world_size(),
-            rank=rank_here(),
-            shuffle=shuffle,
+            dataset, num_replicas=world_size(), rank=rank_here(), shuffle=shuffle
         )
 
         def seed_worker(worker: int) -> None:
