@@ -34,16 +34,8 @@ class DeepSpeedCPUAdam(Adam):
         fp32_optimizer_states: bool = True,  # noqa: ARG002  # the table refuses others
         **placement: Any,
     ) -> None:
-        super().__init__(
-            model_params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=adamw_mode,
-            **placement,
-        )
+        decay: dict[str, Any] = {"decoupled_weight_decay": adamw_mode}
+        super().__init__(model_params, lr, betas, eps, weight_decay, amsgrad, **decay, **placement)
         set_bias_correction(self, bias_correction=bias_correction)
 
 
@@ -76,16 +68,8 @@ class FusedAdam(Adam):
         set_grad_none: bool = True,
         **placement: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            decoupled_weight_decay=adam_w_mode,
-            **placement,
-        )
+        decay: dict[str, Any] = {"decoupled_weight_decay": adam_w_mode}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **decay, **placement)
         self._set_grad_none = set_grad_none
         set_bias_correction(self, bias_correction=bias_correction)
 
