@@ -43,11 +43,7 @@ def uring_is_switched_off() -> bool:
 
 
 def actions_of(facts: Mapping[str, Any]) -> list[Action]:
-    """Return at most three actions, the gravest first; empty: all is well.
-
-    Args:
-        facts: What ``doctor.examine`` found.
-    """
+    """Return at most three actions about what ``doctor.examine`` found, the gravest first."""
     found = [
         *_about_torch(facts),
         *_about_directories(facts),

@@ -65,11 +65,7 @@ class Parser(argparse.ArgumentParser):
     """Names of its commands that help lists."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the usage and ``message``, and exit; name the nearest command, if one is unknown.
-
-        Args:
-            message: Argparse's own.
-        """
+        """Print the usage and ``message``, with the command nearest to an unknown one, and exit."""
         found = re.search(r"invalid choice: '?(.*?)'? \(", message) if self.commands else None
         if found is not None:
             listed = f"the commands are {', '.join(self.commands)}"

@@ -190,11 +190,7 @@ def seconds_of_step(facts: dict[str, Any]) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return seconds as text, in seconds or milliseconds.
-
-    Args:
-        seconds: Seconds.
-    """
+    """Return seconds as text, in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1e3 * seconds:.3g} ms"
 
 

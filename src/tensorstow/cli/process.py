@@ -68,11 +68,8 @@ def started(
 ) -> Iterator[Process]:
     """Run ``module`` in a new process, which is killed when the block ends or raises.
 
-    Args:
-        name: Name of the process in errors.
-        module: Module to run; it takes ``--descriptor``, to which it writes its messages.
-        arguments: Its other arguments.
-        folder: Folder to import ``module`` from. Default: None, it is installed.
+    ``module`` takes ``--descriptor``, to which it writes its messages, and ``arguments``. ``name``
+    is the process's in errors; ``folder`` is where ``module`` is, unless it is installed.
     """
     reader, writer = os.pipe()
     # -P: modules in the working directory must not be imported instead.

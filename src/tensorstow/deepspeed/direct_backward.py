@@ -48,11 +48,7 @@ class DirectBackward:
             self._is_engines = False
 
     def watch(self, output: object) -> None:
-        """Watch what a forward with gradients returned.
-
-        Args:
-            output: Tensors, in containers and objects or not.
-        """
+        """Watch the tensors that a forward with gradients returned."""
         self.is_scaled = False
         if self._keeps_gradients and not self._needs_scale:
             return

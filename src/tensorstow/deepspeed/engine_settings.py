@@ -12,12 +12,7 @@ from tensorstow.deepspeed.plans import dtype_of, world_of
 
 
 class ConfiguredModule(nn.Module):
-    """A module with a configuration, by upstream's names.
-
-    Args:
-        settings: The configuration.
-        config: The configuration as it was written.
-    """
+    """A module with a configuration, by upstream's names; ``config`` is as it was written."""
 
     def __init__(self, settings: Settings, config: dict[str, Any]) -> None:
         super().__init__()

@@ -126,13 +126,7 @@ def defaults_of(target: Callable[..., Any]) -> dict[str, object]:
 
 
 def log_without_effect(owner: type, why: str, **values: object) -> None:
-    """Log those of a constructor's keywords that differ from their defaults.
-
-    Args:
-        owner: The class.
-        why: Why they change nothing.
-        values: The keywords' values.
-    """
+    """Log those of a constructor's keywords that differ from their defaults, and change nothing."""
     defaults = defaults_of(owner)
     for name, value in values.items():
         if _differs(value, defaults[name]):

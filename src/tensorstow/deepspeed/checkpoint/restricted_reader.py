@@ -106,10 +106,6 @@ class RestrictedReader(filesystem.FileSystemReader):
     def read_metadata(self, *_: object, **__: object) -> metadata.Metadata:
         """Return the metadata of the folder, which ``dcp.load`` asks for.
 
-        Args:
-            *_: Of torch.
-            **__: Of torch: the rank.
-
         Raises:
             StoreFormatError: The file names something else than torch writes there.
             DamageError: The file is not what torch wrote.

@@ -15,14 +15,9 @@ from tensorstow.report.scalars import (
 
 
 class Monitor:
-    """Writes the scalars of one engine; only the first rank writes.
+    """Writes the scalars of one engine on the rank that ``writes``.
 
-    Args:
-        settings: The configuration.
-        writes: Whether this rank writes; each checks that the packages exist.
-
-    Raises:
-        OptionError: A package that the configuration needs is not installed.
+    Every rank raises OptionError if a package that the configuration needs is not installed.
     """
 
     def __init__(self, settings: Settings, *, writes: bool) -> None:
