@@ -105,9 +105,8 @@ def make_parser() -> Parser:
     group.formatter_class = _Formatter
     _add_commands(group, RUN_COMMANDS)
     parser.commands = [*parser.commands, "run"]
-    for command in RUN_COMMANDS[
-        :_GROUPED
-    ]:  # their names before they were a group; without help= not listed
+    # Their names before they were a group; without help= they are not listed.
+    for command in RUN_COMMANDS[:_GROUPED]:
         old = commands.add_parser(command.name, allow_abbrev=False)
         _declare(command, old)
         old.set_defaults(replaced_by=f"tensorstow run {command.name}")

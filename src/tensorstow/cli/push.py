@@ -1,7 +1,6 @@
 """`tensorstow run push`: copy a commit to a bucket or another folder."""
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -79,12 +78,8 @@ def _generation(world: World, store: StoreContents, name: str | None) -> Generat
     if name is not None:
         return find(store.generations, name)
     wanted = world.common[-1].id
-    return next(g for g in store.generations if wanted in _ids(g))
+    return next(g for g in store.generations if wanted == (exchanged(g).id or str(g.number)))
 
 
 def _name_of(generation: Generation) -> str:
     return generation.names[0] if generation.names else f"step-{generation.step}"
-
-
-def _ids(generation: Generation) -> Iterator[str | None]:
-    yield exchanged(generation).id or str(generation.number)

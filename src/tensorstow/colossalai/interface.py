@@ -186,7 +186,11 @@ class OptimizerWrapper(Optimizer):
         self._clipped_step()
 
     def _clipped_step(self) -> None:
-        optimizer, factor = _stowed(self.optim, "Clipping and fp16"), self.loss_scale
+        optimizer, factor = self.optim, self.loss_scale
+        if not isinstance(optimizer, StowedAdam):
+            kind = type(optimizer).__name__
+            message = f"Clipping and fp16 was called on a {kind}: pass boost() a HybridAdam."
+            raise OptionError(message)
         limit = self._max_norm or math.inf
         self._norm = norm = optimizer.clip_grad_norm_(limit, loss_scale=factor)
         overflow = self._scaler is not None and not bool(torch.isfinite(norm))
@@ -326,13 +330,6 @@ def _whole(value: Any, parameter: torch.Tensor, name: str) -> Any:
     elif isinstance(value, DTensor):
         value = value.to_local()
     return value.cpu()
-
-
-def _stowed(optimizer: Optimizer, call: str) -> StowedAdam:
-    if not isinstance(optimizer, StowedAdam):
-        message = f"{call} was called on a {type(optimizer).__name__}: pass boost() a HybridAdam."
-        raise OptionError(message)
-    return optimizer
 
 
 def _cast(value: object, dtype: torch.dtype) -> object:

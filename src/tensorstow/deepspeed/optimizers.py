@@ -127,17 +127,13 @@ def _groups(model: nn.Module, params: Iterable[Any] | None) -> Groups:
     listed = list(params)
     if listed and isinstance(listed[0], dict):
         return [{**g, "params": _listed(g["params"])} for g in listed]
-    return [{"params": [_tensor_of(p) for p in listed]}]
+    return [{"params": [p[1] if isinstance(p, tuple) else p for p in listed]}]
 
 
 def _listed(params: object) -> list[Any]:
     if isinstance(params, torch.Tensor):
         return [params]
     return list(params) if isinstance(params, Iterable) else [params]
-
-
-def _tensor_of(item: object) -> object:
-    return item[1] if isinstance(item, tuple) else item
 
 
 def _takes_placement(make: Callable[..., Any]) -> bool:

@@ -145,9 +145,8 @@ def of_named_class(named: Named, model: nn.Module, groups: Groups) -> OtherMaker
     tensors = [
         {**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups
     ]
-    Stepper(
-        optimizer_class, tensors, options
-    )  # raises what the class raises, before anything is placed
+    # This raises what the class raises, before anything is placed.
+    Stepper(optimizer_class, tensors, options)
     return OtherMaker(optimizer_class, options, names_of(model, groups))
 
 

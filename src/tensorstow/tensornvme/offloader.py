@@ -67,10 +67,13 @@ class DiskOffloader:
     def __init__(
         self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
     ) -> None:
-        directories = _make_directories(dir_name)
+        directories = [f.path for f in make_directories(read_paths(dir_name, "dir_name"))]
         self.backend: BackendChoice = _choose(backend, directories)
         """The backend in use, and why others were refused."""
-        self._table = OffloadTable(_make_files(self.backend.name, n_entries, directories))
+        engine = open_engine(self.backend.name, depth=n_entries, said_by="n_entries")
+        count = len(directories)
+        # One block each, so that direct I/O can be tried.
+        self._table = OffloadTable(ScratchFiles([engine] * count, directories, [ALIGN] * count))
 
     @describes(_WRITES)
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
@@ -179,16 +182,6 @@ class DiskOffloader:
             message = "A DiskOffloader was used whose creation failed. Create another."
             raise OffloadError(message)
         return self._table
-
-
-def _make_directories(dir_name: Directory | Sequence[Directory]) -> list[Path]:
-    return [facts.path for facts in make_directories(read_paths(dir_name, "dir_name"))]
-
-
-def _make_files(backend: str, depth: int, directories: Sequence[Path]) -> ScratchFiles:
-    engine = open_engine(backend, depth=depth, said_by="n_entries")
-    # One block each, so that direct I/O can be tried.
-    return ScratchFiles([engine] * len(directories), directories, [ALIGN] * len(directories))
 
 
 def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:

@@ -296,16 +296,20 @@ class ShardedCheckpoint:
 
     def load_module(self, module: nn.Module) -> None:
         """Load the weights and buffers that the checkpoint has, after ``check``."""
-        folder, saved = self._folder, self._saved_weights()
-        taken = {name: values for name, values in _room_for(module).items() if name in saved}
-        _read(folder, {f"{_MODULE}{name}": values for name, values in taken.items()})
+        saved = self._saved_weights()
+        room = {
+            key: torch.empty_like(values)
+            for key, values in _values_of(module).items()
+            if key.removeprefix(_MODULE) in saved
+        }
+        _read(self._folder, room)
         targets: Mapping[str, torch.Tensor] = {
             **dict(module.named_buffers()),
             **_parameters(module),
         }
         with torch.no_grad():
-            for name, values in taken.items():
-                to_local(targets[name]).copy_(to_local(values))
+            for key, values in room.items():
+                to_local(targets[key.removeprefix(_MODULE)]).copy_(to_local(values))
 
     def load_states(self, module: nn.Module, optimizer: PlacedOptimizer) -> None:
         """Load states and hyper-parameters, after ``check``; collective."""
@@ -453,14 +457,6 @@ def _kept(module: nn.Module) -> Tensors:
     return {name: values for name, values in module.state_dict().items() if name not in others}
 
 
-def _room_for(module: nn.Module) -> Tensors:
-    """Return empty tensors to load a checkpoint of ``module`` into."""
-    return {
-        name.removeprefix(_MODULE): torch.empty_like(values)
-        for name, values in _values_of(module).items()
-    }
-
-
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(resharded(module).named_parameters())
 
@@ -493,18 +489,13 @@ def _reading(path: Path) -> Iterator[None]:
     except (StowError, MemoryError):
         raise
     except (Exception, CheckpointException) as error:  # damaged bytes raise errors of any kind
-        for failure in _failures_in(error):
+        # Torch collects what the ranks raised in an error that is no Exception.
+        failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+        for failure, _ in failures:
             if isinstance(failure, StowError) or not isinstance(failure, Exception):
                 raise failure from error
         message = f"{path} cannot be read: it is damaged or cut short. Load another checkpoint."
         raise StoreFormatError(message) from error
-
-
-def _failures_in(error: BaseException) -> list[BaseException]:
-    """Return what the ranks raised, which torch collects in an error that is no Exception."""
-    if not isinstance(error, CheckpointException):
-        return []
-    return [failure for failure, _ in error.failures.values()]
 
 
 def _read(folder: Path, room: Tensors, *, alone: bool = False) -> None:

@@ -44,14 +44,11 @@ def summary_of(source: Source) -> str:
 
 def lines_of(source: Source) -> Iterator[SummaryLine]:
     """Yield a line for every key: honoured ones, those without a meaning, refused ones."""
-    order = {path: index for index, path in enumerate(KEYS)}
+    order, supports = list(KEYS), list(Support)
     keys = [one for one in given_keys(load(source)) if one.value is not None]
-    for one in sorted(keys, key=lambda one: (_rank(one), order[one.key.path])):
+    keys.sort(key=lambda one: (supports.index(one.key.support), order.index(one.key.path)))
+    for one in keys:
         yield SummaryLine(one.path, _shown(one.value), _answer(one))
-
-
-def _rank(one: GivenKey) -> int:
-    return list(Support).index(one.key.support)
 
 
 def _answer(one: GivenKey) -> str:

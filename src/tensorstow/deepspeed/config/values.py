@@ -100,9 +100,8 @@ def _is_section(path: str) -> bool:
 def _contents(path: str, value: object) -> Mapping[str, Any]:
     if value is None:
         return {}
-    if path == "zero_optimization" and isinstance(
-        value, bool
-    ):  # as it was before there were stages
+    # As it was before there were stages.
+    if path == "zero_optimization" and isinstance(value, bool):
         return {"stage": int(value)}
     if not isinstance(value, Mapping):
         message = f"{path}={abbreviated(value)} was given: it is an object, {{...}}."
