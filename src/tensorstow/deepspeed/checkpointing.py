@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,16 +28,8 @@ class _Recomputed(nn.Module):
         return torch_checkpoint(function, *args, use_reentrant=False)
 
 
-class _Configured:
-    """What ``configure`` has set."""
-
-    def __init__(self) -> None:
-        self.is_configured = False
-        self.recomputed = _Recomputed()
-        """The module whose saved tensors are in host memory, with ``checkpoint_in_cpu``."""
-
-
-_now = _Configured()
+_now = SimpleNamespace(is_configured=False, recomputed=_Recomputed())
+"""What ``configure`` has set: whether, and a module that may save its tensors in host memory."""
 
 
 def configure(  # upstream's
@@ -81,7 +74,7 @@ def configure(  # upstream's
 
 def is_configured() -> bool:
     """Return whether ``configure`` was called since the last ``reset``."""
-    return _now.is_configured
+    return bool(_now.is_configured)
 
 
 def reset() -> None:
