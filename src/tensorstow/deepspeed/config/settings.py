@@ -47,6 +47,8 @@ _DTYPES = one_of(
     *("torch.float16", "torch.bfloat16", "torch.float32"),
 )
 _WHERE_IT_HELPS = "host memory is pinned where that helps"
+_IN_ORDER = "units are fetched and let go in their order, not by counts of elements"
+_WHEN_CALLED = "save_16bit_model() gathers whenever it is called"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +168,15 @@ class Zero:
     stage3_gather_16bit_weights_on_model_save: bool | None = setting(
         BOOL,
         support=Support.NO_MEANING,
-        note="save_16bit_model() gathers whenever it is called",
+        note=_WHEN_CALLED,
         also=("gather_16bit_weights_on_model_save",),
     )
 
     other_keys: ClassVar[Keys] = (
         *idle(
             BOOL,
-            "contiguous_gradients",
-            "reduce_scatter",
-            "use_multi_rank_bucket_allreduce",
-            "allgather_partitions",
-            "round_robin_gradients",
-            "parameter_alignment",
+            *("contiguous_gradients", "reduce_scatter", "use_multi_rank_bucket_allreduce"),
+            *("allgather_partitions", "round_robin_gradients", "parameter_alignment"),
             why="FSDP2 lays out shards and reduces gradients by unit",
         ),
         *idle(
@@ -211,37 +209,22 @@ class Zero:
         *(
             replace(key, path=f"stage3_{key.path}", also=(key.path,))
             for key in (
-                *idle(
-                    number(),
-                    "prefetch_bucket_size",  # of TRL 0.9 times a square, as it comes
-                    why="units are fetched and let go in their order, not by counts of elements",
-                ),
+                # Of TRL 0.9 times a square, as it comes.
+                *idle(number(), "prefetch_bucket_size", why=_IN_ORDER),
                 *idle(
                     whole(),
-                    "max_live_parameters",
-                    "max_reuse_distance",
-                    "param_persistence_threshold",
-                    "model_persistence_threshold",
-                    "module_granularity_threshold",
-                    why="units are fetched and let go in their order, not by counts of elements",
+                    *("max_live_parameters", "max_reuse_distance", "param_persistence_threshold"),
+                    *("model_persistence_threshold", "module_granularity_threshold"),
+                    why=_IN_ORDER,
                 ),
-                *idle(
-                    BOOL,
-                    "use_all_reduce_for_fetch_params",
-                    "allgather_sequential",
-                    why="FSDP2 gathers",
-                ),
-                *idle(
-                    BOOL,
-                    "gather_fp16_weights_on_model_save",
-                    why="save_16bit_model() gathers whenever it is called",
-                ),
+                *idle(BOOL, "use_all_reduce_for_fetch_params", why="FSDP2 gathers"),
+                *idle(BOOL, "allgather_sequential", why="FSDP2 gathers"),
+                *idle(BOOL, "gather_fp16_weights_on_model_save", why=_WHEN_CALLED),
             )
         ),
         *refused(
             BOOL,
-            "zero_quantized_weights",
-            "zero_quantized_nontrainable_weights",
+            *("zero_quantized_weights", "zero_quantized_nontrainable_weights"),
             "zero_quantized_gradients",
             off=False,
             instead="leave it out: what travels is not rounded",
@@ -394,9 +377,7 @@ class Settings:
         *idle(BOOL, "checkpoint.parallel_write.pipeline_stage", why="there are no pipeline stages"),
         *idle(
             ANYTHING,
-            "checkpoint.checkpoint_serialization",
-            "checkpoint.writer",
-            "nebula",
+            *("checkpoint.checkpoint_serialization", "checkpoint.writer", "nebula"),
             "datastates_ckpt",
             why="there is one way of writing",
         ),
