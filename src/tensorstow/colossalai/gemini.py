@@ -18,12 +18,8 @@ from tensorstow.fsdp.sharding import host_group, rank_here
 class GeminiModel(ModelWrapper):
     """A placed model whose parameters have the module's own names.
 
-    ``state_dict`` returns whole tensors: call it on every rank.
-
-    Args:
-        module: The placed module.
-        outputs_fp32: Whether floating point outputs are cast to fp32.
-        inputs_dtype: What floating point inputs are cast to. Default: None, they are not.
+    ``state_dict`` returns whole tensors: call it on every rank. The arguments are those of
+    ``ModelWrapper``.
     """
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

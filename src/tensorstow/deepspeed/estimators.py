@@ -48,8 +48,8 @@ _PLANS = {
 _CLUSTER: Table = {
     "model": honoured("The model."),
     "total_params": honoured("The number of parameters."),
-    "num_gpus_per_node": honoured("GPUs per node."),
-    "num_nodes": honoured("Nodes."),
+    "num_gpus_per_node": honoured("GPUs per node; fewer than 1 raise OptionError."),
+    "num_nodes": honoured("Nodes; fewer than 1 raise OptionError."),
     "additional_buffer_factor": honoured("Bytes are multiplied by it; DeepSpeed's default is 1.5."),
 }
 
@@ -75,11 +75,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the memory that a model needs in stage 2.
-
-    Raises:
-        OptionError: A number that is too small.
-    """
+    """Print the memory that a model needs in stage 2."""
     total = sum(p.numel() for p in model.parameters())
     estimate_zero2_model_states_mem_needs_all_cold(
         total, num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -93,11 +89,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the memory that a model of a given size needs in stage 2.
-
-    Raises:
-        OptionError: A number that is too small.
-    """
+    """Print the memory that a model of a given size needs in stage 2."""
     setup = _Setup(int(total_params), 0, num_gpus_per_node, num_nodes, additional_buffer_factor)
     sys.stdout.write(_table(2, setup))
 
@@ -109,11 +101,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.0,
 ) -> None:
-    """Print the memory that a model needs in stage 3; its largest unit is found as ``stow`` does.
-
-    Raises:
-        OptionError: A number that is too small.
-    """
+    """Print the memory that a model needs in stage 3; its units are those of ``stow``."""
     units = [sum(p.numel() for p in unit.parameters.values()) for unit in units_of(model)]
     estimate_zero3_model_states_mem_needs_all_cold(
         sum(units), max(units), num_gpus_per_node, num_nodes, additional_buffer_factor
@@ -133,9 +121,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     Args:
         largest_layer_params: The parameters of the largest unit: a transformer block, or the
             embeddings with the head.
-
-    Raises:
-        OptionError: A number that is too small.
     """
     setup = _Setup(
         int(total_params),

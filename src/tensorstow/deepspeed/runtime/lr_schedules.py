@@ -75,23 +75,15 @@ class LRSchedule(LRScheduler):
 
     def get_lr(self) -> list[float | Any]:
         """Return the learning rate of each group in the step that ``last_epoch`` counts."""
-        return list(self.lrs_after(self.last_epoch))
+        return list(self._lrs_after(self.last_epoch))
 
-    def lrs_after(self, n: int) -> list[float]:
-        """Return the learning rate of each group after ``n`` steps.
-
-        Args:
-            n: The steps.
-        """
+    def _lrs_after(self, n: int) -> list[float]:
+        """Return the learning rate of each group after ``n`` steps."""
         lrs, share = zip(self.min_lrs, self.max_lrs, strict=True), self._share(n)
         return [low + (high - low) * share for low, high in lrs]
 
-    def betas_after(self, n: int) -> Betas | None:
-        """Return the betas of each group after ``n`` steps; None: the schedule sets none.
-
-        Args:
-            n: The steps.
-        """
+    def _betas_after(self, n: int) -> Betas | None:
+        """Return the betas of each group after ``n`` steps; None: the schedule sets none."""
         del n
         return None
 
@@ -137,7 +129,7 @@ class LRSchedule(LRScheduler):
         self._set_betas()
 
     def _set_betas(self) -> None:
-        betas = self.betas_after(self.last_epoch)
+        betas = self._betas_after(self.last_epoch)
         for group, pair in zip(self.optimizer.param_groups, betas or (), strict=betas is not None):
             group["betas"] = pair
 
@@ -349,14 +341,12 @@ class OneCycle(LRSchedule):
         lrs = _ends(optimizer, cycle_min_lr=cycle_min_lr, cycle_max_lr=cycle_max_lr)
         super().__init__(optimizer, self._height, lrs, last_batch_iteration)
 
-    def lrs_after(self, n: int) -> list[float]:
-        """Return the learning rate of each group after ``n`` steps."""
+    def _lrs_after(self, n: int) -> list[float]:
         if n <= self.total_size:
-            return super().lrs_after(n)
+            return super()._lrs_after(n)
         return [low / self._decay(n, self._decay_lr_rate) for low in self.min_lrs]
 
-    def betas_after(self, n: int) -> Betas | None:
-        """Return the betas of each group after ``n`` steps; None: they are not cycled."""
+    def _betas_after(self, n: int) -> Betas | None:
         if n == 0 and self._moms is not None:
             return [(low, _SECOND_BETA) for low in self._moms[0]]
         return self._cycled_betas(n)

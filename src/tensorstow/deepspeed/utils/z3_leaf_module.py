@@ -30,6 +30,8 @@ _KEYWORDS: Table = {
     "leaf_module_classes": honoured(
         "Classes, their names, or their names with the module's before them."
     ),
+    "module_names": honoured("Names in ``model.named_modules()``."),
+    "module_name_suffixes": honoured("What names in ``model.named_modules()`` end in."),
     "flag": honoured("False: the modules are taken from the leaves."),
     "raise_if_not_found": honoured("Whether it is an error that the model lacks one."),
 }
@@ -71,10 +73,7 @@ def set_z3_leaf_modules_by_name(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Set modules as leaves by their names in ``model.named_modules()``.
-
-    Args:
-        module_names: The names.
+    """Set modules as leaves by their names.
 
     Returns:
         The modules, and the names that the model has not.
@@ -92,10 +91,7 @@ def set_z3_leaf_modules_by_suffix(
     flag: bool = True,
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Set modules as leaves by what their names in ``model.named_modules()`` end in.
-
-    Args:
-        module_name_suffixes: The ends.
+    """Set modules as leaves by what their names end in.
 
     Returns:
         The modules, and the ends that no name has.

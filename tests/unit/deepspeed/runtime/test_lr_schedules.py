@@ -23,7 +23,7 @@ def adam(*rates: float) -> Optimizer:
 
 
 def first(schedule: LRSchedule, count: int) -> list[float]:
-    return [schedule.lrs_after(n)[0] for n in range(count)]
+    return [schedule._lrs_after(n)[0] for n in range(count)]
 
 
 def test_warmup_by_log() -> None:
@@ -39,8 +39,8 @@ def test_warmup_linearly() -> None:
 
 def test_warmup_goes_up_to_the_optimizers_rates_by_itself() -> None:
     schedule = WarmupLR(adam(0.1, 0.3), warmup_min_lr=[0.0, 0.1], warmup_num_steps=2)
-    assert schedule.lrs_after(0) == [0.0, 0.1]
-    assert schedule.lrs_after(9) == pytest.approx([0.1, 0.3])
+    assert schedule._lrs_after(0) == [0.0, 0.1]
+    assert schedule._lrs_after(9) == pytest.approx([0.1, 0.3])
 
 
 def test_decay_goes_down_linearly_after_the_warmup() -> None:
@@ -123,7 +123,7 @@ def test_momentum_goes_the_other_way() -> None:
         decay_step_size=1,
         decay_mom_rate=0.01,
     )
-    found = [(schedule.betas_after(n) or [])[0] for n in range(6)]
+    found = [(schedule._betas_after(n) or [])[0] for n in range(6)]
     momenta = [0.8, 0.85, 0.8, 0.85, 0.9, 0.9 * 1.01]
     assert [beta for beta, _ in found] == pytest.approx(momenta)
     assert {second for _, second in found} == {0.99}
@@ -135,7 +135,7 @@ def test_momentum_is_left_alone_where_it_is_not_cycled_or_not_there() -> None:
     cycled = OneCycle(adam(), **options)
     cycled.step(3)
     assert cycled.get_mom() == [group["betas"] for group in cycled.optimizer.param_groups]
-    assert OneCycle(SGD([torch.ones(1)]), **options).betas_after(0) is None
+    assert OneCycle(SGD([torch.ones(1)]), **options)._betas_after(0) is None
 
 
 def test_a_warmup_of_one_step_is_one_of_two() -> None:
