@@ -10,8 +10,6 @@ from pydantic import BaseModel
 from tensorstow.base.errors import OptionError
 from tensorstow.integrations.transformers import attach
 
-__all__ = ["Keys", "Tensorstow"]
-
 _GROUPS = ("loraplus_lr_ratio", "embedding_lr", "embedding_lr_scale", "lr_groups")
 """axolotl's keys for parameter groups, which apply only to optimizers that it makes itself."""
 

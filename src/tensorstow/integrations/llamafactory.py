@@ -19,8 +19,6 @@ from tensorstow.base.update_on import timing_of
 from tensorstow.integrations.late_adamw import REFERENCES, is_durable
 from tensorstow.optim.adam import AdamW
 
-__all__ = ["adamw", "main"]
-
 _COMMANDS = ("sft", "train", "rm")
 _YAML = (".yaml", ".yml")
 

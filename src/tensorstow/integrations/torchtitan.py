@@ -29,8 +29,6 @@ from tensorstow.checkpoint.snapshot_reference import new_name
 from tensorstow.optim.adam import Adam, AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
 
-__all__ = ["StowedOptimizers", "stowed"]
-
 logger = logging.getLogger("tensorstow")
 
 _OURS: dict[str, type[StowedAdam]] = {"Adam": Adam, "AdamW": AdamW}

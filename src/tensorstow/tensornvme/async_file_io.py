@@ -18,8 +18,6 @@ from tensorstow.io.engine import BackendChoice, open_engine
 from tensorstow.io.files import File, IoFuture, create_file, transfer_error
 from tensorstow.tensornvme.backends import choose_tensornvme_backend
 
-__all__ = ["AsyncFileWriter"]
-
 logger = logging.getLogger("tensorstow")
 _FORKED = (
     "A writer was used in a forked process: its threads and file belong to the parent. Create"

@@ -9,8 +9,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from tensorstow.base.absent_names import refuse_names
 from tensorstow.base.errors import OptionError
 
-__all__ = ["CosineAnnealingWarmupLR", "LinearWarmupLR"]
-
 _OF_TORCH = "use torch.optim.lr_scheduler.{}, which boost() takes too"
 _WARMUP = "SequentialLR([LinearLR(...), {}(...)], milestones=[warmup_steps])"
 _ABSENT = {

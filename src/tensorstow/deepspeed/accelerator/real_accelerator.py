@@ -8,8 +8,6 @@ import torch
 
 from tensorstow.fsdp.sharding import backend_of, current_device
 
-__all__ = ["TorchAccelerator", "get_accelerator"]
-
 
 def _zero(device_index: int | None = None) -> int:
     """Return the bytes that torch counts of the CPU's memory."""

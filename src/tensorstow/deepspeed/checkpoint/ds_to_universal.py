@@ -29,8 +29,6 @@ from tensorstow.deepspeed.checkpoint.sharded import (
 from tensorstow.deepspeed.checkpoint.zero_files import UNIVERSAL_MAIN
 from tensorstow.io.digest_list import DigestList, digest_of
 
-__all__ = ["main"]
-
 _STATES = ("exp_avg", "exp_avg_sq")
 _HYPER_PARAMETERS = ("lr", "betas", "eps", "weight_decay", "initial_lr")
 _VERSION = "0.19.6"

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["clone_tensors_for_torch_save"]
-
 
 def clone_tensors_for_torch_save(
     item: Any,

@@ -8,13 +8,6 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 
-__all__ = [
-    "has_moe_layers",
-    "is_moe_param",
-    "split_params_into_different_moe_groups_for_optimizer",
-    "split_params_into_shared_and_expert_params",
-]
-
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return (False, 0): no layer is of upstream's class of experts."""

@@ -5,9 +5,6 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.doorkit.keyword_table import ADAM, FP32_STATES, checks_keywords, honoured, refused
 
-__all__ = ["DeepSpeedCPUAdagrad"]
-
-
 _TABLE = {
     **{name: ADAM[name] for name in ("model_params", "lr", "weight_decay")},
     "eps": honoured("Is added to the root of the sum of squares."),

@@ -14,8 +14,6 @@ from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import ALIGN, File, IoFuture, open_file
 
-__all__ = ["AioHandle", "AsyncIOBuilder"]
-
 _LOCKED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Memory that ``new_cpu_locked_tensor`` has made, of all handles."""
 

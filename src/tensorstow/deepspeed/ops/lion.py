@@ -12,8 +12,6 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import OptionError
 from tensorstow.doorkit.keyword_table import FP32_STATES, checks_keywords
 
-__all__ = ["DeepSpeedCPULion", "FusedLion", "Lion"]
-
 
 @checks_keywords(FP32_STATES)
 class Lion(Optimizer):

@@ -11,8 +11,6 @@ from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import Named
 from tensorstow.fsdp.sharding import world_size
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
-
 DeepSpeedConfigError = OptionError
 """The error of a configuration that is not supported."""
 

@@ -6,8 +6,6 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.deepspeed.accelerator.real_accelerator import get_accelerator
 from tensorstow.fsdp.sharding import rank_here
 
-__all__ = ["see_memory_usage"]
-
 logger = logging.getLogger("tensorstow")
 
 

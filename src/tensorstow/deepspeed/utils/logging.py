@@ -6,8 +6,6 @@ from collections.abc import Collection
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.sharding import rank_here
 
-__all__ = ["log_dist", "logger", "set_log_level_from_string"]
-
 logger = logging.getLogger("tensorstow")
 _LEVELS = {
     name.lower(): getattr(logging, name)

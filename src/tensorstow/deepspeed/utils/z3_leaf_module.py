@@ -14,15 +14,6 @@ from torch import nn
 from tensorstow.base.errors import OptionError
 from tensorstow.doorkit.keyword_table import Table, describes, honoured
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
 _LEAVES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 LeafClasses = Sequence[type[nn.Module] | str]
 _KEYWORDS: Table = {

@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
-
 
 class OffloadDeviceEnum(StrEnum):
     """A device in a configuration; each is equal to the text that JSON has for it."""
