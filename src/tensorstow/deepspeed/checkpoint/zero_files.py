@@ -178,11 +178,6 @@ def _by_rank(folder: Path, names: re.Pattern[str]) -> list[Path]:
     return [file_of_rank[rank] for rank in range(len(file_of_rank))]
 
 
-def is_universal(folder: Path) -> bool:
-    """Return whether a checkpoint is one that DeepSpeed's ds_to_universal wrote."""
-    return (folder / "zero").is_dir()
-
-
 def partitions_of(folder: Path, models: Sequence[Mapping[str, Any]]) -> Partitions:
     """Return where the trained weights and states of a checkpoint are.
 
@@ -197,7 +192,7 @@ def partitions_of(folder: Path, models: Sequence[Mapping[str, Any]]) -> Partitio
         )
         raise StoreFormatError(message)
     shapes = [shapes] if isinstance(shapes, Mapping) else list(shapes)
-    if is_universal(folder):
+    if (folder / "zero").is_dir():  # DeepSpeed's ds_to_universal wrote it
         return _universal(folder / "zero", shapes)
     files = optimizer_files(folder)
     wanted = models[0].get("dp_world_size", len(files))
