@@ -22,7 +22,7 @@ REFERENCES = {"checkpoints": "reference", "commit_every": None}
 class LateAdamW:
     """Factory of ``tensorstow.AdamW`` for a model, with the parameter groups of the Trainer."""
 
-    def __call__(self, model: torch.nn.Module, *_: object, **options: Any) -> AdamW:  # noqa: ANN401
+    def __call__(self, model: torch.nn.Module, *_: object, **options: Any) -> AdamW:
         """Return the optimizer of a model that is already on its device.
 
         Returns:

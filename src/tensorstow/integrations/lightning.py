@@ -63,7 +63,7 @@ class StowStrategy(ModelParallelStrategy):
         self._tensor_parallel_size = 1
         super().setup_environment()
 
-    def setup(self, trainer: Any) -> None:  # noqa: ANN401  # Lightning's
+    def setup(self, trainer: Any) -> None:  # Lightning's
         """Place the model and make its optimizer; nothing else is moved or cast.
 
         Raises:
@@ -93,7 +93,7 @@ class StowStrategy(ModelParallelStrategy):
         state: dict[str, Any] = self.lightning_module.state_dict()  # type: ignore[union-attr]
         return state
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:  # noqa: ANN401
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state dict; each of several ranks takes the same snapshot."""
         real = getattr(optimizer, "_optimizer", optimizer)
         policy = getattr(real, "offload_policy", None)  # StowedOptimizer has none, and no commits
@@ -107,10 +107,7 @@ class StowStrategy(ModelParallelStrategy):
         return state
 
     def save_checkpoint(
-        self,
-        checkpoint: dict[str, Any],
-        filepath: Any,  # noqa: ANN401
-        storage_options: Any = None,  # noqa: ANN401
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint, without the placed weights: they are in its snapshots.
 
@@ -132,15 +129,11 @@ class StowStrategy(ModelParallelStrategy):
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         self._snapshots[Path(filepath).absolute()] = _snapshots_in(checkpoint)
 
-    def load_checkpoint(
-        self,
-        checkpoint_path: Any,  # noqa: ANN401
-        weights_only: bool | None = None,  # noqa: FBT001
-    ) -> Any:  # noqa: ANN401
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Return the contents of a checkpoint; nothing is loaded yet."""
         return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
 
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint into the module; placed weights come with the reference instead."""
         module: Any = self.lightning_module
         module.load_state_dict(checkpoint["state_dict"], strict and not _has_references(checkpoint))
@@ -149,7 +142,7 @@ class StowStrategy(ModelParallelStrategy):
         """Load the optimizers' states, or go on from their snapshot references."""
         Strategy.load_optimizer_state_dict(self, checkpoint)
 
-    def remove_checkpoint(self, filepath: Any) -> None:  # noqa: ANN401
+    def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the snapshots that its snapshot references alone name."""
         names = self._unshared(Path(filepath).absolute()) if self.is_global_zero else []
         for optimizer, name in zip(self.optimizers, self.broadcast(names), strict=False):
@@ -194,10 +187,10 @@ class StowStrategy(ModelParallelStrategy):
 class _ClipsInside(Precision):
     """Clips gradients inside the update, on any tier."""
 
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:  # noqa: ANN401
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         optimizer.clip_grad_norm_(clip_val)
 
-    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:  # noqa: ANN401, ARG002
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:  # noqa: ARG002
         message = (
             f'gradient_clip_algorithm="value" was given with gradient_clip_val={clip_val}:'
             ' gradients are clipped inside the update, by their norm. Use "norm".'
@@ -211,7 +204,7 @@ def _snapshots_in(checkpoint: Mapping[str, Any]) -> list[str | None]:
     return [read_reference(state).snapshot if is_reference(state) else None for state in states]
 
 
-def _names_of(optimizer: Any) -> set[str]:  # noqa: ANN401
+def _names_of(optimizer: Any) -> set[str]:
     """Return the names of an optimizer's snapshots."""
     return {name for summary in optimizer.snapshots() for name in summary.names}
 
@@ -221,7 +214,7 @@ def _has_references(checkpoint: Mapping[str, Any]) -> bool:
     return bool(states) and all(is_reference(state) for state in states)
 
 
-def _placed(module: Any, name: str = "") -> list[str]:  # noqa: ANN401
+def _placed(module: Any, name: str = "") -> list[str]:
     """Return the names of the modules that ``stow`` has placed."""
     try:
         plan_of(module)

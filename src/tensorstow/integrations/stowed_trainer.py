@@ -35,7 +35,7 @@ class Stowed(transformers.Trainer):
     ``class StowedSFT(Stowed, SFTTrainer)`` does it for a trainer built on that of transformers.
     """
 
-    def __init__(self, *positional: Any, stow: Mapping[str, Any], **keywords: Any) -> None:  # noqa: ANN401
+    def __init__(self, *positional: Any, stow: Mapping[str, Any], **keywords: Any) -> None:
         """Create the Trainer; the model is not moved until training or evaluation begins.
 
         Args:
@@ -77,7 +77,7 @@ class Stowed(transformers.Trainer):
     def _move_model_to_device(self, model: object, device: object) -> None:
         """Do nothing: ``stow`` moves the model when it is placed."""
 
-    def _wrap_model(self, model: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
+    def _wrap_model(self, model: Any, *_: object, **__: object) -> Any:
         """Place the model if evaluation precedes training; nothing wraps it."""
         self.create_optimizer()
         return model
@@ -92,12 +92,12 @@ class Stowed(transformers.Trainer):
     def _clip_grad_norm(self, model: object) -> torch.Tensor:  # noqa: ARG002
         return self._optimizer().clip_grad_norm_(self.args.max_grad_norm)
 
-    def _get_grad_norm(self, model: object, grad_norm: Any = None) -> Any:  # noqa: ANN401, ARG002
+    def _get_grad_norm(self, model: object, grad_norm: Any = None) -> Any:  # noqa: ARG002
         return self._optimizer().grad_norm() if grad_norm is None else grad_norm
 
     # --- checkpoints ---
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:  # noqa: FBT001, FBT002
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model's files, a tensor at a time, on every rank's call; adapters by peft."""
         if self.optimizer is None or hasattr(self.model, "peft_config"):
             super().save_model(output_dir, _internal_call)
@@ -119,7 +119,7 @@ class Stowed(transformers.Trainer):
             take_snapshot(self._optimizer(), self.state.global_step)
         super()._save_optimizer_and_scheduler(output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leave the weights to the reference, if there is one, else to ``stow``."""
         if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -142,6 +142,6 @@ class Stowed(transformers.Trainer):
         copy_from_files(model, str(self.state.best_model_checkpoint))
 
 
-def _make(model: torch.nn.Module, _: Iterable[object], **options: Any) -> StowedAdam:  # noqa: ANN401
+def _make(model: torch.nn.Module, _: Iterable[object], **options: Any) -> StowedAdam:
     """Make the optimizer of a placed model: the factory that ``stow`` calls."""
     return LateAdamW()(model, **options)

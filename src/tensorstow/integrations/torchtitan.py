@@ -93,22 +93,19 @@ class StowedOptimizers(OptimizersContainer):
             self._has_references = self._adam_keywords["checkpoints"] == "reference"
         super().__init__(config, model_parts=model_parts)
 
-    def _resolve_optimizer_factory(self, name: str) -> Any:  # noqa: ANN401  # torch's or ours
+    def _resolve_optimizer_factory(self, name: str) -> Any:  # torch's or ours
         if name in _OURS:
             return partial(self._make, _OURS[name])
         return super()._resolve_optimizer_factory(name)
 
     def _make(
-        self,
-        kind: type[StowedAdam],
-        groups: list[dict[str, Any]],
-        **options: Any,  # noqa: ANN401
+        self, kind: type[StowedAdam], groups: list[dict[str, Any]], **options: Any
     ) -> StowedAdam:
         first = groups[0]["params"][0]
         part = next(m for m in self.model_parts if any(p is first for p in m.parameters()))
         return kind(groups, **{"module": part, **self._adam_keywords, **options})
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # torch's
+    def zero_grad(self, set_to_none: bool = True) -> None:  # torch's
         """Drop gradients, or zero them in place: CUDA graphs write to the same memory again.
 
         Raises:
@@ -177,10 +174,7 @@ def _unpacked(packed: bytes) -> dict[str, Any]:
 
 
 @override(target=OptimizersContainer.Config, description="States in host memory or on disk")
-def stowed(
-    config: OptimizersContainer.Config,
-    **keywords: Any,  # noqa: ANN401
-) -> StowedOptimizers.Config:
+def stowed(config: OptimizersContainer.Config, **keywords: Any) -> StowedOptimizers.Config:
     """Place the states of torchtitan's Adam and AdamW; name it in ``--override.imports``.
 
     Args:

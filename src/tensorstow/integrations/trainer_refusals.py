@@ -207,7 +207,7 @@ def refuse_for_model(
         refuse_plan(trainer.args, keywords["plan"])
 
 
-def _other_optimizer(args: Any) -> str | None:  # noqa: ANN401
+def _other_optimizer(args: Any) -> str | None:
     """Return the argument that asks for another optimizer than AdamW, as it was given."""
     kind = str(getattr(args.optim, "value", args.optim))
     if kind not in _ALIKE:

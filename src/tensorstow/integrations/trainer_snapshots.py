@@ -58,7 +58,7 @@ class DropSnapshots(transformers.TrainerCallback):
         args: transformers.TrainingArguments,
         state: object,  # noqa: ARG002  # the callback's signature
         control: object,  # noqa: ARG002
-        **trainer_values: Any,  # noqa: ANN401
+        **trainer_values: Any,
     ) -> None:
         """Record the snapshots that the checkpoints name."""
         self._snapshots.clear()
@@ -77,7 +77,7 @@ class DropSnapshots(transformers.TrainerCallback):
         args: transformers.TrainingArguments,
         state: transformers.TrainerState,
         control: object,  # noqa: ARG002
-        **trainer_values: Any,  # noqa: ANN401
+        **trainer_values: Any,
     ) -> None:
         """Drop the snapshots whose checkpoints the Trainer has just removed."""
         optimizer = _inner(trainer_values["optimizer"])
@@ -149,7 +149,7 @@ def _in_order(output_dir: Path) -> list[Path]:
     return sorted(steps, key=lambda folder: (steps[folder], str(folder)))
 
 
-def _inner(optimizer: Any) -> Any:  # noqa: ANN401
+def _inner(optimizer: Any) -> Any:
     """Return the optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

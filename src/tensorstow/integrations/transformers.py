@@ -16,7 +16,7 @@ __all__ = ["DropSnapshots", "LateAdamW", "Stowed", "adamw", "attach", "from_deep
 
 def adamw(
     args: transformers.TrainingArguments,
-    **keywords: Any,  # noqa: ANN401  # AdamW's keywords
+    **keywords: Any,  # AdamW's keywords
 ) -> tuple[type[LateAdamW], dict[str, Any]]:
     """Return what ``Trainer(optimizer_cls_and_kwargs=)`` takes: AdamW with the Trainer's options.
 
@@ -39,7 +39,7 @@ def adamw(
 def from_deepspeed(
     source: Source,
     args: transformers.TrainingArguments,
-    **keywords: Any,  # noqa: ANN401  # AdamW's keywords
+    **keywords: Any,  # AdamW's keywords
 ) -> tuple[type[LateAdamW], dict[str, Any]]:
     """Return what ``Trainer(optimizer_cls_and_kwargs=)`` takes, by a DeepSpeed configuration.
 
@@ -65,7 +65,7 @@ def from_deepspeed(
     return adamw(args, **{**placed, **keywords})
 
 
-def attach(trainer: transformers.Trainer, **keywords: Any) -> None:  # noqa: ANN401  # AdamW's keywords
+def attach(trainer: transformers.Trainer, **keywords: Any) -> None:  # AdamW's keywords
     """Make an existing trainer train with ``adamw``.
 
     For trainers whose constructor takes no ``optimizer_cls_and_kwargs``: TRL's GRPO and DPO.
