@@ -8,7 +8,7 @@ from torch import nn
 
 import tensorstow.deepspeed as deepspeed
 from tensorstow.base.errors import BackwardError, OptionError
-from tensorstow.deepspeed.direct_backward import DirectBackward
+from tensorstow.deepspeed.step import DirectBackward
 
 FP16 = {"fp16": {"enabled": True, "loss_scale": 8.0}}
 

@@ -27,7 +27,6 @@ from tensorstow.deepspeed.checkpoint.sharded import (
 from tensorstow.deepspeed.checkpoint.zero_checkpoint import open_checkpoint
 from tensorstow.deepspeed.comm import get_local_rank
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.direct_backward import DirectBackward
 from tensorstow.deepspeed.engine_settings import ConfiguredModule
 from tensorstow.deepspeed.external_parameters import uses_outside_of_blocks_named
 from tensorstow.deepspeed.loss_scale import LossScale
@@ -35,7 +34,7 @@ from tensorstow.deepspeed.monitor import Monitor
 from tensorstow.deepspeed.registry import RegisteredModel, register
 from tensorstow.deepspeed.runtime.dataloader import make_dataloader
 from tensorstow.deepspeed.states import drop_unused_masters, refuse_states_that_stay, watch_loads
-from tensorstow.deepspeed.step import OptimizerStep
+from tensorstow.deepspeed.step import DirectBackward, OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
 from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
