@@ -134,19 +134,9 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
     if facts.is_writable:
         direct = accepts_direct(facts.path)
     rates = None if profile is None else profile.rates_of(facts.path)
-    return DirectoryReport(
-        path=str(facts.path),
-        named_by_user=named_by_user,
-        objection=objection,
-        filesystem=facts.filesystem,
-        device=facts.device,
-        free_bytes=facts.free_bytes,
-        takes_direct_io=direct,
-        read_bytes_per_second=None if rates is None else rates.read,
-        write_bytes_per_second=None if rates is None else rates.write,
-        mixed_bytes_per_second=None if rates is None else rates.mixed,
-        verdict=None if rates is None else rates.verdict,
-    )
+    measured = () if rates is None else (rates.read, rates.write, rates.mixed, rates.verdict)
+    place = facts.filesystem, facts.device, facts.free_bytes, direct
+    return DirectoryReport(str(facts.path), named_by_user, objection, *place, *measured)
 
 
 def _share(local: LocalRanks) -> dict[str, Any]:
