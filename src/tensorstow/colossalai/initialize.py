@@ -83,7 +83,8 @@ def launch_from_torch(
             raise OptionError(message)
         set_seed(seed)
         return
-    _launch(environment, *environment.meeting()[1:], backend, seed, verbose=verbose)
+    rank, host, port = environment.meeting()
+    launch(rank, environment.world, host, port, backend, environment.local_rank, seed, verbose)
 
 
 def launch_from_slurm(
@@ -101,7 +102,8 @@ def launch_from_slurm(
     Raises:
         OptionError: Slurm's variables are not set.
     """
-    _launch(_launched_by("SLURM_PROCID"), host, port, backend, seed, verbose=verbose)
+    place = _launched_by("SLURM_PROCID")
+    launch(place.rank or 0, place.world, host, port, backend, place.local_rank, seed, verbose)
 
 
 def launch_from_openmpi(
@@ -119,7 +121,8 @@ def launch_from_openmpi(
     Raises:
         OptionError: Open MPI's variables are not set.
     """
-    _launch(_launched_by("OMPI_COMM_WORLD_RANK"), host, port, backend, seed, verbose=verbose)
+    place = _launched_by("OMPI_COMM_WORLD_RANK")
+    launch(place.rank or 0, place.world, host, port, backend, place.local_rank, seed, verbose)
 
 
 def set_seed(seed: int) -> None:
@@ -146,18 +149,3 @@ def _launched_by(variable: str) -> Launch:
         )
         raise OptionError(message)
     return environment
-
-
-def _launch(
-    environment: Launch, host: str, port: int, backend: str, seed: int, *, verbose: bool
-) -> None:
-    launch(
-        environment.rank or 0,
-        environment.world,
-        host,
-        port,
-        backend,
-        environment.local_rank,
-        seed,
-        verbose,
-    )
