@@ -1,8 +1,7 @@
 """Makes the optimizer of an engine: from the JSON, a function, or the user's own."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -80,19 +79,14 @@ def of_named(named: Named) -> Make:
     decoupled = kind == "adamw" or bool(params.get("adam_w_mode", True))
     keywords = {name: params[name] for name in _TAKEN if name in params}
     keywords.setdefault("weight_decay", 0.01 if decoupled and params.get("torch_adam") else 0.0)
-    keywords["decoupled_weight_decay"] = decoupled
-    return partial(_made_of_named, keywords, bool(params.get("bias_correction", True)))
+    corrected = bool(params.get("bias_correction", True))
 
+    def make(params: Any, **placement: Any) -> StowedAdam:
+        optimizer = (AdamW if decoupled else Adam)(params, **keywords, **placement)
+        set_bias_correction(optimizer, bias_correction=corrected)
+        return optimizer
 
-def _made_of_named(
-    keywords: Mapping[str, Any], corrected: bool, params: Any, **placement: Any
-) -> StowedAdam:
-    """Create AdamW or Adam; ``corrected``: whether the moments are corrected for their start."""
-    plain = dict(keywords)
-    kind = AdamW if plain.pop("decoupled_weight_decay") else Adam
-    optimizer = kind(params, **plain, **placement)
-    set_bias_correction(optimizer, bias_correction=corrected)
-    return optimizer
+    return make
 
 
 def _like_made(optimizer: object, model: nn.Module) -> Make:
