@@ -1,10 +1,14 @@
 import json
 import os
+from dataclasses import astuple
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from tensorstow.base.directories import inspect_directory
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
@@ -171,3 +175,15 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     assert report.takes_direct_io is None
     assert report.objection
+
+
+def test_a_directory_is_reported_with_its_place_and_its_rates(tmp_path: Path) -> None:
+    rates = SimpleNamespace(read=1.0, write=2.0, mixed=3.0, verdict="fast")
+    profile: Any = SimpleNamespace(rates_of=lambda _: rates)
+    path, is_named, objection, *place, _, read, write, mixed, verdict = astuple(
+        doctor.look_at(tmp_path, named_by_user=True, profile=profile)
+    )
+    facts = inspect_directory(tmp_path)
+    assert (path, is_named, objection) == (str(facts.path), True, None)
+    assert place[:2] == [facts.filesystem, facts.device]
+    assert (read, write, mixed, verdict) == (1.0, 2.0, 3.0, "fast")

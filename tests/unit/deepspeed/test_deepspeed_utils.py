@@ -53,6 +53,12 @@ def test_a_frozen_parameter_has_no_fp32_weight_and_no_states(stage: int) -> None
     ):
         assert read(frozen) is None
     assert utils.safe_get_full_fp32_param(trained).dtype == torch.float32
+    for write in (
+        utils.safe_set_full_fp32_param,
+        partial(utils.safe_set_full_optimizer_state, optim_state_key="exp_avg"),
+    ):
+        with pytest.raises(OptionError, match=r"shape \(3,\) was given for .* \(2, 3\): pass the"):
+            write(trained, torch.ones(3))
     utils.safe_set_full_fp32_param(frozen, torch.full((3, 2), 0.5))
     assert frozen.eq(0.5).all()
     assert frozen not in optimizer.state
