@@ -1,8 +1,8 @@
 """Two hosts with addresses, names and disks of their own, made of this machine's namespaces.
 
 Each has a network with a cable to the other, a hostname that both can look up, a table of mounts in
-which one path leads to a folder of its own, and processes that end with it. Nothing reaches this
-machine's own network. ``tc`` slows the cable down.
+which one path leads to a folder of its own. Programs that were started on a host end with it.
+Nothing reaches this machine's own network. ``tc`` slows the cable down.
 """
 
 import ctypes
@@ -79,9 +79,9 @@ class Host:
         self.local = folder / "local"
         names = folder / "names"
         start = _START.format(name=self.name, disk=self.disk, local=self.local, names=names)
-        own = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--mount-proc", "--fork"]
-        self._holder = _hold([*within, *own, "--kill-child", "sh", "-c", start])
-        self.pid = _only_child(self._holder.pid)
+        own = ["unshare", "--net", "--mount", "--uts", "--ipc"]
+        self._holder = _hold([*within, *own, "sh", "-c", start])
+        self.pid = self._holder.pid
         self._programs: list[Program] = []
 
     def start(self, *command: str | Path, environment: Mapping[str, str]) -> "Program":
@@ -115,7 +115,7 @@ class Host:
         self._holder.communicate()
 
     def _enter(self) -> list[str]:
-        spaces = ["--user", "--net", "--mount", "--uts", "--ipc", "--pid"]
+        spaces = ["--user", "--net", "--mount", "--uts", "--ipc"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--preserve-credentials"]
 
 
@@ -195,6 +195,30 @@ class Hosts:
             host.plug(into=True)
 
 
+def start_ranks(places: "Sequence[Host]", *command: str | Path) -> list[Program]:
+    """Start a rank of a program at each of ``places``; they meet at the first."""
+    ranks = []
+    for rank, host in enumerate(places):
+        on_host = [number for number, place in enumerate(places) if place is host]
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(on_host.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(on_host)),
+            "MASTER_ADDR": places[0].name,
+            "MASTER_PORT": "29500",
+        }
+        ranks.append(host.start(*command, environment=environment))
+    return ranks
+
+
+def end(ranks: Sequence[Program], *expected: int) -> list[str]:
+    """Return what each rank has written when all have ended, with the ``expected`` statuses."""
+    statuses, written = zip(*(rank.wait() for rank in ranks), strict=True)
+    assert statuses == expected, "\n".join(written)
+    return list(written)
+
+
 @cache
 def why_not() -> str:
     """Return why hosts cannot be made here; empty if they can."""
@@ -224,12 +248,6 @@ def _hold(words: Sequence[str]) -> "subprocess.Popen[str]":
         message = f"{line}{holder.communicate()[0]}"
         raise RuntimeError(message)
     return holder
-
-
-def _only_child(pid: int) -> int:
-    """Return the process that another one has started."""
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    return int(child)
 
 
 def _run(words: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hosts import Host, Hosts, Program, why_not
+from hosts import Host, Hosts, Program, end, start_ranks, why_not
 from tensorstow import Plan
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.network import Network, traffic_of
@@ -26,34 +26,15 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield both
 
 
-def start_ranks(places: Sequence[Host], last: int, **how: Any) -> list[Program]:  # noqa: ANN401
+def start(places: Sequence[Host], last: int, **how: Any) -> list[Program]:  # noqa: ANN401
     """Start a rank at each of ``places``, to train to step ``last``."""
-    ranks = []
-    for rank, host in enumerate(places):
-        on_host = [i for i, place in enumerate(places) if place is host]
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(places)),
-            "LOCAL_RANK": str(on_host.index(rank)),
-            "LOCAL_WORLD_SIZE": str(len(on_host)),
-            "MASTER_ADDR": places[0].name,
-            "MASTER_PORT": "29500",
-        }
-        words = ("-m", "ranks.hosted", host.local / "run", str(last), json.dumps(how))
-        ranks.append(host.start(*words, environment=environment))
-    return ranks
-
-
-def end(ranks: Sequence[Program], *expected: int) -> list[str]:
-    """Return what each rank has written when all have ended, with the ``expected`` statuses."""
-    statuses, written = zip(*(rank.wait() for rank in ranks), strict=True)
-    assert statuses == expected, "\n".join(written)
-    return list(written)
+    words = ("-m", "ranks.hosted", places[0].local / "run", str(last), json.dumps(how))
+    return start_ranks(places, *words)
 
 
 def train(places: Sequence[Host], last: int = LAST, **how: Any) -> list[str]:  # noqa: ANN401
     """Train to step ``last`` at ``places``; return what each rank wrote."""
-    return end(start_ranks(places, last, **how), *[0] * len(places))
+    return end(start(places, last, **how), *[0] * len(places))
 
 
 def steps(written: str) -> dict[int, str]:
@@ -101,7 +82,7 @@ def test_a_run_goes_on_when_a_host_was_lost(hosts: Hosts) -> None:
     first, second = hosts
     wanted = steps(train([first, first], 9)[0])
     first.run("rm", "-r", first.local / "run")
-    ranks = start_ranks([first, second], 1000)
+    ranks = start([first, second], 1000)
     wait_for_step(3, ranks[0])
     second.kill()
     survivor, lost = end(ranks, 1, -9)
@@ -115,7 +96,7 @@ def test_a_run_goes_on_when_a_host_was_lost(hosts: Hosts) -> None:
 
 
 def test_a_cut_cable_ends_the_ranks_and_loses_nothing(hosts: Hosts) -> None:
-    ranks = start_ranks(list(hosts), 1000)
+    ranks = start(list(hosts), 1000)
     wait_for_step(3, ranks[0])
     hosts[0].plug(into=False)
     written = end(ranks, 1, 1)
@@ -130,7 +111,7 @@ def test_a_cut_cable_ends_the_ranks_and_loses_nothing(hosts: Hosts) -> None:
 def test_hosts_in_another_order_are_told_where_the_commits_are(hosts: Hosts) -> None:
     first, second = hosts
     train([first, second])
-    ranks = start_ranks([second, first], LAST + 1)
+    ranks = start([second, first], LAST + 1)
     written = end(ranks, 1, 1)
     expected = r"The commits of rank ([01]) are on host\1, and the rank is on host[01] now\. Start"
     assert re.search(expected, written[0]), written
@@ -143,7 +124,7 @@ def test_a_host_with_an_empty_disk_is_told_that_its_part_is_missing(hosts: Hosts
     first, second = hosts
     train([first, second])
     second.run("rm", "-r", second.local / "run")
-    ranks = start_ranks([first, second], LAST + 1)
+    ranks = start([first, second], LAST + 1)
     written = end(ranks, 1, 1)
     assert "RankError: The ranks have no commit in common" in written[0]
     assert f"rank 0: {LAST}; rank 1: nothing" in written[0], written[0]
@@ -152,7 +133,7 @@ def test_a_host_with_an_empty_disk_is_told_that_its_part_is_missing(hosts: Hosts
 def test_other_numbers_of_ranks_need_all_stores_on_every_host(hosts: Hosts) -> None:
     first, second = hosts
     train([first, second])
-    ranks = start_ranks([first, first, second, second], LAST + 1)
+    ranks = start([first, first, second, second], LAST + 1)
     written = end(ranks, 1, 1, 1, 1)
     assert "not all of its stores are there on every machine: rank 0 finds" in written[0]
     # With them it goes on.

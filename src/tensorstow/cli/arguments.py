@@ -19,6 +19,8 @@ examples:
   tensorstow doctor                    is this machine ready, and what to do if not
   tensorstow doctor /nvme              this directory too
   tensorstow doctor --json             for a bug report
+  torchrun --nnodes 2 --nproc-per-node 8 --no-python tensorstow doctor /nvme
+                                       all machines: links, drives, what differs
 """,
     "calibrate": """\
 examples:

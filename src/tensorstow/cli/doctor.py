@@ -23,6 +23,7 @@ from tensorstow.base.directories import (
     resolve_path,
 )
 from tensorstow.base.errors import DirectoryError, OptionError
+from tensorstow.base.launch import launched
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
@@ -68,6 +69,12 @@ class DirectoryReport:
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if a named directory cannot hold states."""
     facts = examine([*options.named, *options.directory], options.local_ranks)
+    launch = launched()
+    if launch.world > 1:
+        # Importing FSDP2 takes half a second.
+        from tensorstow.cli.doctor_machines import run_on_ranks  # noqa: PLC0415
+
+        return run_on_ranks(facts, launch, as_json=options.json)
     if options.json:
         print_json(facts)
     else:

@@ -1,0 +1,78 @@
+"""`tensorstow doctor` on the ranks of two hosts: one table of machines, links and drives."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts import Hosts, end, start_ranks, why_not
+from tensorstow.cli.doctor_machines import _actions
+
+needs_hosts = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
+DOCTOR = ("-m", "tensorstow", "doctor")
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(tmp_path) as both:
+        yield both
+
+
+@needs_hosts
+def test_one_table_has_hosts_links_and_drives(hosts: Hosts, tmp_path: Path) -> None:
+    first, second = hosts
+    first.slow_down("100mbit")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    ranks = [first, first, second, second]
+    written = end(start_ranks(ranks, *DOCTOR, "--json", first.local, shared), 0, 0, 0, 0)
+    report = json.loads(written[0][written[0].index("{") :])
+    assert not any("{" in text for text in written[1:])  # rank 0 alone prints
+    one, other = report["machines"]
+    assert (one["host"], one["ranks"]) == ("host0", [0, 1])
+    assert (other["host"], other["ranks"]) == ("host1", [2, 3])
+    assert 6e6 < one["link"]["bytes_per_second"] < 14e6  # 12.5 were set
+    assert one["link"]["to_rank"] == 2
+    assert other["link"]["to_rank"] == 0
+    assert other["link"]["bytes_per_second"] > one["link"]["bytes_per_second"]
+    assert report["shared"] == {str(first.local): False, str(shared): True}
+    assert [d["path"] for d in one["directories"]] == [str(first.local), str(shared)]
+    assert list(shared.iterdir()) == []
+    (problem,) = [a["problem"] for a in report["actions"] if "another directory" in a["problem"]]
+    assert problem == f"{first.local} is another directory on each machine."
+
+
+@needs_hosts
+def test_a_directory_that_one_machine_lacks_is_named_with_it(hosts: Hosts) -> None:
+    first, second = hosts
+    first.run("mkdir", first.local / "run")
+    written, _ = end(start_ranks([first, second], *DOCTOR, first.local / "run"), 1, 1)
+    assert f"{first.local}/run: another one on each machine" in written
+    assert f"host1: {first.local}/run cannot hold states" in written
+    assert "host1: this machine was not measured" in written
+
+
+@needs_hosts
+def test_ranks_of_one_machine_have_no_links(hosts: Hosts) -> None:
+    first, _ = hosts
+    written, nothing = end(start_ranks([first, first], *DOCTOR, first.local), 0, 0)
+    assert "one machine" in written
+    assert "another one on each machine" not in written
+    assert "host0" not in nothing
+
+
+def test_other_versions_and_common_advice_are_told_once() -> None:
+    advice = {"problem": "no rates", "action": "tensorstow calibrate"}
+
+    def machine(host: str, torch: str) -> dict[str, Any]:
+        return {"host": host, "versions": {"torch": torch}, "actions": [advice]}
+
+    actions = list(_actions([machine("a", "2.11"), machine("b", "2.13")], {"/nvme": True}))
+    assert [action.problem for action in actions] == [
+        "torch is 2.11 on a, 2.13 on b.",
+        "a, b: no rates",
+    ]
+    (alone,) = _actions([machine("a", "2.11")], {"/nvme": True})
+    assert alone.problem == "no rates"
