@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from tensorstow.base.cores import read_or_empty
+
 MOUNTINFO = Path("/proc/self/mountinfo")
 FSTAB = Path("/etc/fstab")
+_BLOCK_DEVICES = Path("/sys/dev/block")
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _MEMORY_DEVICES = ("/dev/zram", "/dev/ram")
 _KERNEL_FILESYSTEMS = frozenset(
@@ -25,6 +28,14 @@ class Mount(NamedTuple):
     """The kind as the kernel names it: ext4, xfs, overlay, tmpfs ..."""
     device: str
     """What is mounted: /dev/nvme0n1p2, a network share, or a plain word."""
+    number: str = ""
+    """The block device as the kernel numbers it, 259:2; 0 before the colon: it is none."""
+    options: frozenset[str] = frozenset()
+
+    @property
+    def has_barriers(self) -> bool:
+        """Return whether a sync of a file reaches the drive, as long as the drive flushes."""
+        return not self.options & {"nobarrier", "barrier=0"}
 
     @property
     def is_memory(self) -> bool:
@@ -51,6 +62,18 @@ def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
     return max(reversed(mounts), key=lambda mount: len(mount.point), default=unknown)
 
 
+def write_cache_of(mount: Mount, root: Path = _BLOCK_DEVICES) -> str | None:
+    """Return "write back" if a drive is told to flush its cache, "write through" if it has none.
+
+    That is what the kernel believes; None: the mount is not of one block device.
+    """
+    device = root / mount.number
+    for folder in (device, device.resolve().parent):  # a partition's drive is its parent
+        if text := read_or_empty(folder / "queue" / "write_cache").strip():
+            return text
+    return None
+
+
 def unmounted_point(path: Path, *, fstab: Path = FSTAB, mountinfo: Path = MOUNTINFO) -> Path | None:
     """Return the mount point that a path is at or below, if the system's table has it unmounted.
 
@@ -73,8 +96,10 @@ def _lines_of(file: Path) -> list[str]:
 def _parse_mount(line: str) -> Mount:
     """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
     before, _, after = line.partition(" - ")
-    filesystem, device = after.split(" ")[:2]
-    return Mount(_unescape(before.split(" ")[4]), filesystem, _unescape(device))
+    filesystem, device, *rest = after.split(" ")
+    _, _, number, _, point, own, *_ = before.split(" ")
+    options = frozenset(option for text in (own, *rest) for option in text.split(","))
+    return Mount(_unescape(point), filesystem, _unescape(device), number, options)
 
 
 def _unescape(text: str) -> str:

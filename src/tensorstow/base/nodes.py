@@ -26,7 +26,7 @@ def read_nodes(root: Path | None = None) -> tuple[Node, ...]:
     nodes = []
     for folder in root.glob("node[0-9]*"):
         number = folder.name.removeprefix("node")
-        cores = _parse_list(read_or_empty(folder / "cpulist"))
+        cores = parse_list(read_or_empty(folder / "cpulist"))
         if number.isdecimal() and cores:  # without cores: memory alone
             nodes.append(Node(int(number), cores))
     return tuple(sorted(nodes, key=lambda node: node.number))
@@ -44,7 +44,7 @@ def node_of_device(pci_address: str, root: Path | None = None) -> int | None:
     return int(text) if text.isdecimal() else None  # "-1": not known
 
 
-def _parse_list(text: str) -> tuple[int, ...]:
+def parse_list(text: str) -> tuple[int, ...]:
     """Read the kernel's lists of numbers: ``0-3,8,10-11``."""
     cores: set[int] = set()
     for part in text.strip().split(","):

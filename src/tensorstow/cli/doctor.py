@@ -24,10 +24,12 @@ from tensorstow.base.directories import (
 )
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.launch import launched
+from tensorstow.base.mounts import mount_of, write_cache_of
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.doctor_advice import actions_of, driver_here, uring_is_switched_off
+from tensorstow.cli.doctor_hardware import examine_hardware, notes_of
 from tensorstow.cli.output import format_rate, make_console, print_facts, print_json, print_line
 from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
@@ -40,6 +42,10 @@ from tensorstow.step.update_rule import rule_on
 
 _MOST_RANKS = 4096
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CACHES = {
+    "write back": ", its cache is flushed by each commit",
+    "write through": ", never flushed: it must keep its cache when power is lost",
+}
 _LABEL_COLUMNS = 16
 _CANDIDATE_COLUMNS = 6
 
@@ -64,6 +70,11 @@ class DirectoryReport:
     """Read and written at once, both together."""
     verdict: str | None = None
     """Whether the directory is worth offloading to."""
+    has_barriers: bool | None = None
+    """Whether the filesystem passes a sync on to its drive."""
+    write_cache: str | None = None
+    """What the kernel believes of the drive: "write back" caches are flushed by a sync, "write
+    through" ones are not. None: it is not one drive."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -123,6 +134,7 @@ def examine(named: list[str], ranks: int | None = None) -> dict[str, Any]:
             for path, is_named in _distinct(directories)
         ],
         "has_profile": profile is not None,
+        "hardware": examine_hardware(),
     }
     return {**facts, "actions": [asdict(action) for action in actions_of(facts)]}
 
@@ -141,9 +153,22 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
     if facts.is_writable:
         direct = accepts_direct(facts.path)
     rates = None if profile is None else profile.rates_of(facts.path)
-    measured = () if rates is None else (rates.read, rates.write, rates.mixed, rates.verdict)
-    place = facts.filesystem, facts.device, facts.free_bytes, direct
-    return DirectoryReport(str(facts.path), named_by_user, objection, *place, *measured)
+    mount = mount_of(facts.path)
+    return DirectoryReport(
+        path=str(facts.path),
+        named_by_user=named_by_user,
+        objection=objection,
+        filesystem=facts.filesystem,
+        device=facts.device,
+        free_bytes=facts.free_bytes,
+        takes_direct_io=direct,
+        read_bytes_per_second=None if rates is None else rates.read,
+        write_bytes_per_second=None if rates is None else rates.write,
+        mixed_bytes_per_second=None if rates is None else rates.mixed,
+        verdict=None if rates is None else rates.verdict,
+        has_barriers=mount.has_barriers,
+        write_cache=write_cache_of(mount),
+    )
 
 
 def _share(local: LocalRanks) -> dict[str, Any]:
@@ -221,6 +246,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         is_usable = "  yes" if report["objection"] is None else "  no"
         print_facts(console, [(is_usable, _describe(report))], _CANDIDATE_COLUMNS)
     console.print()
+    for note in notes_of(facts["hardware"]):
+        print_line(console, f"Note: {note}\n")
     if not facts["actions"]:
         alone = "" if facts["accelerator"] else " No GPU was found: models compute on the CPU."
         print_line(console, f"OK: this machine is ready.{alone}")
@@ -325,6 +352,7 @@ def _describe(report: dict[str, Any]) -> str:
     facts = (
         f"{report['path']}  {report['filesystem']} on {report['device']},"
         f" {format_bytes(report['free_bytes'])} free, {direct[report['takes_direct_io']]}"
+        f"{_CACHES.get(report['write_cache'], '')}"
     )
     if report["objection"] is not None:
         return f"{facts}\n      {report['objection']}"

@@ -71,6 +71,9 @@ def _about_directories(facts: Mapping[str, Any]) -> Iterator[Action]:
     other = f"use {usable[0]['path']}" if usable else "name a directory on a local disk"
     for report in (d for d in reports if d["named_by_user"] and d["objection"] is not None):
         yield Action(f"{report['path']} cannot hold states", f"{other}: dir= or $TMPDIR")
+    for report in (d for d in usable if d["named_by_user"] and d["has_barriers"] is False):
+        problem = f"{report['path']} is mounted without barriers: a loss of power may take commits"
+        yield Action(problem, "mount it without nobarrier and barrier=0")
     for report in (d for d in reports if d["objection"] is None and _is_full(d)):
         if report["named_by_user"] or not usable:
             problem = f"{report['path']} has {format_bytes(report['free_bytes'])} free"

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tensorstow.base.launch import Launch
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.doctor_advice import Action
+from tensorstow.cli.doctor_hardware import notes_of
 from tensorstow.cli.output import format_rate, make_console, print_json, print_line, print_table
 from tensorstow.fsdp.sharding import join_ranks
 
@@ -61,6 +62,7 @@ def examine_machines(facts: Mapping[str, Any]) -> dict[str, Any]:
         "versions": {name: facts["versions"][name] for name in ("tensorstow", "torch")},
         "directories": named,
         "actions": facts["actions"],
+        "notes": list(notes_of(facts["hardware"])),
     }
     of_ranks = _gather(mine)
     machines: dict[str, dict[str, Any]] = {}
@@ -192,6 +194,9 @@ def _print_report(report: Mapping[str, Any]) -> None:
         for path, is_shared in report["shared"].items():
             where = "the same on all machines" if is_shared else "another one on each machine"
             print_line(console, f"{path}: {where}")
+    for note in dict.fromkeys(note for machine in machines for note in machine["notes"]):
+        on = ", ".join(machine["host"] for machine in machines if note in machine["notes"])
+        print_line(console, f"\nNote on {on}: {note}")
     if not report["actions"]:
         print_line(console, "\nOK: these machines are ready.")
         return

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tensorstow.base.mounts import Mount, mount_of
+from tensorstow.base.mounts import Mount, mount_of, write_cache_of
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,9 @@ def test_a_mount_inside_of_another_one_is_by_itself(tmp_path: Path) -> None:
         "2 1 0:2 / /sys rw - sysfs sysfs rw\n"
         "3 2 0:3 / /sys/my\\040disk rw shared:1 - xfs /dev/my\\040disk rw\n"
     )
-    assert mount_of(Path("/sys/my disk/x"), table) == Mount("/sys/my disk", "xfs", "/dev/my disk")
+    assert mount_of(Path("/sys/my disk/x"), table) == Mount(
+        "/sys/my disk", "xfs", "/dev/my disk", "0:3", frozenset({"rw"})
+    )
     assert mount_of(Path("/sys/mine"), table).filesystem == "sysfs"
     assert mount_of(Path("/system"), table).filesystem == "ext4"
     assert mount_of(Path("/system"), tmp_path / "absent").filesystem == "unknown"
@@ -42,3 +44,35 @@ def test_a_mount_inside_of_another_one_is_by_itself(tmp_path: Path) -> None:
 )
 def test_kinds_of_filesystems(mount: Mount, kinds: tuple[bool, bool]) -> None:
     assert (mount.is_memory, mount.is_of_kernel) == kinds
+
+
+@pytest.mark.parametrize(
+    ("options", "has_barriers"),
+    [
+        ("rw,relatime - ext4 /dev/vda rw,barrier=1", True),
+        ("rw,relatime - ext4 /dev/vda rw,barrier=0", False),
+        ("rw,nobarrier - xfs /dev/vda rw", False),
+    ],
+)
+def test_barriers_are_read_from_either_list_of_options(
+    options: str,
+    has_barriers: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(f"1 0 8:1 / / {options}\n")
+    assert mount_of(Path("/run"), table).has_barriers is has_barriers
+
+
+def test_the_cache_of_a_partition_is_its_drives(tmp_path: Path) -> None:
+    drive = tmp_path / "devices" / "nvme0n1"
+    (drive / "queue").mkdir(parents=True)
+    (drive / "nvme0n1p2").mkdir()
+    (drive / "queue" / "write_cache").write_text("write back\n")
+    numbers = tmp_path / "block"
+    numbers.mkdir()
+    (numbers / "259:0").symlink_to(drive)
+    (numbers / "259:2").symlink_to(drive / "nvme0n1p2")
+    for number in ("259:0", "259:2"):
+        assert write_cache_of(Mount("/", "ext4", "/dev/x", number), numbers) == "write back"
+    assert write_cache_of(Mount("/", "btrfs", "/dev/x", "0:44"), numbers) is None

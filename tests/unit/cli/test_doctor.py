@@ -1,6 +1,5 @@
 import json
 import os
-from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from tensorstow.base.directories import inspect_directory
+from tensorstow.base.mounts import mount_of, write_cache_of
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
@@ -52,6 +52,7 @@ def test_the_rule_that_updates_on_an_accelerator(monkeypatch: pytest.MonkeyPatch
     assert "device updates" not in labels()
     xpu = torch.device("xpu")
     monkeypatch.setattr(doctor, "read_profile", lambda: None)  # it would ask the device's name
+    monkeypatch.setattr(doctor, "examine_hardware", dict)  # so would this
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: xpu)
     why = "the fused kernel is compiled for CUDA, and this is xpu"
     assert doctor.examine([])["device_update"] == {
@@ -180,10 +181,12 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_directory_is_reported_with_its_place_and_its_rates(tmp_path: Path) -> None:
     rates = SimpleNamespace(read=1.0, write=2.0, mixed=3.0, verdict="fast")
     profile: Any = SimpleNamespace(rates_of=lambda _: rates)
-    path, is_named, objection, *place, _, read, write, mixed, verdict = astuple(
-        doctor.look_at(tmp_path, named_by_user=True, profile=profile)
-    )
+    report = doctor.look_at(tmp_path, named_by_user=True, profile=profile)
     facts = inspect_directory(tmp_path)
-    assert (path, is_named, objection) == (str(facts.path), True, None)
-    assert place[:2] == [facts.filesystem, facts.device]
-    assert (read, write, mixed, verdict) == (1.0, 2.0, 3.0, "fast")
+    assert (report.path, report.named_by_user) == (str(facts.path), True)
+    assert report.objection is None
+    assert (report.filesystem, report.device) == (facts.filesystem, facts.device)
+    assert (report.read_bytes_per_second, report.write_bytes_per_second) == (1.0, 2.0)
+    assert (report.mixed_bytes_per_second, report.verdict) == (3.0, "fast")
+    mount = mount_of(facts.path)
+    assert (report.has_barriers, report.write_cache) == (mount.has_barriers, write_cache_of(mount))

@@ -23,6 +23,7 @@ def directory(path: str, **changes: Any) -> dict[str, Any]:  # noqa: ANN401
         "objection": None,
         "free_bytes": 100 << 30,
         "mixed_bytes_per_second": 3e9,
+        "has_barriers": True,
     }
     return {**well, **changes}
 
@@ -106,6 +107,11 @@ BLOCKED = "io_uring is forbidden here (EPERM)"
             {"directories": [directory("/shm", objection="tmpfs")]},
             "no directory can hold states",
             "export TMPDIR=DIR",
+        ),
+        (
+            {"directories": [directory("/nvme", named_by_user=True, has_barriers=False)]},
+            "/nvme is mounted without barriers",
+            "without nobarrier",
         ),
         (
             {"directories": [directory("/full", free_bytes=5 << 20)]},

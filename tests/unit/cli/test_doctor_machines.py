@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hosts import Hosts, end, start_ranks, why_not
-from tensorstow.cli.doctor_machines import _actions
+from tensorstow.cli.doctor_machines import _actions, _print_report
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
 DOCTOR = ("-m", "tensorstow", "doctor")
@@ -76,3 +76,16 @@ def test_other_versions_and_common_advice_are_told_once() -> None:
     ]
     (alone,) = _actions([machine("a", "2.11")], {"/nvme": True})
     assert alone.problem == "no rates"
+
+
+def test_a_note_names_the_machines_that_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def machine(host: str, notes: list[str]) -> dict[str, Any]:
+        facts = {"host": host, "ranks": [0], "accelerator": None, "threads": 1}
+        return {**facts, "link": None, "directories": [], "notes": notes}
+
+    machines = [machine("a", ["WSL"]), machine("b", ["WSL", "unified"]), machine("c", [])]
+    _print_report({"machines": machines, "shared": {}, "actions": []})
+    printed = capsys.readouterr().out
+    assert "Note on a, b: WSL" in printed
+    assert "Note on b: unified" in printed
+    assert "OK: these machines are ready." in printed
