@@ -91,7 +91,7 @@ class Host:
 
     def run(self, *words: str | Path) -> str:
         """Run a program of the system on the host to its end; return what it wrote."""
-        return _run([*self._enter(), *map(str, words)])
+        return _run([*self.entrance(), *map(str, words)])
 
     def plug(self, *, into: bool) -> None:
         """Plug the cable in, or pull it out."""
@@ -114,7 +114,7 @@ class Host:
         self._holder.kill()
         self._holder.communicate()
 
-    def _enter(self) -> list[str]:
+    def entrance(self) -> list[str]:
         spaces = ["--user", "--net", "--mount", "--uts", "--ipc"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--preserve-credentials"]
 
