@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorstow.formats.quantize import GROUP
 from tensorstow.formats.reference import adam_scalars
-from tensorstow.formats.state_format import StateFormat, StreamSpec
+from tensorstow.formats.state_format import StateFormat, StreamSpec, stores_master
 from tensorstow.states.layout import Family
 from tensorstow.step.segment_update import SegmentUpdate
 from tensorstow.step.update_rule import update_by_reference
@@ -30,11 +30,11 @@ SPECIAL = (
 
 
 FAMILIES = tuple(
-    Family(dtype, amsgrad, kept)
+    Family(dtype, amsgrad, kept, ema)
     for dtype in DTYPES
     for kept in StateFormat
-    for amsgrad in (False, True)
-    if kept.exact or not amsgrad
+    for amsgrad, ema in ((False, False), (True, False), (False, True))
+    if (kept.exact or not amsgrad) and (stores_master(dtype, kept) or not ema)
 )
 SCALARS = (
     adam_scalars(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=3, decoupled=True),
@@ -46,8 +46,17 @@ SCALARS = (
         step=1,
         decoupled=False,
         grad_factor=-0.37,
+        ema_weight=0.7,
     ),
-    adam_scalars(lr=1e-30, betas=(0.0, 0.5), eps=0.0, weight_decay=0.0, step=1000, decoupled=False),
+    adam_scalars(
+        lr=1e-30,
+        betas=(0.0, 0.5),
+        eps=0.0,
+        weight_decay=0.0,
+        step=1000,
+        decoupled=False,
+        ema_weight=1e-4,
+    ),
 )
 
 

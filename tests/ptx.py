@@ -17,8 +17,8 @@ FLOATS = re.compile(
     re.MULTILINE,
 )
 EXACT = re.compile(
-    r"(add|sub|mul)\.rn\.f32(x2)?|(div|sqrt)\.rn\.f32|(abs|neg|min|max)\.f32"
-    r"|(setp|set|selp)\.[a-z.]*f32|(ld|st|mov)\..*"
+    r"(add|sub|mul)\.rn\.(f32(x2)?|f64)|(div|sqrt)\.rn\.f32|(abs|neg|min|max)\.f(32|64)"
+    r"|(setp|set|selp)\.[a-z.]*f(32|64)|cvt\.f64\.f32|cvt\.rn\.f32\.f64|(ld|st|mov)\..*"
     r"|cvt\.rn\.f32\.[su](8|16|32)|cvt\.rzi\.s32\.f32|cvt\.f32\.f16|cvt\.rn\.f16\.f32"
 )
 """One rounding to the nearest each, or none."""
@@ -50,11 +50,12 @@ def compiled(family: Family, capability: int) -> str:
     kinds = ["*i64", "*fp32", "i32"]
     kinds += ["*" + streams.get(name, "i64") for name in STREAMS]
     names = kernel.arg_names
-    signature = dict(zip(names, [*kinds, *["constexpr"] * 3], strict=True))
+    signature = dict(zip(names, [*kinds, *["constexpr"] * 4], strict=True))
     constants = {
         "DTYPE": str(family.dtype),
         "FORMAT": str(family.format),
         "AMSGRAD": family.amsgrad,
+        "EMA": family.ema,
     }
     source = ASTSource(
         fn=kernel,
@@ -82,7 +83,8 @@ def main() -> None:
 
     found = {}
     for family in FAMILIES:
-        name = f"{family.dtype} {family.format}{' amsgrad' if family.amsgrad else ''}"
+        states = f"{' amsgrad' if family.amsgrad else ''}{' ema' if family.ema else ''}"
+        name = f"{family.dtype} {family.format}{states}"
         for capability in map(int, sys.argv[1:]):
             ptx = compiled(family, capability)
             found[f"{name} sm_{capability}"] = operations(ptx)

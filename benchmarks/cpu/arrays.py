@@ -68,7 +68,7 @@ def ours(t: AdamTensors) -> Callable[[], None]:
         _native.adam_update(
             param=t.param.data_ptr(),
             grad=t.grad.data_ptr(),
-            states=[t.m.data_ptr(), t.v.data_ptr(), 0, master, 0, 0],
+            states=[t.m.data_ptr(), t.v.data_ptr(), 0, master, 0, 0, 0],
             n=t.m.numel(),
             param_dtype=str(t.param.dtype).removeprefix("torch."),
             grad_dtype=str(t.grad.dtype).removeprefix("torch."),

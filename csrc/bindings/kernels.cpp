@@ -43,10 +43,10 @@ namespace {
 using StreamTuple = std::tuple<std::string, int, int>;
 
 std::vector<StreamTuple> stream_tuples(const std::string& dtype, const std::string& format,
-                                       bool amsgrad) {
-  constexpr const char* kNames[] = {"m", "v", "vmax", "master", "m_scale", "v_scale"};
+                                       bool amsgrad, bool ema) {
+  constexpr const char* kNames[] = {"m", "v", "vmax", "master", "m_scale", "v_scale", "ema"};
   StreamSpec specs[kMaxStreams];
-  const int count = streams_of(parse_dtype(dtype), parse_format(format), amsgrad, specs);
+  const int count = streams_of(parse_dtype(dtype), parse_format(format), amsgrad, ema, specs);
   std::vector<StreamTuple> tuples;
   for (int k = 0; k < count; ++k) {
     tuples.emplace_back(kNames[static_cast<int>(specs[k].stream)], specs[k].bytes, specs[k].per);
@@ -62,11 +62,11 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
-using Hyper = std::tuple<float, float, float, float, float, float, float, float, float>;
+using Hyper = std::tuple<float, float, float, float, float, float, float, float, float, float>;
 
 AdamHyper parse_hyper(const Hyper& h) {
   return {std::get<0>(h), std::get<1>(h), std::get<2>(h), std::get<3>(h), std::get<4>(h),
-          std::get<5>(h), std::get<6>(h), std::get<7>(h), std::get<8>(h)};
+          std::get<5>(h), std::get<6>(h), std::get<7>(h), std::get<8>(h), std::get<9>(h)};
 }
 
 // The same arguments from element `from` on, a multiple of kGroup.
@@ -74,7 +74,7 @@ AdamArgs advanced(AdamArgs args, std::int64_t from, std::int64_t count) {
   args.param = static_cast<char*>(args.param) + from * (args.param_dtype == DType::f32 ? 4 : 2);
   args.grad = static_cast<const char*>(args.grad) + from * (args.grad_dtype == DType::f32 ? 4 : 2);
   StreamSpec specs[kMaxStreams];
-  const int streams = streams_of(args.param_dtype, args.format, args.amsgrad, specs);
+  const int streams = streams_of(args.param_dtype, args.format, args.amsgrad, args.ema, specs);
   for (int k = 0; k < streams; ++k) {
     void*& data = args.states[static_cast<int>(specs[k].stream)];
     data = static_cast<char*>(data) + from / specs[k].per * specs[k].bytes;
@@ -84,13 +84,15 @@ AdamArgs advanced(AdamArgs args, std::int64_t from, std::int64_t count) {
   return args;
 }
 
-// Addresses in the order of Stream. amsgrad is on where there is a vmax.
+// Addresses in the order of Stream. amsgrad is on where there is a vmax, and an average is kept
+// where there is one.
 void take_states(const std::vector<Address>& states, AdamArgs& args) {
   if (states.size() != kMaxStreams) {
-    throw std::invalid_argument("states: six addresses, 0 for those that the format has not got");
+    throw std::invalid_argument("states: seven addresses, 0 for those that the format has not got");
   }
   for (int k = 0; k < kMaxStreams; ++k) args.states[k] = at<void>(states[k]);
   args.amsgrad = args.states[static_cast<int>(Stream::vmax)] != nullptr;
+  args.ema = args.states[static_cast<int>(Stream::ema)] != nullptr;
 }
 
 void run_adam(const AdamArgs& args, Isa isa, bool on_pool) {
@@ -155,8 +157,8 @@ void bind_kernels(nb::module_& m) {
       },
       "param"_a, "grad"_a, "states"_a, "n"_a, "param_dtype"_a, "grad_dtype"_a, "format"_a,
       "first"_a, "key"_a, "seed_master"_a, "hyper"_a, "isa"_a.none(), "on_pool"_a,
-      "`states`: addresses of m, v, vmax, master, m_scale, v_scale; 0 where there is none");
-  m.def("streams_of", &stream_tuples, "dtype"_a, "format"_a, "amsgrad"_a,
+      "`states`: addresses of m, v, vmax, master, m_scale, v_scale, ema; 0 where there is none");
+  m.def("streams_of", &stream_tuples, "dtype"_a, "format"_a, "amsgrad"_a, "ema"_a,
         "(name, bytes, per) of each stream: `bytes` for every `per` elements");
   m.def(
       "squared_norm",

@@ -14,7 +14,8 @@ namespace {
 
 using Ints = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FailureTuple = std::tuple<int, std::string, int, int, std::int64_t, std::int64_t>;
-using HyperTuple = std::tuple<float, float, float, float, float, float, float, float, float>;
+using HyperTuple = std::tuple<float, float, float, float, float, float, float, float, float, float>;
+using FamilyTuple = std::tuple<std::string, std::string, bool, bool>;
 using PlaceTuple = std::tuple<int, std::int64_t>;
 using Segments = std::vector<std::tuple<int, std::int64_t, std::int64_t, std::int64_t>>;
 
@@ -36,8 +37,8 @@ Caller parse_caller(const std::string& name) {
                               ": one of waits, computes, helps, launches, updates");
 }
 
-Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad) {
-  return {parse_dtype(dtype), parse_format(format), amsgrad};
+Family parse_family(const std::string& dtype, const std::string& format, bool amsgrad, bool ema) {
+  return {parse_dtype(dtype), parse_format(format), amsgrad, ema};
 }
 
 nb::bytes as_bytes(const std::vector<std::uint32_t>& words) {
@@ -95,8 +96,8 @@ struct PyPipeline {
     return *pipeline;
   }
 
-  int add_chunk(const std::tuple<std::string, std::string, bool>& family, const Segments& segments,
-                std::int64_t elements, const PlaceTuple& place,
+  int add_chunk(const FamilyTuple& family, const Segments& segments, std::int64_t elements,
+                const PlaceTuple& place,
                 const std::vector<std::pair<Address, nb::object>>& resident, bool blank,
                 const std::tuple<nb::bytes, nb::bytes>& checksums) {
     ChunkSpec spec{};
@@ -211,8 +212,7 @@ struct PyPipeline {
   }
 };
 
-nb::list layout_rows(const std::tuple<std::string, std::string, bool>& family,
-                     std::int64_t elements) {
+nb::list layout_rows(const FamilyTuple& family, std::int64_t elements) {
   ChunkSpec spec{};
   spec.family = std::apply(parse_family, family);
   spec.elements = elements;
@@ -328,7 +328,7 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
 void bind_pipeline(nb::module_& m) {
   m.def("chunk_layout", &layout_rows, "family"_a, "elements"_a,
         "(width, per, offset in a file, offset in a slot, bytes) of each stream and the weight",
-        nb::sig("def chunk_layout(family: tuple[str, str, bool], elements: int) -> "
+        nb::sig("def chunk_layout(family: tuple[str, str, bool, bool], elements: int) -> "
                 "list[tuple[int, int, int, int, int]]"));
   m.attr("UPDATE_BLOCK") = kUpdateBlock;
   bind_step_rows(m);

@@ -57,7 +57,7 @@ bool has_f16c() {
 
 void check(const AdamArgs& args) {
   StreamSpec streams[kMaxStreams];
-  streams_of(args.param_dtype, args.format, args.amsgrad, streams);
+  streams_of(args.param_dtype, args.format, args.amsgrad, args.ema, streams);
   if (args.format == StateFormat::int8 && args.first % kGroup != 0) {
     throw std::invalid_argument("an int8 range begins at a multiple of 32 elements");
   }
@@ -71,7 +71,7 @@ bool isa_supported(Isa isa) {
     case Isa::scalar:
       return true;
     case Isa::avx2:
-      return __builtin_cpu_supports("avx2") && has_f16c();
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     case Isa::avx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && has_f16c();
@@ -111,6 +111,11 @@ void adam_update(const AdamArgs& args, Isa isa) {
   const DefaultRounding rounding;
   if (args.seed_master) seed_master(args);
   kernels.adam_update(args);
+  if (!args.ema) return;
+  const bool is_wide = args.param_dtype == DType::f32;
+  const void* weight = is_wide ? args.param : args.states[static_cast<int>(Stream::master)];
+  kernels.average(static_cast<float*>(args.states[static_cast<int>(Stream::ema)]),
+                  static_cast<const float*>(weight), args.n, args.hyper.ema_weight);
 }
 
 double squared_norm_block(const void* grad, DType dtype, std::int64_t n, Isa isa) {

@@ -19,13 +19,17 @@ int moment_bytes(StateFormat format) {
 
 }  // namespace
 
-int streams_of(DType param, StateFormat format, bool amsgrad, StreamSpec out[kMaxStreams]) {
+int streams_of(DType param, StateFormat format, bool amsgrad, bool ema,
+               StreamSpec out[kMaxStreams]) {
   const bool exact = format == StateFormat::fp32 || format == StateFormat::split;
   if (amsgrad && !exact) {
     throw std::invalid_argument("amsgrad goes with the formats fp32 and split");
   }
   const int moment = moment_bytes(format);
   const int master = master_bytes(param, format);
+  if (ema && master != 0 && master != 4) {
+    throw std::invalid_argument("an average goes with masters in fp32: the format fp32");
+  }
   int count = 0;
   out[count++] = {Stream::m, moment, 1};
   out[count++] = {Stream::v, moment, 1};
@@ -35,6 +39,7 @@ int streams_of(DType param, StateFormat format, bool amsgrad, StreamSpec out[kMa
     out[count++] = {Stream::m_scale, 2, kGroup};
     out[count++] = {Stream::v_scale, 2, kGroup};
   }
+  if (ema) out[count++] = {Stream::ema, 4, 1};
   return count;
 }
 

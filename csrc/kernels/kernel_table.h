@@ -19,6 +19,7 @@ struct F16 {
 
 struct KernelTable {
   void (*adam_update)(const AdamArgs& args);
+  void (*average)(float* average, const float* weight, std::int64_t n, float by);
   double (*squared_norm_block)(const void* grad, DType dtype, std::int64_t n);
   void (*seven_streams)(float* p, const float* g, float* m, float* v, std::int64_t n);
   void (*mixed_streams)(Bf16* p16, const Bf16* g16, float* w, float* m, float* v, std::int64_t n);

@@ -15,7 +15,12 @@
 //   u = amsgrad ? max(vmax, v) : v         stored to vmax; vmax where it is greater or NaN, else v
 //   w = w - (step_size * m) / (sqrt(u) * denom_scale + eps)
 //   param = round_to_nearest_even(w)       where the parameter is 16-bit
+//   a = fma(ema_weight, w - a, a)          where ema_weight < 0.5, else, as torch.lerp,
+//   a = fma(ema_weight - 1, w - a, w)      and w itself where ema_weight = 1
 // clang-format on
+//
+// The average `a` alone is fused, as torch.lerp is on every CPU with FMA, so that it has the bits
+// of torch.optim.swa_utils.AveragedModel (docs/adr/0062).
 //
 // Order and operands follow torch.optim.AdamW(foreach=False, fused=False), except that dividing by
 // sqrt(bias_correction2) is multiplying by its reciprocal. NaN stays NaN; which NaN is not
@@ -41,6 +46,7 @@ struct AdamHyper {
   float denom_scale;   // 1 / sqrt(1 - beta2^t)
   float eps;
   float grad_factor;
+  float ema_weight = 1.0f;  // 1 - decay of the average; 1 copies the weight
 };
 
 // [Note: State formats] How the states of a parameter are kept between steps. Every format runs the
@@ -55,13 +61,15 @@ struct AdamHyper {
 //   int8   m and v in a byte ([Note: Byte moments]); a bf16 parameter's master in 24 bits
 //          ([Note: 24-bit masters]), a fp16 one's in fp32. Not exact.
 //
-// amsgrad is possible with the first two. Where signs of v are used, |v| is the moment.
+// amsgrad is possible with the first two. An average is kept in fp32, of the fp32 weight: where a
+// bf16 parameter's master is not stored as it is, there is none. Where signs of v are used, |v| is
+// the moment.
 enum class StateFormat : std::uint8_t { fp32, split, bf16, int8 };
 inline constexpr int kGroup = 32;  // elements that share a scale; aligned in the parameter
 
 // `master` is the fp32 master, or its low bits.
-enum class Stream : std::uint8_t { m, v, vmax, master, m_scale, v_scale };
-inline constexpr int kMaxStreams = 6;
+enum class Stream : std::uint8_t { m, v, vmax, master, m_scale, v_scale, ema };
+inline constexpr int kMaxStreams = 7;
 
 struct StreamSpec {
   Stream stream;
@@ -70,8 +78,10 @@ struct StreamSpec {
 };
 
 // The streams of a format, in the order of the enum; returns their number. Throws
-// std::invalid_argument for amsgrad with an inexact format.
-int streams_of(DType param, StateFormat format, bool amsgrad, StreamSpec out[kMaxStreams]);
+// std::invalid_argument for amsgrad with an inexact format, and for an average (`ema`) of masters
+// that are not stored in fp32.
+int streams_of(DType param, StateFormat format, bool amsgrad, bool ema,
+               StreamSpec out[kMaxStreams]);
 
 // Arrays of n elements; all distinct. `seed_master` first makes the parameter's value the master of
 // all n elements: someone else wrote the parameter, or the master is new.
@@ -86,6 +96,7 @@ struct AdamArgs {
   DType grad_dtype;
   StateFormat format;
   bool amsgrad;
+  bool ema;
   bool seed_master;
   AdamHyper hyper;
 };
@@ -95,8 +106,8 @@ bool isa_supported(Isa isa);
 const char* isa_name(Isa isa);
 
 // Runs on the calling thread. Cutting a range into several calls changes no bit. Throws
-// std::invalid_argument where this CPU has not got `isa`, the format has no amsgrad, or an int8
-// range begins inside a group: those are cut at multiples of kGroup alone.
+// std::invalid_argument where this CPU has not got `isa`, the format has no amsgrad or no average,
+// or an int8 range begins inside a group: those are cut at multiples of kGroup alone.
 void adam_update(const AdamArgs& args, Isa isa);
 
 // [Note: The norm tree] Sum of squares in binary64. A parameter is cut into blocks of kNormBlock

@@ -1,5 +1,6 @@
 // The elements that do not fill a vector (or a group), on padded copies: every element goes through
-// the same instructions wherever a range is cut.
+// the same instructions wherever a range is cut. The average is not among them: a pass of its own
+// updates it.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ class Padding {
  public:
   // Elements [begin, begin + count) of `args`, then zeros.
   Padding(const AdamArgs& args, std::int64_t begin, std::int64_t count) : padded_(args) {
-    streams_ = streams_of(args.param_dtype, args.format, args.amsgrad, specs_);
+    streams_ = streams_of(args.param_dtype, args.format, args.amsgrad, false, specs_);
     const int param_bytes = args.param_dtype == DType::f32 ? 4 : 2;
     const int grad_bytes = args.grad_dtype == DType::f32 ? 4 : 2;
     pieces_[kParam] = piece(args.param, param_bytes, 1, begin, count);

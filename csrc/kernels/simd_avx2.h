@@ -140,6 +140,8 @@ struct Avx2F32 {
   friend Avx2F32 operator-(Avx2F32 a, Avx2F32 b) { return {_mm256_sub_ps(a.x, b.x)}; }
   friend Avx2F32 operator*(Avx2F32 a, Avx2F32 b) { return {_mm256_mul_ps(a.x, b.x)}; }
   friend Avx2F32 operator/(Avx2F32 a, Avx2F32 b) { return {_mm256_div_ps(a.x, b.x)}; }
+  // a * b + c, rounded once.
+  static Avx2F32 fma(Avx2F32 a, Avx2F32 b, Avx2F32 c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
   static Avx2F32 sqrt(Avx2F32 a) { return {_mm256_sqrt_ps(a.x)}; }
   // The instruction returns b where either is NaN.
   static Avx2F32 max(Avx2F32 a, Avx2F32 b) {

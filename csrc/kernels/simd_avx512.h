@@ -141,6 +141,10 @@ struct Avx512F32 {
   friend Avx512F32 operator-(Avx512F32 a, Avx512F32 b) { return {_mm512_sub_ps(a.x, b.x)}; }
   friend Avx512F32 operator*(Avx512F32 a, Avx512F32 b) { return {_mm512_mul_ps(a.x, b.x)}; }
   friend Avx512F32 operator/(Avx512F32 a, Avx512F32 b) { return {_mm512_div_ps(a.x, b.x)}; }
+  // a * b + c, rounded once.
+  static Avx512F32 fma(Avx512F32 a, Avx512F32 b, Avx512F32 c) {
+    return {_mm512_fmadd_ps(a.x, b.x, c.x)};
+  }
   static Avx512F32 sqrt(Avx512F32 a) { return {_mm512_sqrt_ps(a.x)}; }
   // The instruction returns b where either is NaN.
   static Avx512F32 max(Avx512F32 a, Avx512F32 b) {

@@ -116,6 +116,8 @@ struct NeonF32 {
   friend NeonF32 operator-(NeonF32 a, NeonF32 b) { return {vsubq_f32(a.x, b.x)}; }
   friend NeonF32 operator*(NeonF32 a, NeonF32 b) { return {vmulq_f32(a.x, b.x)}; }
   friend NeonF32 operator/(NeonF32 a, NeonF32 b) { return {vdivq_f32(a.x, b.x)}; }
+  // a * b + c, rounded once.
+  static NeonF32 fma(NeonF32 a, NeonF32 b, NeonF32 c) { return {vfmaq_f32(c.x, a.x, b.x)}; }
   static NeonF32 sqrt(NeonF32 a) { return {vsqrtq_f32(a.x)}; }
   // The instruction returns NaN where either is; here b does not decide.
   static NeonF32 max(NeonF32 a, NeonF32 b) {

@@ -129,6 +129,10 @@ struct ScalarF32 {
   friend ScalarF32 operator-(ScalarF32 a, ScalarF32 b) { return {a.x - b.x}; }
   friend ScalarF32 operator*(ScalarF32 a, ScalarF32 b) { return {a.x * b.x}; }
   friend ScalarF32 operator/(ScalarF32 a, ScalarF32 b) { return {a.x / b.x}; }
+  // a * b + c, rounded once.
+  static ScalarF32 fma(ScalarF32 a, ScalarF32 b, ScalarF32 c) {
+    return {__builtin_fmaf(a.x, b.x, c.x)};
+  }
   static ScalarF32 sqrt(ScalarF32 a) { return {__builtin_sqrtf(a.x)}; }
   static ScalarF32 max(ScalarF32 a, ScalarF32 b) { return a.x > b.x || a.x != a.x ? a : b; }
   static ScalarF32 choose(bool first, ScalarF32 a, ScalarF32 b) { return first ? a : b; }

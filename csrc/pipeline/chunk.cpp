@@ -35,7 +35,7 @@ std::int64_t size_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 Layout::Layout(const ChunkSpec& spec) {
   StreamSpec specs[kMaxStreams];
   const Family& family = spec.family;
-  streams = streams_of(family.param_dtype, family.format, family.amsgrad, specs);
+  streams = streams_of(family.param_dtype, family.format, family.amsgrad, family.ema, specs);
   std::int64_t at = 0;
   for (int k = 0; k <= streams; ++k) {
     Part& part = parts[k];

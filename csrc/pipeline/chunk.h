@@ -34,6 +34,7 @@ struct Family {
   DType param_dtype = DType::f32;
   StateFormat format = StateFormat::fp32;
   bool amsgrad = false;
+  bool ema = false;
 };
 
 // A run of one parameter's elements in a chunk.

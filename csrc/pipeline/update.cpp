@@ -86,6 +86,7 @@ class BlockUpdate {
     args.grad_dtype = gradient.dtype;
     args.format = family.format;
     args.amsgrad = family.amsgrad;
+    args.ema = family.ema;
     args.seed_master = parameter.seed_master;
     args.hyper = hypers_[parameter.hyper];
     adam_update(args, isa_);

@@ -105,7 +105,8 @@ class ChunkedFile {
       for (std::size_t p = first; p < shapes.size(); ++p) {
         const Shape& shape = shapes[p];
         if (shape.family.param_dtype != family.param_dtype ||
-            shape.family.format != family.format || shape.family.amsgrad != family.amsgrad) {
+            shape.family.format != family.format || shape.family.amsgrad != family.amsgrad ||
+            shape.family.ema != family.ema) {
           continue;
         }
         done[p] = 1;

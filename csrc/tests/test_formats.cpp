@@ -68,7 +68,7 @@ struct Problem {
 
   Problem(std::int64_t n, DType p, DType g, StateFormat f, bool ams, Fill fill)
       : param_dtype(p), grad_dtype(g), format(f), amsgrad(ams), elements(n) {
-    streams = streams_of(p, f, ams, specs);
+    streams = streams_of(p, f, ams, false, specs);
     make(param, n, bytes_of(p), fill, false);
     make(grad, n, bytes_of(g), fill, false);
     for (int k = 0; k < streams; ++k) {
@@ -259,16 +259,17 @@ void test_split_masters_are_masters() {
 
 void test_streams() {
   StreamSpec specs[kMaxStreams];
-  CHECK(streams_of(DType::f32, StateFormat::split, false, specs) == 2);
-  CHECK(streams_of(DType::bf16, StateFormat::split, true, specs) == 4);
+  CHECK(streams_of(DType::f32, StateFormat::split, false, false, specs) == 2);
+  CHECK(streams_of(DType::bf16, StateFormat::split, true, false, specs) == 4);
   CHECK(specs[2].stream == Stream::vmax && specs[3].stream == Stream::master);
   CHECK(specs[3].bytes == 2 && specs[3].per == 1);
-  CHECK(streams_of(DType::f16, StateFormat::split, false, specs) == 3 && specs[2].bytes == 4);
-  CHECK(streams_of(DType::bf16, StateFormat::int8, false, specs) == 5);
+  CHECK(streams_of(DType::f16, StateFormat::split, false, false, specs) == 3 &&
+        specs[2].bytes == 4);
+  CHECK(streams_of(DType::bf16, StateFormat::int8, false, false, specs) == 5);
   CHECK(specs[3].stream == Stream::m_scale && specs[3].bytes == 2 && specs[3].per == kGroup);
   bool refused = false;
   try {
-    streams_of(DType::f32, StateFormat::bf16, true, specs);
+    streams_of(DType::f32, StateFormat::bf16, true, false, specs);
   } catch (const std::invalid_argument&) {
     refused = true;
   }

@@ -23,7 +23,7 @@ struct TrainedParameter {
   TrainedParameter(const Shape& s, std::mt19937& random) : shape(s) {
     StreamSpec streams[kMaxStreams];
     const Family& f = shape.family;
-    const int count = streams_of(f.param_dtype, f.format, f.amsgrad, streams);
+    const int count = streams_of(f.param_dtype, f.format, f.amsgrad, f.ema, streams);
     for (int k = 0; k < count; ++k) {
       const std::int64_t groups = (shape.count + streams[k].per - 1) / streams[k].per;
       states[static_cast<int>(streams[k].stream)].resize(groups * streams[k].bytes);
@@ -99,6 +99,7 @@ class FlatTraining {
     args.param_dtype = it.shape.family.param_dtype;
     args.format = it.shape.family.format;
     args.amsgrad = it.shape.family.amsgrad;
+    args.ema = it.shape.family.ema;
     args.seed_master = it.seed;
     args.hyper = hyper_of(number_);
     return args;

@@ -23,12 +23,12 @@ def slow_down(*, disk_bytes_per_s: float = 0.0, update_elements_per_s: float = 0
     for tests: no faster than this, on backend threads; 0: as fast as it goes
     """
 
-def adam_update(param: int, grad: int, states: Sequence[int], n: int, param_dtype: str, grad_dtype: str, format: str, first: int, key: int, seed_master: bool, hyper: tuple[float, float, float, float, float, float, float, float, float], isa: str | None, on_pool: bool) -> None:
+def adam_update(param: int, grad: int, states: Sequence[int], n: int, param_dtype: str, grad_dtype: str, format: str, first: int, key: int, seed_master: bool, hyper: tuple[float, float, float, float, float, float, float, float, float, float], isa: str | None, on_pool: bool) -> None:
     """
-    `states`: addresses of m, v, vmax, master, m_scale, v_scale; 0 where there is none
+    `states`: addresses of m, v, vmax, master, m_scale, v_scale, ema; 0 where there is none
     """
 
-def streams_of(dtype: str, format: str, amsgrad: bool) -> list[tuple[str, int, int]]:
+def streams_of(dtype: str, format: str, amsgrad: bool, ema: bool) -> list[tuple[str, int, int]]:
     """(name, bytes, per) of each stream: `bytes` for every `per` elements"""
 
 def squared_norm(grad: int, n: int, dtype: str, isa: str | None) -> float: ...
@@ -122,7 +122,7 @@ def fits_memory_limit(bytes: int) -> bool:
     whether so many new bytes fit below the limit, after freed memory went back if need be
     """
 
-def chunk_layout(family: tuple[str, str, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
+def chunk_layout(family: tuple[str, str, bool, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
     """
     (width, per, offset in a file, offset in a slot, bytes) of each stream and the weight
     """
@@ -146,7 +146,7 @@ class Pipeline:
 
     def set_ring(self, base: int, slots: int, slot_bytes: int, owner: object | None) -> None: ...
 
-    def add_chunk(self, family: tuple[str, str, bool], segments: Sequence[tuple[int, int, int, int]], elements: int, place: tuple[int, int], resident: Sequence[tuple[int, object]], blank: bool, checksums: tuple[bytes, bytes]) -> int: ...
+    def add_chunk(self, family: tuple[str, str, bool, bool], segments: Sequence[tuple[int, int, int, int]], elements: int, place: tuple[int, int], resident: Sequence[tuple[int, object]], blank: bool, checksums: tuple[bytes, bytes]) -> int: ...
 
     def set_order(self, arg: Sequence[int], /) -> None: ...
 
@@ -156,10 +156,10 @@ class Pipeline:
 
     def prefetch(self) -> None: ...
 
-    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float]], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, newest_first: bool, undoable: bool, caller: str) -> tuple[int, str, int, int, int, int]:
+    def begin(self, rows: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float, float]], weights: Sequence[object], gradients: Sequence[object], *, open: bool, capture: bool, resident_first: bool, newest_first: bool, undoable: bool, caller: str) -> tuple[int, str, int, int, int, int]:
         """`weights` and `gradients`: each row's owners, or None"""
 
-    def step(self, rows: StepRows, hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float]]) -> tuple[int, str, int, int, int, int]: ...
+    def step(self, rows: StepRows, hypers: Sequence[tuple[float, float, float, float, float, float, float, float, float, float]]) -> tuple[int, str, int, int, int, int]: ...
 
     def add_gradient(self, parameter: int, grad: int, dtype: int, owner: object | None) -> None: ...
 

@@ -141,6 +141,7 @@ class Trainer:
                 decoupled=self.recipe.decoupled,
                 bias_correction=self.recipe.bias_correction,
                 grad_factor=-factor if self.recipe.maximize else factor,
+                ema_weight=1.0 if self.steps[name] == 1 else 1.0 - self.recipe.ema,
             )
             here = parameter.cpu()
             adam_reference(here, gradient.cpu(), self.states[name], scalars)
@@ -154,6 +155,7 @@ class Trainer:
             zeros.clone(),
             master=None if parameter.dtype == torch.float32 else parameter.float(),
             vmax=zeros.clone() if self.recipe.amsgrad else None,
+            ema=zeros.clone() if self.recipe.ema else None,
         )
         self.steps[name] = 0
 
@@ -179,5 +181,11 @@ def squared_norm_of(gradient: Tensor) -> float:
     return norm * norm
 
 
-NAMES = {"m": "exp_avg", "v": "exp_avg_sq", "vmax": "max_exp_avg_sq", "master": "master"}
+NAMES = {
+    "m": "exp_avg",
+    "v": "exp_avg_sq",
+    "vmax": "max_exp_avg_sq",
+    "master": "master",
+    "ema": "ema",
+}
 assert set(NAMES) == {f.name for f in dataclasses.fields(AdamState)}

@@ -15,6 +15,7 @@ RECIPE_AXES: Mapping[str, tuple[Value, ...]] = {
     "dtype": ("fp32", "bf16", "fp16", "mixed"),
     "grad_dtype": ("own", "fp32", "bf16", "fp16"),
     "amsgrad": (False, True),
+    "ema": (0.0, 0.7),
     "maximize": (False, True),
     "weight_decay": (0.0, 0.1),
     "accumulation": (1, 3),
@@ -51,6 +52,8 @@ class Recipe:
     dtype: str = "fp32"
     grad_dtype: str = "own"
     amsgrad: bool = False
+    ema: float = 0.0
+    """The decay of the average; 0: none is kept."""
     maximize: bool = False
     weight_decay: float = 0.1
     accumulation: int = 1
@@ -136,7 +139,12 @@ def _objections(row: Mapping[str, Value]) -> Iterator[bool]:
         # ram_budget= is a keyword of tensorstow's own classes, div_scale of ColossalAI's.
         yield upstream and row.get("ring") == "least"
         yield not upstream and row.get("scaling") == "div_scale"
+        yield upstream and bool(row.get("ema"))
     yield row.get("ring") == "least" and row.get("scaling") == "div_scale"
+    yield bool(row.get("ema")) and row.get("scaling") == "div_scale"
+    # The average is of masters that are whole.
+    split = row.get("format") == "split" and row.get("dtype", "fp32") in {"bf16", "mixed"}
+    yield bool(row.get("ema")) and split
     yield row.get("placement") == "ram" and row.get("ring") == "least"
     yield from _objections_to_schedules(row, upstream=upstream)
     yield from _objections_to_commits(row, upstream=upstream)

@@ -237,7 +237,7 @@ class Trainer:
             overlap=overlap,
             update_on="unsaid" if stored else "host",
             # How states are kept is the store's; a state_dict goes into any format.
-            format="default" if stored else OTHER_FORMAT[route.format],
+            format="default" if stored or recipe.ema else OTHER_FORMAT[route.format],
             durability="commit" if stored or route.durability == "none" else "none",
         )
 
@@ -319,6 +319,7 @@ def make_optimizer(model: Model, recipe: Recipe, route: Route, directory: Path) 
         return own(
             groups,
             maximize=recipe.maximize,
+            ema=recipe.ema or None,
             **shared,
             **where(model, recipe, route, directory),
             **when(model, recipe, route),
@@ -369,7 +370,7 @@ def when(model: Model, recipe: Recipe, route: Route) -> dict[str, Any]:
 
 def largest_family(recipe: Recipe) -> Family:
     dtype = torch.float32 if recipe.dtype == "fp32" else torch.float16
-    return Family(dtype, recipe.amsgrad, StateFormat.FP32)
+    return Family(dtype, recipe.amsgrad, StateFormat.FP32, bool(recipe.ema))
 
 
 def slot_of(recipe: Recipe, route: Route) -> int:
@@ -377,7 +378,7 @@ def slot_of(recipe: Recipe, route: Route) -> int:
     commits = route.durability == "commit"
     room = slot_bytes(largest_family(recipe), route.chunk, with_weights=commits)
     if recipe.dtype == "mixed":
-        fp32 = Family(torch.float32, recipe.amsgrad, StateFormat.FP32)
+        fp32 = Family(torch.float32, recipe.amsgrad, StateFormat.FP32, bool(recipe.ema))
         room = max(room, slot_bytes(fp32, route.chunk, with_weights=commits))
     return room
 

@@ -79,6 +79,7 @@ def test_no_axis_vanished() -> None:
         "dtype": 4,
         "grad_dtype": 4,
         "amsgrad": 2,
+        "ema": 2,
         "maximize": 2,
         "weight_decay": 2,
         "accumulation": 2,

@@ -148,6 +148,12 @@ MUTATIONS = (
         m.lost("max_exp_avg_sq"),
     ),
     Mutation(
+        "ema",
+        "the decay is another",
+        ({"ema": 0.7}, {"ema": 0.7, **BF16}),
+        m.in_groups(lambda _: {"ema": 0.6}),
+    ),
+    Mutation(
         "maximize",
         "the sign is not turned",
         ({"maximize": True}, {"maximize": True, "optimizer": "HybridAdam-adamw"}),

@@ -108,6 +108,7 @@ def layout_of(params: ParamTable, names: Mapping[int, str]) -> dict[str, Any]:
                 "dtype": str(m.family.dtype).removeprefix("torch."),
                 "amsgrad": m.family.amsgrad,
                 "format": str(m.family.format),
+                **({"ema": True} if m.family.ema else {}),
             }
             for m in params.all()
         ],

@@ -41,7 +41,7 @@ from tensorstow.io import device_link
 from tensorstow.io.arena import Arena
 from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import Family, parts_of
+from tensorstow.states.layout import Family, OptionalStates, parts_of
 from tensorstow.states.state_store import StateStore
 from tensorstow.states.stored import StoreStorage
 from tensorstow.states.stored_chunks import StoredChunk
@@ -185,7 +185,7 @@ def refuse_other_rule(source: str, saved: Sequence[Mapping[str, Any]], groups: G
     """Raise OptionError if a group's update rule is not that of ``saved``, from ``source``."""
     for number, (saved_group, group) in enumerate(zip(saved, groups, strict=True)):
         wrote, asks = _rule(saved_group), _rule(group)
-        if wrote != asks:
+        if _states_of(saved_group) != _states_of(group):
             message = (
                 f"{source} was written by {wrote}, and this optimizer is {asks} (parameter group"
                 f" {number}): its steps would be others. Construct"
@@ -201,7 +201,13 @@ def _rule(group: Mapping[str, Any]) -> str:
     Adam with decoupled_weight_decay=True is AdamW.
     """
     name = "AdamW" if group.get("decoupled_weight_decay") else "Adam"
-    return f"{name}(amsgrad={bool(group.get('amsgrad'))})"
+    average = "" if group.get("ema") is None else f", ema={group['ema']}"
+    return f"{name}(amsgrad={bool(group.get('amsgrad'))}{average})"
+
+
+def _states_of(group: Mapping[str, Any]) -> tuple[bool, OptionalStates]:
+    """Return the part of a group's rule that decides which states exist, and how they move."""
+    return bool(group.get("decoupled_weight_decay")), OptionalStates.of(group)
 
 
 Facts = tuple[tuple[int, ...], str]
@@ -323,7 +329,7 @@ def _print(parameter: torch.Tensor) -> Facts:
 def family_of(stored: StoredParameter, params: ParamTable) -> Family:
     """Return the family of a saved parameter; raise OptionError if other states were requested."""
     saved = stored.family
-    wanted = params.offload_policy.family(saved.dtype, amsgrad=saved.amsgrad)
+    wanted = params.offload_policy.family(saved.dtype, saved.optional)
     if params.offload_policy.format is not None and wanted != saved:
         message = (
             f"state_format={params.offload_policy.format.value!r} was requested, and the run that"
@@ -336,7 +342,7 @@ def family_of(stored: StoredParameter, params: ParamTable) -> Family:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
+def pinned_one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
     """Return a function that pins one parameter's weight at a time, to be written."""
     last: Pager | None = None
     with ExitStack() as held:
@@ -352,7 +358,7 @@ def _one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
 
 
 def _load_weights(generation: Generation, params: ParamTable, storage: StoreStorage) -> None:
-    with _one_at_a_time() as hold:
+    with pinned_one_at_a_time() as hold:
         for chunk, weights in _read_weights(generation, params.store, storage):
             for run in chunk.plan.runs:
                 param = params.all()[run.parameter]

@@ -15,7 +15,7 @@ from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.base.sizes import round_up
 from tensorstow.base.update_on import UpdateOn, is_update_on
 from tensorstow.checkpoint.content import shape_of
-from tensorstow.formats.state_format import StateFormat
+from tensorstow.formats.state_format import StateFormat, stores_master
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import LANE, STATE_DTYPES, ChunkPlan, Family, Segment
 from tensorstow.store.bounds import MOST_STEPS, check, check_whole, impossible
@@ -176,13 +176,16 @@ def _parameter(whose: str, entry: object) -> StoredParameter:
 
 def _family(fields: Mapping[str, Any], whose: str) -> Family:
     dtype, kind, amsgrad = fields.get("dtype"), fields.get("format"), fields.get("amsgrad")
+    ema = fields.get("ema", False)
     dtypes, formats = list(_DTYPES), list(StateFormat)
     check(dtype, "the dtype", whose, is_possible=dtype in dtypes)
     check(kind, "the format", whose, is_possible=kind in formats)
-    family = Family(_DTYPES[str(dtype)], amsgrad is True, StateFormat(str(kind)))
+    family = Family(_DTYPES[str(dtype)], amsgrad is True, StateFormat(str(kind)), ema is True)
     # Inexact formats have no running maximum.
     is_possible = type(amsgrad) is bool and (family.format.exact or not amsgrad)
     check(amsgrad, "amsgrad", whose, is_possible=is_possible)
+    is_possible = type(ema) is bool and (stores_master(family.dtype, family.format) or not ema)
+    check(ema, "ema", whose, is_possible=is_possible)
     return family
 
 

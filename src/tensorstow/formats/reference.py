@@ -6,7 +6,9 @@ and the running maximum of Reddi, Kale & Kumar, "On the Convergence of Adam and 
 The order of operations is that of `torch.optim.AdamW(foreach=False, fused=False)`.
 
 Every torch call below is one rounding to float32. `addcmul`, `addcdiv` and `lerp` are avoided: they
-may fuse a multiply and an add. States in a format are decoded, updated and encoded.
+may fuse a multiply and an add. The average of weights alone is fused, as `torch.lerp` is on a CPU
+that can: there the rounding is computed in float64. States in a format are decoded, updated and
+encoded.
 """
 
 import ctypes
@@ -22,7 +24,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.state_format import StateFormat, decode, encode, state_names
 
 NORM_BLOCK = 1 << 16
-_NineFloats = ctypes.c_float * 9
+_TenFloats = ctypes.c_float * 10
 _NORM_LANES = 16
 
 
@@ -45,6 +47,8 @@ class AdamScalars(NamedTuple):
     eps: float
     grad_factor: float
     """unscaling and clipping in one factor; negative when maximizing"""
+    ema_weight: float = 1.0
+    """1 - decay of the average of weights; 1 makes it the weight"""
 
 
 @dataclass(slots=True)
@@ -57,9 +61,11 @@ class AdamState:
     """The fp32 weight if the parameter is bfloat16 or float16, else None."""
     vmax: Tensor | None = None
     """The running maximum of v with amsgrad, else None."""
+    ema: Tensor | None = None
+    """The average of weights, if one is kept."""
 
 
-def adam_scalars(
+def adam_scalars(  # noqa: PLR0913  # a step's numbers, all by keyword
     *,
     lr: float,
     betas: tuple[float, float],
@@ -69,12 +75,13 @@ def adam_scalars(
     decoupled: bool,
     bias_correction: bool = True,
     grad_factor: float = 1.0,
+    ema_weight: float = 1.0,
 ) -> AdamScalars:
     """Compute one step's scalars in float64 and round each to float32 once.
 
     `step` counts from 1. `decoupled` chooses AdamW's weight decay over Adam's L2 penalty. Pass a
-    negative `grad_factor` to maximize. Raises OptionError where a beta lies outside [0, 1) or
-    `step` is below 1.
+    negative `grad_factor` to maximize. `ema_weight` is 1 - decay of the average. Raises OptionError
+    where a beta lies outside [0, 1) or `step` is below 1.
     """
     beta1, beta2 = betas
     if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
@@ -85,7 +92,7 @@ def adam_scalars(
         raise OptionError(message)
     correction1 = 1.0 - beta1**step if bias_correction else 1.0
     correction2 = 1.0 - beta2**step if bias_correction else 1.0
-    rounded = _NineFloats(
+    rounded = _TenFloats(
         1.0 - beta1,
         beta2,
         1.0 - beta2,
@@ -95,6 +102,7 @@ def adam_scalars(
         1.0 / math.sqrt(correction2),
         eps,
         grad_factor,
+        ema_weight,
     )
     return AdamScalars(*rounded)
 
@@ -134,6 +142,8 @@ def adam_reference(
     weight.copy_(weight * scalars.decay - (state.m * scalars.step_size) / denominator)
     if state.master is not None:
         param.copy_(state.master)
+    if state.ema is not None:
+        state.ema.copy_(_average(state.ema, weight, scalars.ema_weight))
 
 
 def squared_norm_reference(grad: Tensor) -> float:
@@ -164,6 +174,28 @@ def _first_moment(m: Tensor, g: Tensor, weight: float) -> Tensor:
     return m + (g - m) * weight
 
 
+def _average(average: Tensor, weight: Tensor, by: float) -> Tensor:
+    """Move an average towards the weight by ``by``, from the nearer end: `torch.lerp`, fused."""
+    if by == 1.0:
+        return weight
+    near_weight = by >= 0.5
+    base = weight if near_weight else average
+    return _fused_multiply_add(weight - average, by - 1.0 if near_weight else by, base)
+
+
+def _fused_multiply_add(a: Tensor, b: float, c: Tensor) -> Tensor:
+    """Return ``a * b + c``, rounded to float32 once; ``b`` is exact in float32."""
+    product, c = a.double() * b, c.double()  # 48 bits: exact
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    # To odd, so that float32 is not decided by a number that was rounded to its midpoint.
+    bits = total.view(torch.int64)
+    towards = torch.where((error > 0.0) == (total > 0.0), 1, -1)
+    inexact_even = (error.abs() > 0.0) & (bits & 1 == 0)
+    return torch.where(inexact_even, bits + towards, bits).view(torch.float64).float()
+
+
 @dataclass(frozen=True, slots=True)
 class FormattedStates:
     """The states of a 1-D parameter in a format: the streams of ``streams_of``."""
@@ -173,6 +205,7 @@ class FormattedStates:
     amsgrad: bool
     first: int = 0
     """Index in the parameter of the first element."""
+    ema: bool = False
 
 
 def adam_reference_in_format(
@@ -190,15 +223,22 @@ def adam_reference_in_format(
     """
     in_place = formatted.format == StateFormat.FP32
     if in_place:
-        names = state_names(param.dtype, amsgrad=formatted.amsgrad)
+        names = state_names(param.dtype, amsgrad=formatted.amsgrad, ema=formatted.ema)
         states = dict(zip(names, formatted.streams, strict=True))
     else:
-        states = decode(formatted.streams, param, formatted.format, amsgrad=formatted.amsgrad)
+        states = decode(
+            formatted.streams,
+            param,
+            formatted.format,
+            amsgrad=formatted.amsgrad,
+            ema=formatted.ema,
+        )
     state = AdamState(
         states["exp_avg"],
         states["exp_avg_sq"],
         master=states.get("master"),
         vmax=states.get("max_exp_avg_sq"),
+        ema=states.get("ema"),
     )
     adam_reference(param, grad, state, scalars, seed_master=seed_master)
     if in_place:
@@ -209,6 +249,7 @@ def adam_reference_in_format(
         formatted.streams,
         formatted.format,
         amsgrad=formatted.amsgrad,
+        ema=formatted.ema,
         key=key,
         first=formatted.first,
     )

@@ -102,25 +102,41 @@ class StreamSpec:
         return stream[begin // self.per : self.length(end)]
 
 
-def state_names(dtype: torch.dtype, *, amsgrad: bool) -> tuple[str, ...]:
+def state_names(dtype: torch.dtype, *, amsgrad: bool, ema: bool = False) -> tuple[str, ...]:
     """Return the names of the fp32 states that users see for a parameter of ``dtype``."""
     names = ["exp_avg", "exp_avg_sq"]
     if amsgrad:
         names.append("max_exp_avg_sq")
     if dtype != torch.float32:
         names.append("master")
+    if ema:
+        names.append("ema")
     return tuple(names)
 
 
-def streams_of(dtype: torch.dtype, format: StateFormat, *, amsgrad: bool) -> tuple[StreamSpec, ...]:
+def stores_master(dtype: torch.dtype, format: StateFormat) -> bool:
+    """Return whether the fp32 weight is stored as such: as the parameter, or as its master."""
+    return dtype != torch.bfloat16 or format == StateFormat.FP32
+
+
+def streams_of(
+    dtype: torch.dtype, format: StateFormat, *, amsgrad: bool, ema: bool = False
+) -> tuple[StreamSpec, ...]:
     """Return the streams of a parameter of ``dtype``, in the order in which they are stored.
 
-    Raises OptionError for amsgrad with an inexact format.
+    Raises OptionError for amsgrad with an inexact format, and for averages (``ema``) of masters
+    that are not stored in fp32.
     """
     if amsgrad and not format.exact:
         message = (
             f"amsgrad was requested with states in {format}: its running maximum needs an exact"
             " format. Use fp32 or split, or amsgrad=False."
+        )
+        raise OptionError(message)
+    if ema and not stores_master(dtype, format):
+        message = (
+            f"ema was requested with states in {format}, which stores no fp32 master of a bfloat16"
+            ' parameter to average. Leave state_format out, or use "fp32".'
         )
         raise OptionError(message)
     m, v = _MOMENT_DTYPES[format]
@@ -136,21 +152,28 @@ def streams_of(dtype: torch.dtype, format: StateFormat, *, amsgrad: bool) -> tup
             StreamSpec(name, torch.bfloat16, GROUP)
             for name in ("exp_avg_scale", "exp_avg_sq_scale")
         ]
+    if ema:
+        specs.append(StreamSpec("ema", torch.float32, 1))
     return tuple(specs)
 
 
 def decode(
-    streams: Sequence[Tensor], weight: Tensor, format: StateFormat, *, amsgrad: bool
+    streams: Sequence[Tensor],
+    weight: Tensor,
+    format: StateFormat,
+    *,
+    amsgrad: bool,
+    ema: bool = False,
 ) -> dict[str, Tensor]:
     """Return the fp32 states by name.
 
     ``streams`` are those of ``streams_of``, 1-D tensors of whole groups except for the parameter's
     last one; ``weight`` has the parameter's elements that they belong to, on the same device.
     """
-    specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
+    specs = streams_of(weight.dtype, format, amsgrad=amsgrad, ema=ema)
     states = {
         name: torch.empty(weight.numel(), dtype=torch.float32, device=weight.device)
-        for name in state_names(weight.dtype, amsgrad=amsgrad)
+        for name in state_names(weight.dtype, amsgrad=amsgrad, ema=ema)
     }
     for begin, end in _pieces(weight.numel()):
         piece = _cut(streams, specs, begin, end)
@@ -166,6 +189,7 @@ def encode(
     format: StateFormat,
     *,
     amsgrad: bool,
+    ema: bool = False,
     key: int | None = None,
     first: int = 0,
 ) -> None:
@@ -177,7 +201,7 @@ def encode(
     for a master that does not round to the weight if the format stores only the bits that the
     weight lacks; ``out`` may be partly written. With a key nothing synchronizes with a device.
     """
-    specs = streams_of(weight.dtype, format, amsgrad=amsgrad)
+    specs = streams_of(weight.dtype, format, amsgrad=amsgrad, ema=ema)
     for begin, end in _pieces(weight.numel()):
         piece = {name: state[begin:end] for name, state in states.items()}
         chances: Chances = (None, None)

@@ -30,6 +30,7 @@ class Adam(StowedAdam):
         eps: Term added to the root of the second moment. Default: 1e-8.
         weight_decay: An L2 penalty. Default: 0.
         amsgrad: Whether the running maximum of the second moment is used.
+        ema: As in ``AdamW``.
         maximize: Whether parameters move along the gradient instead of against it.
         foreach: None or False; True raises an error.
         capturable: False; True raises an error.
@@ -67,6 +68,7 @@ class Adam(StowedAdam):
         weight_decay: float = 0.0,
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         *,
+        ema: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -105,6 +107,7 @@ class Adam(StowedAdam):
                 "differentiable": differentiable,
                 "fused": fused,
                 "decoupled_weight_decay": decoupled_weight_decay,
+                **({} if ema is None else {"ema": ema}),
             },
             options.offload_policy(
                 placement,
@@ -142,6 +145,13 @@ class AdamW(Adam):
         eps: Term added to the root of the second moment. Default: 1e-8.
         weight_decay: The decoupled weight decay. Default: 1e-2.
         amsgrad: Whether the running maximum of the second moment is used.
+        ema: The decay of an exponential moving average of the weights, from 0 to 1, such as 0.9999,
+            which the update keeps as one more fp32 state, ``"ema"``: of masters, if parameters are
+            16-bit. The bits are those of torch's ``AveragedModel(multi_avg_fn=
+            get_ema_multi_avg_fn(ema))`` on a CPU with FMA; a parameter without a gradient in a step
+            keeps its average. It is an option of groups: set ``group["ema"]`` between steps for a
+            schedule. ``averaged(model)`` puts the averages in the place of the weights. Default:
+            None, no average.
         maximize: Whether parameters move along the gradient instead of against it.
         foreach: None or False; True raises an error.
         capturable: False; True raises an error.
@@ -204,6 +214,7 @@ class AdamW(Adam):
         weight_decay: float = 1e-2,
         amsgrad: bool = False,  # noqa: FBT001, FBT002
         *,
+        ema: float | None = None,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -233,6 +244,7 @@ class AdamW(Adam):
             eps,
             weight_decay,
             amsgrad,
+            ema=ema,
             maximize=maximize,
             foreach=foreach,
             capturable=capturable,

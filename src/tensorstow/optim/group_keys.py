@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError
 
 _LIKE = 0.85
 """Similarity above which an unknown key is a typo: "weight_decya" is one, "lr_scale" is not."""
-_OTHERS = ("params", "param_names", "initial_lr", "bias_correction")
+_OTHERS = ("params", "param_names", "initial_lr", "bias_correction", "ema")
 _OF_ALL = frozenset(
     {
         "accumulation_steps",

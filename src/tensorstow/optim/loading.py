@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from tensorstow.optim import options
 from tensorstow.optim.runtime import OptimizerRuntime
 from tensorstow.optim.step_runner import ParamFilter
+from tensorstow.states.layout import OptionalStates
 from tensorstow.step import validation
 from tensorstow.step.managed_param import in_order_of
 from tensorstow.step.step_plan import as_step, step_of
@@ -23,7 +24,7 @@ class StateLoad:
         self._filter = param_filter
         self._kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
-    def keep_tensors_back(self, _: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
+    def keep_tensors_back(self, optimizer: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict with step counts only; the last hook before torch's own loading.
 
         Raises OptionError for states that do not fit their parameters, or impossible options.
@@ -34,12 +35,13 @@ class StateLoad:
             validation.check_hyper({**group, **loaded})
         saved = [(key, g) for g in full["param_groups"] for key in g["params"]]
         owner = dict(zip((key for key, _ in saved), contents.parameters(), strict=False))
-        amsgrad = {key: bool(g.get("amsgrad")) for key, g in saved}
+        # Groups that lack an option get the default of this optimizer.
+        optional = {key: OptionalStates.of({**optimizer.defaults, **g}) for key, g in saved}
         light = dict(full["state"])
         for key, entry in full["state"].items():
             if entry and key in owner and self._filter.manages(owner[key]):
                 name = f"Parameter {key}"
-                validation.check_saved(entry, owner[key], name, amsgrad=amsgrad[key])
+                validation.check_saved(entry, owner[key], name, optional[key])
                 self._kept[owner[key]] = entry
                 light[key] = {"step": as_step(entry["step"])}
         groups = options.with_own_flags(full["param_groups"], contents.groups)
@@ -54,9 +56,9 @@ class StateLoad:
 
     def _put(self, entries: dict[torch.Tensor, Any]) -> None:
         params, contents = self._runtime.params, self._runtime.steps.contents
-        amsgrad = {id(p): bool(g["amsgrad"]) for g in contents.groups for p in g["params"]}
-        if params.differ(amsgrad):
-            params.renew()  # the saved groups have another amsgrad: other states exist
+        optional = {id(p): OptionalStates.of(g) for g in contents.groups for p in g["params"]}
+        if params.differ(optional):
+            params.renew()  # the saved groups have another amsgrad or ema: other states exist
         self._runtime.steps.attach(
             p for p in contents.parameters() if validation.is_to_be_trained(p) or p in self._kept
         )

@@ -19,6 +19,7 @@ from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra
 from tensorstow.optim import one_optimizer
+from tensorstow.states.layout import OptionalStates
 from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
 from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
@@ -190,8 +191,9 @@ class StepRunner:
         self.wait_idle()
         parameters = [p for p in parameters if self._param_filter.manages(p)]
         self._module_parameters.add(parameters)
-        amsgrad = {id(p): bool(g["amsgrad"]) for g in self.contents.groups for p in g["params"]}
-        self._params.attach(parameters, amsgrad)
+        groups = self.contents.groups
+        optional = {id(p): OptionalStates.of(g) for g in groups for p in g["params"]}
+        self._params.attach(parameters, optional)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -428,7 +430,7 @@ class StepRunner:
             validation.check_hyper(group)
         for update in updates:
             parameter, group = update.param.parameter, update.group
-            if not update.param.fits(amsgrad=bool(group["amsgrad"])):
+            if not update.param.fits(OptionalStates.of(group)):
                 validation.refuse_change(
                     parameter, group, update.param.family, update.param.numel, "A parameter"
                 )
@@ -521,7 +523,7 @@ def collect(
             if (
                 param is None
                 or not can_update(param.parameter, gradient)
-                or not param.fits(amsgrad=bool(group["amsgrad"]))
+                or not param.fits(OptionalStates.of(group))
             ):
                 check_due(groups, group, index, param)
             if param is None:
@@ -537,8 +539,8 @@ def check_due(
     shard = shard_of(group["params"][index])
     parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
     gradient = gradient_of(group["params"][index])
-    amsgrad = bool(group["amsgrad"])
-    if can_update(parameter, gradient) and (param is None or param.fits(amsgrad=amsgrad)):
+    fits = param is None or param.fits(OptionalStates.of(group))
+    if can_update(parameter, gradient) and fits:
         return
     name = name_of(groups, group, index)
     validation.check_parameter(parameter, name)

@@ -189,7 +189,8 @@ def unpack(
 ) -> dict[str, torch.Tensor]:
     """Decode ``streams`` to fp32 states by name, in the chunk's own order."""
     family = chunk.family
-    return decode(streams, gather_weight(chunk, weights), family.format, amsgrad=family.amsgrad)
+    weight = gather_weight(chunk, weights)
+    return decode(streams, weight, family.format, amsgrad=family.amsgrad, ema=family.ema)
 
 
 def pack(
@@ -200,7 +201,7 @@ def pack(
 ) -> None:
     """Write fp32 ``states`` into ``streams``; ``weight`` is what a master rounds to."""
     family = chunk.family
-    encode(states, weight, streams, family.format, amsgrad=family.amsgrad)
+    encode(states, weight, streams, family.format, amsgrad=family.amsgrad, ema=family.ema)
 
 
 def owners(chunks: Iterable[Chunk]) -> set[int]:

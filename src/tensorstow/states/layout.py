@@ -6,10 +6,10 @@ holds several small parameters or a piece of a large one. It is read and written
 bytes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -37,6 +37,7 @@ STREAMS = (
     "master",
     "exp_avg_scale",
     "exp_avg_sq_scale",
+    "ema",
 )
 """All streams of states, in the order of the kernels' arguments."""
 STATE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -52,6 +53,18 @@ def refuse_dtype(dtype: torch.dtype, name: str) -> NoReturn:
     raise DTypeError(message)
 
 
+class OptionalStates(NamedTuple):
+    """The states beyond both moments that a parameter group asks for."""
+
+    amsgrad: bool
+    ema: bool = False
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> "OptionalStates":
+        """Return those that the options of ``group`` ask for."""
+        return cls(bool(group.get("amsgrad")), group.get("ema") is not None)
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Parameters whose states have the same streams."""
@@ -59,6 +72,7 @@ class Family:
     dtype: torch.dtype
     amsgrad: bool
     format: StateFormat = StateFormat.FP32
+    ema: bool = False
 
     def __post_init__(self) -> None:
         """Raise DTypeError for dtypes that no kernel can update."""
@@ -68,7 +82,12 @@ class Family:
     @property
     def specs(self) -> tuple[StreamSpec, ...]:
         """Return the streams of a chunk, in the order in which it stores them."""
-        return streams_of(self.dtype, self.format, amsgrad=self.amsgrad)
+        return streams_of(self.dtype, self.format, amsgrad=self.amsgrad, ema=self.ema)
+
+    @property
+    def optional(self) -> OptionalStates:
+        """Return which states it has beyond both moments."""
+        return OptionalStates(self.amsgrad, self.ema)
 
     @property
     def has_master(self) -> bool:
@@ -78,12 +97,13 @@ class Family:
     @property
     def states(self) -> tuple[str, ...]:
         """Return the names of the states that users see."""
-        return state_names(self.dtype, amsgrad=self.amsgrad)
+        return state_names(self.dtype, amsgrad=self.amsgrad, ema=self.ema)
 
     @property
-    def native(self) -> tuple[str, str, bool]:
+    def native(self) -> tuple[str, str, bool, bool]:
         """Return the family in the native core's notation."""
-        return str(self.dtype).removeprefix("torch."), str(self.format), self.amsgrad
+        dtype = str(self.dtype).removeprefix("torch.")
+        return dtype, str(self.format), self.amsgrad, self.ema
 
     def state_bytes(self, elements: int) -> int:
         """Return the bytes of the states of ``elements``, padding excluded."""

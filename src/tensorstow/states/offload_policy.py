@@ -15,7 +15,7 @@ from tensorstow.base.update_on import (
     timing_of,
 )
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.states.layout import Family
+from tensorstow.states.layout import Family, OptionalStates
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 
@@ -41,9 +41,10 @@ class OffloadPolicy:
         """What ``overlap`` means."""
         return timing_of(self.overlap)
 
-    def family(self, dtype: torch.dtype, *, amsgrad: bool) -> Family:
+    def family(self, dtype: torch.dtype, optional: OptionalStates) -> Family:
         """Return the family of a parameter of ``dtype``."""
-        return Family(dtype, amsgrad, format_of(dtype, self.format, moving=self.moving))
+        state_format = format_of(dtype, self.format, moving=self.moving, ema=optional.ema)
+        return Family(dtype, optional.amsgrad, state_format, optional.ema)
 
     @property
     def moving(self) -> bool:
@@ -51,13 +52,16 @@ class OffloadPolicy:
         return self.placement.disk_fraction > 0 or self.placement.durable
 
 
-def format_of(dtype: torch.dtype, wanted: StateFormat | None, *, moving: bool) -> StateFormat:
+def format_of(
+    dtype: torch.dtype, wanted: StateFormat | None, *, moving: bool, ema: bool = False
+) -> StateFormat:
     """Return the format of the states of a parameter of ``dtype``.
 
-    Without a ``wanted`` one it is the smallest exact format if states move.
+    Without a ``wanted`` one it is the smallest exact format if states move. An average of weights
+    (``ema``) needs whole masters.
     """
     if wanted is None:
-        wanted = StateFormat.SPLIT if moving else StateFormat.FP32
+        wanted = StateFormat.SPLIT if moving and not ema else StateFormat.FP32
     # A split master needs a weight that is its upper half, which only bf16 is.
     if wanted == StateFormat.SPLIT and dtype != torch.bfloat16:
         return StateFormat.FP32

@@ -4,6 +4,7 @@
 update, encode, with each intermediate in a register. The bits are the reference's, so
 
 * no multiplication and addition are fused: ``enable_fp_fusion=False`` tells the compiler and ptxas;
+  the average's are, in float64 as in the reference;
 * quotients and roots are ``tl.div_rn`` and ``tl.sqrt_rn``: ``/`` and ``tl.sqrt`` approximate;
 * no function of libdevice is called: Triton lets those flush denormals;
 * bf16 is rounded by integer operations, so that its NaN has the host's bits too.
@@ -46,7 +47,7 @@ COLUMNS = (
     "inside",
 )
 """The table's integers, 8 bytes each; its second part has each segment's ``AdamScalars``."""
-_SCALARS = 9
+_SCALARS = 10
 _ROW_BYTES = 8 * len(COLUMNS) + 4 * _SCALARS
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of the dtypes of gradients, which may differ within a chunk."""
@@ -130,6 +131,7 @@ def update(
             DTYPE=str(family.dtype),
             FORMAT=str(family.format),
             AMSGRAD=family.amsgrad,
+            EMA=family.ema,
             **OPTIONS,
         )
 
@@ -163,9 +165,11 @@ def update_chunk(
     master_at: tl.tensor,
     m_scale_at: tl.tensor,
     v_scale_at: tl.tensor,
+    ema_at: tl.tensor,
     DTYPE: tl.constexpr,
     FORMAT: tl.constexpr,
     AMSGRAD: tl.constexpr,
+    EMA: tl.constexpr,
 ) -> None:
     """Update one block of one segment."""
     block = tl.program_id(0)
@@ -200,6 +204,10 @@ def update_chunk(
 
     if AMSGRAD:
         tl.store(vmax_at + state_at, vmax, mask=mask)
+    if EMA:
+        average = tl.load(ema_at + state_at, mask=mask, other=0.0)
+        by = tl.load(scalars + segment * _LENGTH + 9)
+        tl.store(ema_at + state_at, _average(average, weight, by), mask=mask)
     if DTYPE != "torch.float32":
         _store_master(weight, master_at + state_at, mask, DTYPE, FORMAT)
     bits = at
@@ -268,6 +276,27 @@ def _adam(
     denominator = tl.sqrt_rn(u) * denom_scale + eps
     weight = weight * decay - tl.div_rn(m * step_size, denominator)
     return weight, m, v, u
+
+
+@triton.jit
+def _average(average: tl.tensor, weight: tl.tensor, by: tl.tensor) -> tl.tensor:
+    """Compute ``formats.reference``'s average: an fma, rounded once by way of float64."""
+    difference = weight - average
+    base = average
+    pull = by
+    if by >= 0.5:
+        base = weight
+        pull = by - 1.0
+    product = difference.to(tl.float64) * pull.to(tl.float64)
+    added = base.to(tl.float64)
+    total = product + added
+    back = total - product
+    error = (product - (total - back)) + (added - back)
+    bits = total.to(tl.int64, bitcast=True)
+    towards = tl.where((error > 0.0) == (total > 0.0), 1, -1)
+    inexact_even = (tl.abs(error) > 0.0) & ((bits & 1) == 0)
+    odd = tl.where(inexact_even, bits + towards, bits).to(tl.float64, bitcast=True)
+    return tl.where(by == 1.0, weight, odd.to(tl.float32))
 
 
 # --- weights and gradients: at the addresses in the table ---

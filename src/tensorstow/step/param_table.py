@@ -12,7 +12,7 @@ from tensorstow.base.errors import PoisonedError
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device, refuse_delayed
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import RESIDENT_CAPACITY, Family
+from tensorstow.states.layout import RESIDENT_CAPACITY, Family, OptionalStates
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import ChunkStorage, StateStore
@@ -168,23 +168,25 @@ class ParamTable:
         """Return every entry, by number."""
         return self._numbered
 
-    def differ(self, amsgrad: Mapping[int, bool]) -> bool:
+    def differ(self, optional: Mapping[int, OptionalStates]) -> bool:
         """Return whether a parameter has other states than its group wants."""
         managed = self._by_id.items()
-        return any(amsgrad.get(i, m.family.amsgrad) != m.family.amsgrad for i, m in managed)
+        return any(optional.get(i, m.family.optional) != m.family.optional for i, m in managed)
 
     # --- growth ---
 
-    def attach(self, parameters: Iterable[torch.Tensor], amsgrad: Mapping[int, bool]) -> None:
+    def attach(
+        self, parameters: Iterable[torch.Tensor], optional: Mapping[int, OptionalStates]
+    ) -> None:
         """Create states for those of ``parameters`` that have none.
 
-        ``amsgrad``: for every parameter of the optimizer, by id, whether it has that state.
+        ``optional``: for every parameter of the optimizer, by id, its states beyond both moments.
         """
         new = [p for p in parameters if id(p) not in self._by_id]
         if any(layout_of(p) is not None for p in new):
             refuse_delayed(self.offload_policy.overlap, "with sharded parameters")
         self._hooks.update()
-        if self._by_id and self._by_id.keys().isdisjoint(amsgrad):
+        if self._by_id and self._by_id.keys().isdisjoint(optional):
             refuse_sharded_since(new, self.offload_policy)
             self.renew()  # every parameter was replaced by another, as accelerate does
         if not new and self._by_id:
@@ -192,7 +194,7 @@ class ParamTable:
             return
         shards = [shard_of(p) for p in new]
         offload_policy = self.offload_policy
-        families = [offload_policy.family(p.dtype, amsgrad=amsgrad[id(p)]) for p in new]
+        families = [offload_policy.family(p.dtype, optional[id(p)]) for p in new]
         # Copies over a link go by chunk, and updates during forward or backward start when a chunk
         # is complete. In both cases chunks in RAM are as small as others.
         is_linked = self.links.open(

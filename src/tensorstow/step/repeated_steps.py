@@ -15,6 +15,7 @@ import torch
 import tensorstow._native as _native
 from tensorstow.base.errors import StowError
 from tensorstow.base.tiers import Tier
+from tensorstow.states.layout import OptionalStates
 from tensorstow.states.native_pipeline import DTYPE_CODES, UpdatePipeline
 from tensorstow.step import validation
 from tensorstow.step.managed_param import ManagedParam
@@ -174,5 +175,5 @@ def _is_plain(param: ManagedParam) -> bool:
     )
 
 
-def _shapes(groups: Groups) -> list[tuple[int, bool]]:
-    return [(len(group["params"]), bool(group["amsgrad"])) for group in groups]
+def _shapes(groups: Groups) -> list[tuple[int, OptionalStates]]:
+    return [(len(group["params"]), OptionalStates.of(group)) for group in groups]

@@ -134,4 +134,11 @@ def scalar_row(group: dict[str, Any], step: int, factor: float) -> AdamScalars:
         decoupled=bool(group["decoupled_weight_decay"]),
         bias_correction=bool(group.get("bias_correction", True)),
         grad_factor=-factor if group["maximize"] else factor,
+        ema_weight=ema_weight(group, step),
     )
+
+
+def ema_weight(group: Mapping[str, Any], step: int) -> float:
+    """Return the weight of a step's new weights in their average: 1 in the first, which copies."""
+    decay = group.get("ema")
+    return 1.0 if decay is None or step == 1 else 1.0 - float(decay)

@@ -47,7 +47,7 @@ def update_by_reference(
         adam_reference_in_format(
             segment.weight,
             segment.gradient,
-            FormattedStates(states, family.format, family.amsgrad, segment.first),
+            FormattedStates(states, family.format, family.amsgrad, segment.first, family.ema),
             segment.scalars,
             key=segment.key,
             seed_master=segment.seed_master,

@@ -18,7 +18,7 @@ from tensorstow.base.update_on import (
     reaches_device,
 )
 from tensorstow.io import device_link
-from tensorstow.states.layout import STATE_DTYPES, Family, refuse_dtype
+from tensorstow.states.layout import STATE_DTYPES, Family, OptionalStates, refuse_dtype
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.unpublished import Unpublished
 from tensorstow.tensors.dtensor import PLAIN_TENSORS, layout_of
@@ -29,7 +29,7 @@ _FLAGS = (
     *("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),
     *("decoupled_weight_decay", "bias_correction"),
 )
-KEYS_OF_STEPS = ("betas", *_HELD, *_FLAGS)
+KEYS_OF_STEPS = ("betas", *_HELD, *_FLAGS, "ema")
 """Keys of a group that a step reads."""
 _MOST_STEPS = 2.0**63
 _NUMBERS = (int, float, np.integer, np.floating)
@@ -145,6 +145,14 @@ def check_hyper(options: Mapping[str, Any]) -> None:
         if number is None or not 0.0 <= number < 1.0:
             message = (
                 f"betas[{index}]={abbreviated(beta)} was given: it must be at least 0 and below 1."
+            )
+            raise OptionError(message)
+    if options.get("ema") is not None:
+        average = number_of(_item(options["ema"]))
+        if average is None or not 0.0 <= average <= 1.0:
+            message = (
+                f"ema={abbreviated(options['ema'])} was given: it is the decay of the average, a"
+                " number from 0 to 1, such as 0.9999, or None."
             )
             raise OptionError(message)
     for product, name in (
@@ -311,6 +319,13 @@ def refuse_change(
             f"amsgrad of {name} was {family.amsgrad} when the optimizer was made and is"
             f" {group['amsgrad']} now: it decides which states exist. Make a new optimizer."
         )
+    elif OptionalStates.of(group) != family.optional:
+        was = "a number" if family.ema else "None"
+        message = (
+            f"ema of {name} was {was} when the optimizer was made and is {group.get('ema')} now: it"
+            " decides which states exist. Keep it a number (0 makes the average the weight), or"
+            " make a new optimizer."
+        )
     elif parameter.numel() == elements:
         message = (
             f"{name} is on {parameter.device} now and was elsewhere when the optimizer was made."
@@ -351,9 +366,17 @@ def list_params(group: dict[str, Any]) -> None:
 
 
 def check_saved(
-    entry: Mapping[str, Any], parameter: torch.Tensor, name: str, *, amsgrad: bool
+    entry: Mapping[str, Any], parameter: torch.Tensor, name: str, optional: OptionalStates
 ) -> None:
     """Raise OptionError unless a saved state has Adam's tensors of the parameter's size."""
+    if optional.ema and "ema" not in entry:
+        message = (
+            f"The saved state of {name} has no 'ema' (it has {sorted(entry)}), the average of its"
+            " weights: it was saved without ema=. Add 'ema' to each parameter's state, such as a"
+            " copy of its weight in fp32, which begins the average there."
+        )
+        raise OptionError(message)
+    amsgrad = optional.amsgrad
     for key in ("step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
         if key not in entry:
             message = (

@@ -19,7 +19,7 @@ from tensorstow.formats.reference import (
     adam_reference_in_format,
     adam_scalars,
 )
-from tensorstow.formats.state_format import StateFormat, decode, streams_of
+from tensorstow.formats.state_format import StateFormat, decode, stores_master, streams_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = _native.supported_isas()
@@ -37,7 +37,7 @@ SPECIAL16 = torch.tensor(
 ).to(torch.int16)
 NAMES = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"),
-    *("exp_avg_scale", "exp_avg_sq_scale"),
+    *("exp_avg_scale", "exp_avg_sq_scale", "ema"),
 )
 """In the order of the native core's Stream."""
 
@@ -66,7 +66,8 @@ class Problem:
 
     def decoded(self) -> dict[str, Tensor]:
         kept = self.kept
-        states = decode(kept.streams, self.param, kept.format, amsgrad=kept.amsgrad)
+        options = {"amsgrad": kept.amsgrad, "ema": kept.ema}
+        states = decode(kept.streams, self.param, kept.format, **options)
         return {"param": self.param, **states}
 
 
@@ -92,13 +93,14 @@ def make(
     format_: StateFormat,
     *,
     amsgrad: bool,
+    ema: bool = False,
     seed: int = 7,
 ) -> Problem:
     random = torch.Generator().manual_seed(seed)
     param, grad = (fill(n, dtype, random) for dtype in dtypes)
-    specs = streams_of(dtypes[0], format_, amsgrad=amsgrad)
+    specs = streams_of(dtypes[0], format_, amsgrad=amsgrad, ema=ema)
     streams = [fill(-(-n // s.per), s.dtype, random) for s in specs]
-    return Problem(param, grad, FormattedStates(streams, format_, amsgrad, first=3 * 32))
+    return Problem(param, grad, FormattedStates(streams, format_, amsgrad, 3 * 32, ema))
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class Mode:
 
 def run_kernel(problem: Problem, scalars: AdamScalars, mode: Mode) -> None:
     kept = problem.kept
-    specs = streams_of(problem.param.dtype, kept.format, amsgrad=kept.amsgrad)
+    specs = streams_of(problem.param.dtype, kept.format, amsgrad=kept.amsgrad, ema=kept.ema)
     addresses = {s.name: t.data_ptr() for s, t in zip(specs, kept.streams, strict=True)}
     _native.adam_update(
         problem.param.data_ptr(),
@@ -161,13 +163,14 @@ def assert_equal(got: Problem, want: Problem) -> None:
     for name, ours in got.decoded().items():
         assert_same(name, ours, theirs[name])
     nans = want.param.isnan()
-    specs = streams_of(got.param.dtype, got.kept.format, amsgrad=got.kept.amsgrad)
-    pairs = zip(specs, got.kept.streams, want.kept.streams, strict=True)
-    for spec, ours, kept in pairs:
-        assert_same(spec.name, ours, kept, nans)
+    kept = got.kept
+    specs = streams_of(got.param.dtype, kept.format, amsgrad=kept.amsgrad, ema=kept.ema)
+    pairs = zip(specs, kept.streams, want.kept.streams, strict=True)
+    for spec, ours, stream in pairs:
+        assert_same(spec.name, ours, stream, nans)
 
 
-def scalars_of(*, decoupled: bool, step: int = 3, grad_factor: float = -0.37) -> AdamScalars:
+def scalars_of(*, decoupled: bool, step: int = 3, ema_weight: float = 1e-4) -> AdamScalars:
     return adam_scalars(
         lr=1e-2,
         betas=(0.9, 0.999),
@@ -175,7 +178,8 @@ def scalars_of(*, decoupled: bool, step: int = 3, grad_factor: float = -0.37) ->
         weight_decay=0.1,
         step=step,
         decoupled=decoupled,
-        grad_factor=grad_factor,
+        grad_factor=-0.37,
+        ema_weight=ema_weight,
     )
 
 
@@ -193,12 +197,15 @@ def test_equals_the_reference(
     grad_dtype: torch.dtype,
     fill: Fill,
 ) -> None:
-    for amsgrad, decoupled in itertools.product(amsgrads(format_), (False, True)):
-        want = make(fill, 10_011, (param_dtype, grad_dtype), format_, amsgrad=amsgrad)
+    weights = (1e-4, 0.5, 0.9, 1.0) if stores_master(param_dtype, format_) else (1.0,)
+    for amsgrad, decoupled, weight in itertools.product(amsgrads(format_), (False, True), weights):
+        ema = stores_master(param_dtype, format_)
+        want = make(fill, 10_011, (param_dtype, grad_dtype), format_, amsgrad=amsgrad, ema=ema)
         by_isa = {isa: want.copy() for isa in ISAS}
-        run_reference(want, scalars_of(decoupled=decoupled), Mode(seed_master=decoupled))
+        scalars = scalars_of(decoupled=decoupled, ema_weight=weight)
+        run_reference(want, scalars, Mode(seed_master=decoupled))
         for isa, got in by_isa.items():
-            run_kernel(got, scalars_of(decoupled=decoupled), Mode(isa, seed_master=decoupled))
+            run_kernel(got, scalars, Mode(isa, seed_master=decoupled))
             assert_equal(got, want)
 
 
@@ -221,7 +228,8 @@ def test_equals_the_reference_at_any_length(
     format_: StateFormat,
     seed_master: bool,  # noqa: FBT001  # hypothesis passes it by name
 ) -> None:
-    want = make(any_bits, n, dtypes, format_, amsgrad=format_.exact, seed=seed)
+    ema = stores_master(dtypes[0], format_)
+    want = make(any_bits, n, dtypes, format_, amsgrad=format_.exact, ema=ema, seed=seed)
     got = want.copy(shift=shift)
     mode = Mode(isa, seed_master)
     run_kernel(got, scalars_of(decoupled=True), mode)
@@ -232,7 +240,9 @@ def test_equals_the_reference_at_any_length(
 @every_format
 @every_param
 def test_threads_change_no_bit(format_: StateFormat, param_dtype: torch.dtype) -> None:
-    got = make(ordinary, 200_003, (param_dtype, torch.bfloat16), format_, amsgrad=False)
+    ema = stores_master(param_dtype, format_)
+    dtypes = (param_dtype, torch.bfloat16)
+    got = make(ordinary, 200_003, dtypes, format_, amsgrad=False, ema=ema)
     want = got.copy()
     run_kernel(got, scalars_of(decoupled=True), Mode(on_pool=True))
     run_kernel(want, scalars_of(decoupled=True), Mode())

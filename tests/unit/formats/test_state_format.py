@@ -14,6 +14,7 @@ from tensorstow.formats.state_format import (
     decode,
     encode,
     state_names,
+    stores_master,
     streams_of,
 )
 
@@ -25,6 +26,7 @@ NATIVE_NAMES = {
     "master": "master",
     "m_scale": "exp_avg_scale",
     "v_scale": "exp_avg_sq_scale",
+    "ema": "ema",
 }
 N = (1 << 19) + 77
 
@@ -78,11 +80,24 @@ def test_the_native_core_has_the_same_streams(
         with pytest.raises(OptionError, match="amsgrad"):
             streams_of(dtype, format_, amsgrad=amsgrad)
         with pytest.raises(ValueError, match="amsgrad"):
-            _native.streams_of(name, format_, amsgrad)
+            _native.streams_of(name, format_, amsgrad, ema=False)
         return
-    ours = [(s.name, s.dtype.itemsize, s.per) for s in streams_of(dtype, format_, amsgrad=amsgrad)]
-    theirs = [(NATIVE_NAMES[n], b, per) for n, b, per in _native.streams_of(name, format_, amsgrad)]
-    assert ours == theirs
+    for ema in (False, stores_master(dtype, format_)):
+        specs = streams_of(dtype, format_, amsgrad=amsgrad, ema=ema)
+        rows = _native.streams_of(name, format_, amsgrad, ema=ema)
+        theirs = [(NATIVE_NAMES[n], b, per) for n, b, per in rows]
+        assert [(s.name, s.dtype.itemsize, s.per) for s in specs] == theirs
+
+
+@every_format
+def test_an_average_needs_a_whole_master(format_: StateFormat) -> None:
+    if format_ == StateFormat.FP32:
+        assert streams_of(torch.bfloat16, format_, amsgrad=False, ema=True)[-1].name == "ema"
+        return
+    with pytest.raises(OptionError, match="ema was requested with states in"):
+        streams_of(torch.bfloat16, format_, amsgrad=False, ema=True)
+    with pytest.raises(ValueError, match="masters in fp32"):
+        _native.streams_of("bfloat16", format_, amsgrad=False, ema=True)
 
 
 def bytes_per_element(dtype: torch.dtype, format_: StateFormat) -> float:

@@ -75,7 +75,7 @@ def run_kernel(problem: Problem, scalars: AdamScalars, mode: Mode) -> None:
     _native.adam_update(
         param,
         grad,
-        [m, v, vmax, master, 0, 0],
+        [m, v, vmax, master, 0, 0, 0],
         problem.param.numel(),
         name_of(problem.param.dtype),
         name_of(problem.grad.dtype),

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from pagers import let_attributes_be_pagers
+from tensorstow.states.layout import OptionalStates
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
@@ -28,8 +29,8 @@ def weights(count: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(100 + i)) for i in range(count)]
 
 
-def plain(*parameters: nn.Parameter) -> dict[int, bool]:
-    return {id(p): False for p in parameters}
+def plain(*parameters: nn.Parameter) -> dict[int, OptionalStates]:
+    return {id(p): OptionalStates(amsgrad=False) for p in parameters}
 
 
 def test_numbers_are_given_once(tmp_path: Path) -> None:
@@ -85,7 +86,8 @@ def test_a_group_that_wants_other_states_is_seen() -> None:
     params = ParamTable(OffloadPolicy(Placement(0.0, (), None), SMALL), lambda _: None)
     params.attach([weight], plain(weight))
     assert not params.differ(plain(weight))
-    assert params.differ({id(weight): True})
+    assert params.differ({id(weight): OptionalStates(amsgrad=True)})
+    assert params.differ({id(weight): OptionalStates(amsgrad=False, ema=True)})
     assert not params.differ({})
 
 

@@ -252,7 +252,7 @@ def test_the_native_side_holds_what_nobody_else_does(tmp_path: Path) -> None:
     engine = store.engine
     assert engine is not None
     weight, gradient = torch.ones(4096), torch.ones(4096)
-    table = np.array([[0.1, 0.9, 0.1, 0.99, 0.01, 1e-8, 1.0, 1.0, 1.0]], dtype=np.float32)
+    table = np.array([[0.1, 0.9, 0.1, 0.99, 0.01, 1e-8, 1.0, 1.0, 1.0, 1.0]], dtype=np.float32)
     store.pipeline.step([StepRow(weight, gradient)], table)
     store.pipeline.wait_idle()
     engine.inject_fault("read", times=-1, delay_us=50_000)

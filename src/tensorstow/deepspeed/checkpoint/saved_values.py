@@ -14,6 +14,7 @@ from tensorstow.deepspeed.loss_scale import LossScale, read_scale
 from tensorstow.doorkit.checkpoint_checks import reading
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.states.layout import OptionalStates
 from tensorstow.step.validation import check_group, check_saved, check_step, refuse_unheld
 
 _LAST = "last_batch_iteration"
@@ -81,7 +82,7 @@ def check_states(
     """Raise OptionError unless saved states of Adam's are a parameter's; values are not read."""
     check_step(entry.get("step", 0.0), name)
     if entry.keys() - {"step", "master"} or entry.get("step"):
-        check_saved(entry, parameter, name, amsgrad=amsgrad)
+        check_saved(entry, parameter, name, OptionalStates(amsgrad))
     for key, value in entry.items():
         if key != "step" and value.shape != parameter.shape:
             message = (
