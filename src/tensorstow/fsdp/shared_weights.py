@@ -83,6 +83,12 @@ class SharedWeights:
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
+        def around_exchange() -> None:
+            itself._lost |= itself._reduction.recover()
+            alive = reference()
+            if alive is not None:
+                itself._gather(itself._layouts(), alive)
+
         root = self._model()
         if root is not None:
             self._let_set_reduces(root)
@@ -92,6 +98,7 @@ class SharedWeights:
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer._register_update_hook(gather)  # noqa: SLF001  # a hook of the engine
         optimizer._register_resume_hook(around_resume)  # noqa: SLF001  # a hook of the engine
+        optimizer._register_exchange_hook(around_exchange)  # noqa: SLF001  # the same
 
     # --- inside ---
 

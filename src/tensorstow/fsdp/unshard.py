@@ -79,6 +79,7 @@ class UnshardHooks:
         self._reshards_after_forward = stage < 3
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer._register_resume_hook(self._around_resume)  # noqa: SLF001  # a hook of the engine
+        optimizer._register_exchange_hook(self._around_exchange)  # noqa: SLF001  # the same
 
     # A compiled graph would treat these queries as constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -119,6 +120,11 @@ class UnshardHooks:
     def _around_resume(self) -> None:
         self._lost = ""
         self._recover()
+        self._reshard()
+
+    def _around_exchange(self) -> None:
+        if self._recover():
+            self._lost = INCOMPLETE
         self._reshard()
 
     def _is_in_forward(self) -> bool:

@@ -41,6 +41,7 @@ class PlacedOptimizer(Optimizer):
         """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._after_updates: list[Callable[[], None]] = []
         self._around_resume: list[Callable[[], None]] = []
+        self._around_exchange: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
         cache_large_blocks()
         super().__init__(params, defaults)
@@ -324,6 +325,13 @@ class PlacedOptimizer(Optimizer):
         ``StowedOptimizer`` has no ``resume()`` and never calls it.
         """
         self._around_resume.append(hook)
+
+    def _register_exchange_hook(self, hook: Callable[[], None]) -> None:
+        """Have ``hook`` called before ``averaged()`` exchanges weights, and after it.
+
+        As a resume hook, but gradients stay, and so does what is known to be wrong with them.
+        """
+        self._around_exchange.append(hook)
 
     def _register_close_hook(self, hook: Callable[[], None]) -> None:
         """Have ``hook`` called when the optimizer has been closed; perhaps more than once.

@@ -516,6 +516,7 @@ def collect(
                     refuse_used(name_of(groups, group, index))
                 continue
             if param is None and not manages(parameter):
+                validation.refuse_average(group)
                 continue
             shard = shard_of(parameter)
             if param is not None:

@@ -29,6 +29,7 @@ from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.checkpoint.worlds import remove_stores, survey
 from tensorstow.optim import one_optimizer, options
+from tensorstow.optim.averaged_weights import AveragedWeights
 from tensorstow.optim.group_keys import check_keys
 from tensorstow.optim.loading import StateLoad
 from tensorstow.optim.placed import PlacedOptimizer
@@ -240,6 +241,27 @@ class StowedAdam(PlacedOptimizer):
         squares = sum_over_shards(parameters, [used.get(i, square) for i, square in computed])
         # math.sqrt is correctly rounded everywhere; torch's is an ulp off on some machines.
         return torch.tensor(math.sqrt(sum(squares)), dtype=torch.float64)
+
+    def averaged(self, model: torch.nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the weights of ``model`` are their averages (``ema=``).
+
+        Use it for evaluation or export: ``tensorstow.save_safetensors(model, directory)`` inside
+        writes the averages. Weights and averages exchange places on their tiers, a part of a chunk
+        at a time; when the block ends, also by an error, the weights are back, bit for bit. A
+        parameter that is frozen or was never stepped stays as it is. With several ranks, enter and
+        leave it on each. Inside, calls such as ``step()``, ``commit()`` and ``state_dict()`` raise
+        an error.
+
+        Args:
+            model: The model that the optimizer trains.
+
+        Returns:
+            The context manager.
+
+        Raises:
+            OptionError: There are no averages, or parameters that have some are not the model's.
+        """
+        return AveragedWeights(self._runtime, model, self._around_exchange)
 
     def _accumulate(self) -> AbstractContextManager[None]:
         return self._runtime.schedule.accumulate()

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -402,9 +403,7 @@ class StateStore:
                     for _, streams in self._transfers.in_memory([chunk], self._ring):
                         for part, part_streams in slices(chunk, streams):
                             _set(part, part_streams, states, self.weights)
-                        if not chunk.resident:
-                            self._transfers.save(chunk, self._ring)
-                        self.pipeline.stored.rewritten(chunk, streams)
+                        self._save(chunk, streams)
             for number in states:
                 if (family := self.families[number]).has_master:
                     native, master = self.pipeline.handle.live(), states[number].get("master")
@@ -413,6 +412,29 @@ class StateStore:
                     else:
                         weight = master.detach().reshape(-1).to("cpu", family.dtype)
                         native.record_weight(number, weight.data_ptr())
+
+    def edit(
+        self, parameters: AbstractSet[int], change: Callable[[Chunk, Sequence[torch.Tensor]], bool]
+    ) -> None:
+        """Pass the streams of each chunk that has ``parameters`` to ``change``.
+
+        It returns whether it wrote to them. A failure poisons the store.
+        """
+        with self.pipeline.lock:
+            self.pipeline.wait_idle()
+            for chunk in self.chunks:
+                if parameters.isdisjoint(chunk.owners):
+                    continue
+                with poisoning(self.pipeline):
+                    for _, streams in self._transfers.in_memory([chunk], self._ring):
+                        if change(chunk, streams):
+                            self._save(chunk, streams)
+
+    def _save(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
+        """Write streams in memory that have changed to the chunk's place."""
+        if not chunk.resident:
+            self._transfers.save(chunk, self._ring)
+        self.pipeline.stored.rewritten(chunk, streams)
 
     @property
     def engine(self) -> _native.Engine | None:

@@ -51,6 +51,8 @@ _T = TypeVar("_T")
 _COMMITS = frozenset({"commit", "snapshot"})
 _READS = frozenset({"state_dict"})
 """Calls that a function of the user's may make: they change nothing."""
+_AVERAGED = frozenset({"averaged", "zero_grad", "snapshots"})
+"""Calls that are legal while weights are their averages."""
 _numbers = itertools.count(1)
 
 
@@ -69,6 +71,9 @@ class CallLock:
         """The number of the newest call, greater than those of all before."""
         self.allows_reads = False
         """True while a user's function runs inside a call: it may read."""
+        self.is_averaged = False
+        """True while the averages of weights are in their place, and calls would take them for
+        weights."""
 
     def alone(self) -> AbstractContextManager[object]:
         """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
@@ -90,6 +95,8 @@ class CallLock:
         with self._thread:
             if self._call.locked():
                 return self._within(name, act)
+            if self.is_averaged and name not in _AVERAGED:
+                raise _refusal_of_averages(name)
             with self._call:
                 self._name = name
                 self._number = next(_numbers)
@@ -190,6 +197,15 @@ def exclusive_call(
         return cast("Callable[Concatenate[_Self, _P], _T]", call)
 
     return decorate
+
+
+def _refusal_of_averages(name: str) -> OptionError | CommitError:
+    kind = CommitError if name in _COMMITS else OptionError
+    return kind(
+        f"{name}() was called inside `with optimizer.averaged(model):`, where the weights are their"
+        " averages: nothing was done. Call it after the block; tensorstow.save_safetensors(model,"
+        " directory) and model.state_dict() inside it save the averages."
+    )
 
 
 def _refusal(name: str, outer: str) -> OptionError | CommitError:

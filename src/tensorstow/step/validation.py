@@ -339,6 +339,17 @@ def refuse_change(
     raise OptionError(message)
 
 
+def refuse_average(group: Mapping[str, Any]) -> None:
+    """Raise OptionError for an average of a parameter that torch's own Adam updates."""
+    if group.get("ema") is not None:
+        message = (
+            f"ema={group['ema']} is set in a parameter group, and a parameter of it is on an"
+            " accelerator, where torch's fused Adam updates it without an average. Use"
+            ' tensorstow.AdamW, with update_on="device" to update there, or remove the key.'
+        )
+        raise OptionError(message)
+
+
 def refuse_accelerator(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError for a parameter on an accelerator: ``CPUAdam`` does not support it."""
     if device_link.is_remote(parameter):
