@@ -97,7 +97,13 @@ def plan_request(
     return PlanRequest(
         Sizes.of(units, ranks),
         Budget(),
-        Conditions(is_cpu, commits=commits, state_format=state_format, states=states),
+        Conditions(
+            is_cpu,
+            commits=commits,
+            state_format=state_format,
+            averages=keywords.get("ema") is not None,
+            states=states,
+        ),
         Plan(accumulation_steps=keywords.get("accumulation_steps", 1)),
         keywords.get("overlap", None if accepts(optimizer, "overlap") else "none"),
         spend="ram_budget" not in keywords and accepts(optimizer, "ram_budget"),

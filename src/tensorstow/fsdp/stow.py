@@ -236,6 +236,7 @@ def _report_of(
         request.device.type == "cpu",
         commits=policy.placement.durable,
         state_format=policy.format,
+        averages=any(group.get("ema") is not None for group in optimizer.param_groups),
     )
 
     def predict() -> Sequence[Item]:

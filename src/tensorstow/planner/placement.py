@@ -84,6 +84,8 @@ class Conditions:
     next one's."""
     state_format: StateFormat | None = None
     """None: the smallest exact format if states move."""
+    averages: bool = False
+    """Whether the optimizer keeps averages of weights (``ema=``)."""
     activations: HeldActivations = HeldActivations()
     """Zero bytes if no batch was traced."""
     states: Tier | None = None
@@ -296,13 +298,14 @@ def _lines(plan: Plan, sizes: Sizes, conditions: Conditions) -> _Lines:
 def _families(sizes: Sizes, plan: Plan, conditions: Conditions) -> dict[torch.dtype, Family]:
     dtypes = {dtype for unit in sizes.units for dtype in unit.by_dtype}
     formats = {dtype: state_format_of(dtype, plan, conditions) for dtype in dtypes}
-    return {dtype: Family(dtype, amsgrad=False, format=formats[dtype]) for dtype in dtypes}
+    ema = conditions.averages
+    return {dtype: Family(dtype, amsgrad=False, format=formats[dtype], ema=ema) for dtype in dtypes}
 
 
 def state_format_of(dtype: torch.dtype, plan: Plan, conditions: Conditions) -> StateFormat:
     """Return the format of the states of parameters of a dtype."""
     moving = plan.states == Tier.DISK or conditions.commits
-    return format_of(dtype, conditions.state_format, moving=moving)
+    return format_of(dtype, conditions.state_format, moving=moving, ema=conditions.averages)
 
 
 def units_on(tier: Tier, plan: Plan, sizes: Sizes) -> list[UnitSizes]:

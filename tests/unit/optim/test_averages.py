@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import tensorstow
 from tensorstow import Adam, AdamW, PipelinePolicy, _native
 from tensorstow.base.errors import OptionError
+from tensorstow.colossalai import HybridAdam
+from tensorstow.colossalai.adam import ParamsInHostMemory
 from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
+from tensorstow.fsdp.units import Unit
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.planner.placement import Conditions, states_of
+from tensorstow.planner.sizes import Sizes
 
 STEPS = 5
 DECAYS = (0.9999, 0.7, 0.5, 0.3, 0.0, 1.0)
@@ -229,3 +236,29 @@ def test_commits_have_it(tmp_path: Path) -> None:
         train(model, optimizer, 2)
         train(model, optimizer, 3)
         assert_same(averages(optimizer), wanted)
+
+
+def test_parameters_that_torch_updates_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    # As if they were on an accelerator.
+    monkeypatch.setattr(ParamsInHostMemory, "manages", lambda *_: False)
+    optimizer = HybridAdam([{"params": list(model.parameters()), "ema": 0.9}])
+    with optimizer, pytest.raises(OptionError, match="torch's fused Adam updates it without"):
+        train(model, optimizer)
+
+
+def test_a_plan_counts_it() -> None:
+    model = make_model(torch.bfloat16)
+    factory = partial(AdamW, ema=0.9)
+    for states in ("host", "disk"):
+        plan = tensorstow.Plan(states=states)  # type: ignore[arg-type]  # text is a tier
+        model, optimizer = tensorstow.stow(make_model(torch.bfloat16), factory, plan=plan)
+        elements = sum(p.numel() for p in model.parameters())
+        memory = tensorstow.usage(optimizer=optimizer).states
+        assert memory.logical_bytes == 16 * elements
+        units = [Unit("", model, dict(model.named_parameters()))]
+        conditions = Conditions(device_is_host=True, averages=True)
+        predicted = states_of(plan, Sizes.of(units, 1), conditions)
+        assert predicted.logical_bytes == memory.logical_bytes
+        assert predicted.disk_bytes == memory.disk_bytes
+        optimizer.close()
