@@ -1,9 +1,9 @@
 // The update kernels: one pass over memory, the same bits on every instruction set.
 //
 // [Note: The Adam rule] Every operation below is one IEEE-754 binary32 operation, rounded to
-// nearest even; nothing is fused (no FMA), nothing is reassociated. With the scalars of `AdamHyper`
-// (computed in binary64 by the caller, rounded once to binary32) and w = master, or the fp32
-// parameter itself:
+// nearest even; nothing but the average is fused (FMA), nothing is reassociated. With the scalars
+// of `AdamHyper` (computed in binary64 by the caller, rounded once to binary32) and w = master, or
+// the fp32 parameter itself:
 //
 // clang-format off
 //   g = grad_factor * float(grad)          unscales and clips in one; negative when maximizing

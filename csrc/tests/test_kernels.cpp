@@ -55,7 +55,7 @@ void set(AdamArgs& args, Stream stream, void* data) {
 
 // One update's arrays as raw bits, with room before them to shift their alignment.
 struct Problem {
-  std::vector<std::uint32_t> words[6];  // param, grad, master, m, v, vmax: the last four are fp32
+  std::vector<std::uint32_t> words[7];  // param, grad, master, m, v, vmax, ema: the last are fp32
   std::vector<std::uint16_t> halves[2];
   DType param_dtype, grad_dtype;
   bool amsgrad;
@@ -83,6 +83,8 @@ struct Problem {
     set(args, Stream::m, state(3, offset));
     set(args, Stream::v, state(4, offset));
     if (amsgrad) set(args, Stream::vmax, state(5, offset));
+    set(args, Stream::ema, state(6, offset));
+    args.ema = true;
     if (param_dtype != DType::f32) set(args, Stream::master, state(2, offset));
     args.n = n;
     args.param_dtype = param_dtype;
@@ -105,7 +107,7 @@ bool half_is_nan(std::uint16_t bits, DType dtype) {
 }
 
 bool same(const Problem& a, const Problem& b) {
-  for (int k = 0; k < 6; ++k) {
+  for (int k = 0; k < 7; ++k) {
     for (std::size_t i = 0; i < a.words[k].size(); ++i) {
       if (!same(a.words[k][i], b.words[k][i])) return false;
     }
@@ -121,7 +123,8 @@ bool same(const Problem& a, const Problem& b) {
 AdamHyper hyper_of(int variant, bool l2) {
   AdamHyper h{0.1f, 0.999f, 0.001f, 1.0f, 0.0f, 0.01f, 31.6f, 1e-8f, 1.0f};
   if (l2) h.l2 = 0.01f;
-  if (variant == 1) h = {0.9f, 0.5f, 0.5f, 0.99f, h.l2, 1e-3f, 1.41f, 0.0f, -0.37f};
+  h.ema_weight = variant == 0 ? 1e-4f : 1.0f;
+  if (variant == 1) h = {0.9f, 0.5f, 0.5f, 0.99f, h.l2, 1e-3f, 1.41f, 0.0f, -0.37f, 0.7f};
   if (variant == 2) h = {1.0f, 0.0f, 1.0f, 1.0f, h.l2, 1e30f, 1.0f, 1e-30f, 1e-20f};
   return h;
 }

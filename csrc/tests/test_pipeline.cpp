@@ -23,7 +23,7 @@ void test_any_ring_gives_the_same_bits(Make make) {
                           {{DType::bf16, StateFormat::split, false}, 3001},
                           {{}, 1111},
                           {{DType::f32, StateFormat::fp32, true}, 2500},
-                          {{DType::bf16, StateFormat::fp32, false}, 1025},
+                          {{DType::bf16, StateFormat::fp32, false, true}, 1025},
                           {{DType::bf16, StateFormat::int8, false}, 2047}};
         Rig rig(make({4, 4096}), options);
         rig.engine().faults().add({Op::read, 3, 6, 0, 0, 300});
@@ -585,7 +585,7 @@ RigOptions of_all_formats(int slots, Order order, bool durable) {
   options.shapes = {{{}, 2048},
                     {{DType::bf16, StateFormat::split, false}, 3001},
                     {{DType::f32, StateFormat::fp32, true}, 2500},
-                    {{DType::bf16, StateFormat::fp32, false}, 1025},
+                    {{DType::bf16, StateFormat::fp32, false, true}, 1025},
                     {{DType::bf16, StateFormat::int8, false}, 2047}};
   return options;
 }

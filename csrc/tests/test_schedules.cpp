@@ -52,9 +52,9 @@ class Schedule {
 
   RigOptions draw_options() {
     static const Family families[] = {
-        {DType::f32, StateFormat::fp32, false},  {DType::f32, StateFormat::fp32, true},
-        {DType::bf16, StateFormat::fp32, false}, {DType::bf16, StateFormat::split, true},
-        {DType::bf16, StateFormat::int8, false}, {DType::f32, StateFormat::bf16, false}};
+        {DType::f32, StateFormat::fp32, false},        {DType::f32, StateFormat::fp32, true},
+        {DType::bf16, StateFormat::fp32, false, true}, {DType::bf16, StateFormat::split, true},
+        {DType::bf16, StateFormat::int8, false},       {DType::f32, StateFormat::bf16, false}};
     RigOptions options;
     options.shapes.clear();
     const int kinds = 1 + draw(3);

@@ -17,7 +17,7 @@ RigOptions mixed(int slots, Order order, std::vector<int> resident) {
   options.shapes = {{{}, 2048},
                     {{DType::bf16, StateFormat::split, false}, 3001},
                     {{}, 1111},
-                    {{DType::bf16, StateFormat::fp32, false}, 1025},
+                    {{DType::bf16, StateFormat::fp32, false, true}, 1025},
                     {{DType::bf16, StateFormat::int8, false}, 2047}};
   return options;
 }

@@ -16,7 +16,8 @@ struct Shape {
 };
 
 inline AdamHyper hyper_of(int step) {
-  return {0.1f, 0.999f, 0.001f, 0.99f, 0.0f, 0.01f * static_cast<float>(step), 10.0f, 1e-8f, 1.0f};
+  return {0.1f,  0.999f, 0.001f, 0.99f, 0.0f, 0.01f * static_cast<float>(step),
+          10.0f, 1e-8f,  1.0f,   0.3f};
 }
 
 struct TrainedParameter {

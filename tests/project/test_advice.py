@@ -64,6 +64,15 @@ def adam(clip: float | None = None, **given: Any) -> None:  # noqa: ANN401
         train(net, optimizer, clip)
 
 
+def averaged(**given: Any) -> None:  # noqa: ANN401
+    net = model().bfloat16()
+    with AdamW(net.parameters(), **given) as optimizer:
+        net(torch.ones(2, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+        with optimizer.averaged(net):
+            pass
+
+
 def generic(kind: type[Optimizer] = torch.optim.SGD, size: int = 8, **given: Any) -> None:  # noqa: ANN401
     weight = nn.Parameter(torch.ones(size, 8))
     with closing(
@@ -610,6 +619,16 @@ CASES = [
         {"state_format": "bf16", "amsgrad": True},
         {'Use "split"': {"state_format": "split"}, 'or "fp32"': {"state_format": "fp32"}},
     ),
+    Case(
+        "which stores no fp32 master",
+        averaged,
+        {"ema": 0.9, "state_format": "split"},
+        {
+            "Leave state_format out": {"state_format": OUT},
+            'or use "fp32"': {"state_format": "fp32"},
+        },
+    ),
+    Case("this optimizer keeps no averages", averaged, {}, {"Pass ema=": {"ema": 0.9}}),
     Case(
         "is an empty list",
         adam,

@@ -7,7 +7,6 @@ written from its average, rounded; it comes back from its fp32 master, and no st
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -39,10 +38,16 @@ class AveragedWeights:
         self._model = model
         self._hooks = hooks
         self._numbers: frozenset[int] = frozenset()
+        self._is_inside = False
 
     def __enter__(self) -> None:
         """Wait for updates, and put the averages in place."""
-        self._runtime.call_lock.run("averaged", self._begin)
+        try:
+            self._runtime.call_lock.run("averaged", self._begin)
+        except BaseException:
+            if self._is_inside:  # a signal came meanwhile, or a hook has failed
+                self._runtime.call_lock.run("averaged", self._end)
+            raise
 
     def __exit__(
         self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
@@ -60,18 +65,22 @@ class AveragedWeights:
         _check_model(self._model, params)
         self._numbers = _begun(params, steps.contents.states)
         self._write("averaged()", enters=True)
-        lock.is_averaged = True
 
     def _end(self) -> None:
-        # First: if the weights cannot come back, resume() must be possible.
-        self._runtime.call_lock.is_averaged = False
         self._write("the end of averaged()", enters=False)
 
     def _write(self, operation: str, *, enters: bool) -> None:
-        for hook in self._hooks:
-            hook()
-        act = partial(exchange, self._runtime.params, self._numbers, enters=enters)
+        lock = self._runtime.call_lock
+
+        def act() -> None:
+            # If the weights cannot come back, resume() must be possible.
+            lock.is_averaged = self._is_inside = False
+            exchange(self._runtime.params, self._numbers, enters=enters)
+            lock.is_averaged = self._is_inside = enters
+
         with SignalsDeferred():
+            for hook in self._hooks:
+                hook()
             self._runtime.ranks.run_on_all(operation, act)
             for hook in self._hooks:
                 hook()

@@ -430,7 +430,7 @@ class StepRunner:
             validation.check_hyper(group)
         for update in updates:
             parameter, group = update.param.parameter, update.group
-            if not update.param.fits(OptionalStates.of(group)):
+            if not update.param.fits(group):
                 validation.refuse_change(
                     parameter, group, update.param.family, update.param.numel, "A parameter"
                 )
@@ -521,11 +521,7 @@ def collect(
             shard = shard_of(parameter)
             if param is not None:
                 param.shard = shard
-            if (
-                param is None
-                or not can_update(param.parameter, gradient)
-                or not param.fits(OptionalStates.of(group))
-            ):
+            if param is None or not can_update(param.parameter, gradient) or not param.fits(group):
                 check_due(groups, group, index, param)
             if param is None:
                 new_params.append(parameter)
@@ -540,7 +536,7 @@ def check_due(
     shard = shard_of(group["params"][index])
     parameter = in_order(shard, order_of(shard)) if param is None else param.parameter
     gradient = gradient_of(group["params"][index])
-    fits = param is None or param.fits(OptionalStates.of(group))
+    fits = param is None or param.fits(group)
     if can_update(parameter, gradient) and fits:
         return
     name = name_of(groups, group, index)

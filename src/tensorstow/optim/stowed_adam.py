@@ -248,7 +248,7 @@ class StowedAdam(PlacedOptimizer):
         Use it for evaluation or export: ``tensorstow.save_safetensors(model, directory)`` inside
         writes the averages. Weights and averages exchange places on their tiers, a part of a chunk
         at a time; when the block ends, also by an error, the weights are back, bit for bit. A
-        parameter that is frozen or was never stepped stays as it is. With several ranks, enter and
+        parameter without a step, as a frozen one, stays as it is. With several ranks, enter and
         leave it on each. Inside, calls such as ``step()``, ``commit()`` and ``state_dict()`` raise
         an error.
 

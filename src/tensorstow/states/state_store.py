@@ -90,6 +90,12 @@ class ChunkTransfers:
         number, offset = self._stored.target_of(chunk)
         _move(chunk, ring, self._storage.file(number).write, offset)
 
+    def keep(self, chunk: Chunk, ring: ChunkRing, streams: Sequence[torch.Tensor]) -> None:
+        """Make the changed ``streams`` of ``in_memory`` the chunk's states."""
+        if not chunk.resident:
+            self.save(chunk, ring)
+        self._stored.rewritten(chunk, streams)
+
 
 def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> None:
     parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
@@ -366,7 +372,7 @@ class StateStore:
         wanted = set(parameters)
         with self.pipeline.lock:
             self.pipeline.wait_idle()
-            reseeded = {p for p in wanted if self._is_reseeded(p)}
+            reseeded = {p for p in wanted if _is_reseeded(self, p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
             for chunk, streams in self._transfers.in_memory(chunks, self._ring):
                 for part, part_streams in slices(chunk, streams):
@@ -375,16 +381,6 @@ class StateStore:
                         if run.parameter in wanted:
                             weight = self.weights if run.parameter in reseeded else None
                             yield _slice_of(run, states, weight)
-
-    def _is_reseeded(self, parameter: int) -> bool:
-        """Return whether the weight is the master, because the user changed the weight."""
-        if (
-            self.families[parameter].format == StateFormat.FP32
-            or not self.families[parameter].has_master
-        ):
-            return False
-        weight = self.weights(parameter).detach().reshape(-1)
-        return not self.pipeline.handle.live().unchanged(parameter, weight.data_ptr())
 
     def put(self, states: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
         """Set the states of the parameters of ``states`` (any shape, cast to fp32).
@@ -403,7 +399,7 @@ class StateStore:
                     for _, streams in self._transfers.in_memory([chunk], self._ring):
                         for part, part_streams in slices(chunk, streams):
                             _set(part, part_streams, states, self.weights)
-                        self._save(chunk, streams)
+                        self._transfers.keep(chunk, self._ring, streams)
             for number in states:
                 if (family := self.families[number]).has_master:
                     native, master = self.pipeline.handle.live(), states[number].get("master")
@@ -428,13 +424,7 @@ class StateStore:
                 with poisoning(self.pipeline):
                     for _, streams in self._transfers.in_memory([chunk], self._ring):
                         if change(chunk, streams):
-                            self._save(chunk, streams)
-
-    def _save(self, chunk: Chunk, streams: Sequence[torch.Tensor]) -> None:
-        """Write streams in memory that have changed to the chunk's place."""
-        if not chunk.resident:
-            self._transfers.save(chunk, self._ring)
-        self.pipeline.stored.rewritten(chunk, streams)
+                            self._transfers.keep(chunk, self._ring, streams)
 
     @property
     def engine(self) -> _native.Engine | None:
@@ -461,6 +451,15 @@ class StateStore:
                 _release(*resources)
             self.chunks, self._views = [], {}
             self._ring = ChunkRing(RingPlan(0, 0))
+
+
+def _is_reseeded(store: StateStore, parameter: int) -> bool:
+    """Return whether the weight is the master, because the user changed the weight."""
+    family = store.families[parameter]
+    if family.format == StateFormat.FP32 or not family.has_master:
+        return False
+    weight = store.weights(parameter).detach().reshape(-1)
+    return not store.pipeline.handle.live().unchanged(parameter, weight.data_ptr())
 
 
 def _set(

@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError, StowError
 from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import AdamScalars
 from tensorstow.io import device_link
-from tensorstow.states.layout import Family, OptionalStates
+from tensorstow.states.layout import Family
 from tensorstow.states.native_pipeline import StepRow
 from tensorstow.step.host_weight import HostWeight
 from tensorstow.tensors.dtensor import (
@@ -76,13 +76,14 @@ class ManagedParam:
             raise OptionError(message)
         return self.shard.detach().permute(self.order)
 
-    def fits(self, optional: OptionalStates) -> bool:
+    def fits(self, group: Mapping[str, Any]) -> bool:
         """Return whether the parameter and its group still match its states."""
         family, parameter = self.family, self.parameter
         return (
             parameter.numel() == self.numel
             and parameter.dtype == family.dtype
-            and optional == family.optional
+            and bool(group["amsgrad"]) == family.amsgrad
+            and (group.get("ema") is not None) == family.ema
             and device_link.is_remote(parameter) == (self.tier is Tier.DEVICE)
         )
 

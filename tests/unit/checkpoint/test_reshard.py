@@ -57,6 +57,7 @@ def stores(directory: Path) -> list[str]:
         {},
         {"dtype": torch.float32, "amsgrad": True, "overlap": "forward"},
         {"state_format": "split"},
+        {"ema": 0.9},
         {"state_format": "bf16", "overlap": "backward"},
     ],
     ids=str,

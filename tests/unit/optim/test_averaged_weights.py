@@ -1,5 +1,6 @@
 """`averaged()`: averages in the place of weights, and the weights back, bit for bit."""
 
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,25 @@ def test_weights_come_back_after_an_error(place: str, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), optimizer.averaged(model):
             1 / 0  # noqa: B018  # an error in the block
         assert_same(everything(model, optimizer), before)
+
+
+def test_an_interrupt_while_it_begins_leaves_the_weights(tmp_path: Path) -> None:
+    model = make_model()
+    with make(model, "disk", tmp_path) as optimizer:
+        train(model, optimizer, range(3))
+        before = everything(model, optimizer)
+        hooks = iter(range(4))
+
+        def interrupt() -> None:
+            if next(hooks) == 1:  # the averages are in place
+                signal.raise_signal(signal.SIGINT)
+
+        optimizer._register_exchange_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt), optimizer.averaged(model):
+            pass
+        assert next(hooks, None) is None
+        assert_same(everything(model, optimizer), before)
+        train(model, optimizer, range(1))
 
 
 def test_calls_that_would_take_averages_for_weights_are_refused(tmp_path: Path) -> None:

@@ -199,6 +199,19 @@ def test_a_state_dict_has_it(tmp_path: Path) -> None:
         assert_same(averages(optimizer), wanted)
 
 
+def test_files_have_it(tmp_path: Path) -> None:
+    model = make_model(torch.bfloat16)
+    with AdamW(model.parameters(), ema=0.7) as optimizer:
+        train(model, optimizer, 0)
+        train(model, optimizer, 1)
+        wanted = averages(optimizer)
+        optimizer.save_safetensors(tmp_path / "states.safetensors")
+    options: dict[str, Any] = {"dir": tmp_path, "durability": "none", "policy": SMALL}
+    with AdamW(model.parameters(), ema=0.7, states="disk", **options) as optimizer:
+        optimizer.load_safetensors(tmp_path / "states.safetensors")
+        assert_same(averages(optimizer), wanted)
+
+
 def test_states_without_it_are_refused() -> None:
     model = make_model()
     with AdamW(model.parameters()) as plain:
