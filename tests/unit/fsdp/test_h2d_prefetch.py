@@ -386,6 +386,9 @@ class Optimizer:
     def _register_resume_hook(self, hook: Callable[..., None]) -> None:
         self.hooks["resume"] = hook
 
+    def _register_exchange_hook(self, hook: Callable[..., None]) -> None:
+        self.hooks["exchange"] = hook
+
 
 def watched(link: PlainLink) -> tuple[H2DPrefetcher, list[HostShard], Optimizer, nn.Module]:
     """Return prefetcher that know in which order units are gathered."""

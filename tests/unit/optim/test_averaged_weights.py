@@ -30,6 +30,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "disk": {"states": "disk", "durability": "none"},
     "split": {"states": 0.5, "durability": "none"},
     "durable": {"states": "disk", "commit_every": None},
+    "forward": {"states": "disk", "durability": "none", "overlap": "forward"},
+    "backward": {"states": 0.5, "durability": "none", "overlap": "backward"},
     "speculative": {"states": "disk", "durability": "none", "overlap": "speculative"},
 }
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

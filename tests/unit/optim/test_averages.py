@@ -158,6 +158,16 @@ def test_a_decay_is_between_0_and_1(decay: float) -> None:
         AdamW(make_model().parameters(), ema=decay)
 
 
+def test_a_decay_is_checked_in_each_step() -> None:
+    model = make_model()
+    with AdamW(model.parameters(), ema=0.9) as optimizer:
+        train(model, optimizer)
+        train(model, optimizer)
+        optimizer.param_groups[0]["ema"] = 1.5
+        with pytest.raises(OptionError, match=r"ema=1\.5 was given"):
+            train(model, optimizer)
+
+
 @pytest.mark.parametrize("state_format", ["split", "bf16", "int8"])
 def test_formats_without_whole_masters_are_refused(state_format: str) -> None:
     with pytest.raises(OptionError, match="ema was requested with states in"):
