@@ -42,6 +42,8 @@ class StateLoad:
             if entry and key in owner and self._filter.manages(owner[key]):
                 name = f"Parameter {key}"
                 validation.check_saved(entry, owner[key], name, optional[key])
+                # Raises an error where the format has no place for the states of the saved group.
+                self._runtime.params.offload_policy.family(owner[key].dtype, optional[key]).check()
                 self._kept[owner[key]] = entry
                 light[key] = {"step": as_step(entry["step"])}
         groups = options.with_own_flags(full["param_groups"], contents.groups)

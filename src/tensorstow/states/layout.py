@@ -84,6 +84,10 @@ class Family:
         """Return the streams of a chunk, in the order in which it stores them."""
         return streams_of(self.dtype, self.format, amsgrad=self.amsgrad, ema=self.ema)
 
+    def check(self) -> None:
+        """Raise OptionError for states that the format cannot store."""
+        streams_of(self.dtype, self.format, amsgrad=self.amsgrad, ema=self.ema)
+
     @property
     def optional(self) -> OptionalStates:
         """Return which states it has beyond both moments."""

@@ -236,6 +236,27 @@ def test_states_without_it_are_refused() -> None:
         assert_same(averages(optimizer), list(model.parameters()))
 
 
+def test_formats_without_whole_masters_load_none() -> None:
+    model = make_model(torch.bfloat16)
+    with AdamW(model.parameters(), ema=0.9) as optimizer:
+        train(model, optimizer)
+        saved = copy.deepcopy(optimizer.state_dict())
+    with AdamW(model.parameters(), state_format="split") as optimizer:
+        train(model, optimizer)
+        before = optimizer.states_of(model[0].weight)
+        with pytest.raises(OptionError, match="ema was requested with states in split"):
+            optimizer.load_state_dict(saved)
+        after = optimizer.states_of(model[0].weight)
+        assert before is not None
+        assert after is not None
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        train(model, optimizer)
+    with AdamW(model.parameters()) as optimizer:  # the saved groups decide, as of amsgrad
+        optimizer.load_state_dict(saved)
+        train(model, optimizer)
+        assert len(averages(optimizer)) == len(list(model.parameters()))
+
+
 def test_commits_have_it(tmp_path: Path) -> None:
     whole, model = make_model(torch.bfloat16), make_model(torch.bfloat16)
     with AdamW(whole.parameters(), ema=0.7) as optimizer:
