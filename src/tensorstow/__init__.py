@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tensorstow.checkpoint.optimizer_export import state_dict_of
     from tensorstow.checkpoint.quantized_weights import quantize_to_int8
     from tensorstow.fsdp.export import save_safetensors
+    from tensorstow.fsdp.named_weights import named_weights
     from tensorstow.fsdp.stow import plan_of, stow
     from tensorstow.fsdp.usage import usage
     from tensorstow.io.allocator import set_memory_limit
@@ -39,6 +40,7 @@ __all__ = [
     "Tier",
     "__version__",
     "errors",
+    "named_weights",
     "offload_activations",
     "plan_of",
     "quantize_to_int8",
@@ -61,6 +63,7 @@ _MODULES = {
     "StowError": "tensorstow.base.errors",
     "StowedOptimizer": "tensorstow.optim.generic.stowed_optimizer",
     "Tier": "tensorstow.base.tiers",
+    "named_weights": "tensorstow.fsdp.named_weights",
     "offload_activations": "tensorstow.activations.offload",
     "parameter_bytes": "tensorstow.fsdp.usage",  # until the next minor release
     "plan_of": "tensorstow.fsdp.stow",

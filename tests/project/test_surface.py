@@ -22,6 +22,7 @@ def test_exported_names() -> None:
         "Tier",
         "__version__",
         "errors",
+        "named_weights",
         "offload_activations",
         "plan_of",
         "quantize_to_int8",

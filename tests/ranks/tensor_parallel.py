@@ -47,23 +47,12 @@ PLAN = {
 
 def alone() -> Trained:
     """Train in one process."""
-    return _train(_model())
+    return _train(model_alone())
 
 
 def parallel(data: int) -> Trained:
     """Train on all ranks: FSDP2 over ``data`` of them, tensor parallelism over the others."""
-    tensor = dist.get_world_size() // data
-    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
-    model = _model()
-    for block in model:
-        parallelize_module(block, mesh["tensor"], PLAN)
-        parallelize_module(
-            block,
-            mesh["tensor"],
-            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
-        )
-        if data > 1:
-            fully_shard(block, mesh=mesh["data"])
+    model = parallel_model(data)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         assert torch.equal(part_of(_whole(parameter), parameter, "it"), parameter.to_local())
@@ -73,7 +62,25 @@ def parallel(data: int) -> Trained:
     return _train(model)
 
 
-def _model() -> nn.Module:
+def parallel_model(data: int) -> nn.Module:
+    """Return the model in pieces, as ``parallel`` trains it."""
+    tensor = dist.get_world_size() // data
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
+    model = model_alone()
+    for block in model:
+        parallelize_module(block, mesh["tensor"], PLAN)
+        parallelize_module(
+            block,
+            mesh["tensor"],
+            PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+        )
+        if data > 1:
+            fully_shard(block, mesh=mesh["data"])
+    return model
+
+
+def model_alone() -> nn.Module:
+    """Return the model in one piece."""
     torch.manual_seed(5)
     return nn.Sequential(Block(), Block())
 

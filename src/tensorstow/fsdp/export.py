@@ -26,10 +26,9 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.new_file import RANDOM, NewFiles, replace_files, sync_directory
 from tensorstow.base.sizes import parts_within
-from tensorstow.checkpoint.content import module_tensors
 from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of, shard_name
-from tensorstow.fsdp.full_tensors import whole_on_host
+from tensorstow.fsdp.named_weights import ModelWeights
 from tensorstow.fsdp.sharding import gather_digests, host_group, on_every_rank
 from tensorstow.io.digest_list import DigestList, RunningDigest
 from tensorstow.io.mapped import NewSafetensors
@@ -78,10 +77,10 @@ def save_safetensors(
     if isinstance(max_shard_bytes, bool) or max_shard_bytes < 1:
         message = f"max_shard_bytes={max_shard_bytes!r} was given: it is a number of bytes above 0."
         raise OptionError(message)
-    _run_state_dict_pre_hooks(model)
+    weights = ModelWeights(model)
     group = host_group()
     writers = dist.get_world_size(group) if by_rank and group is not None else 1
-    contents = dict(module_tensors(model))
+    contents = weights.tensors
     share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
     folder = expand_path(path)
@@ -90,7 +89,8 @@ def save_safetensors(
     listed = DigestList(folder / (INDEX if len(shards) > 1 else ONE))
     with NewFiles() as new_files:
         for at in range(0, len(shards), writers):
-            on_every_rank(partial(_write, shards[at : at + writers], rank, listed, new_files), task)
+            files = shards[at : at + writers]
+            on_every_rank(partial(_write, weights, files, rank, listed, new_files), task)
         on_every_rank(new_files.keep, task)
         _on_rank_0(partial(_remove_older, folder, len(shards)), task)
         on_every_rank(new_files.publish, task)
@@ -110,14 +110,14 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
     Raises:
         StowError: Rank 0 failed to write, and raises its own error.
     """
-    _run_state_dict_pre_hooks(model)
+    weights = ModelWeights(model)
     file = expand_path(path)
     task = f"write the model to {file}"
     _on_rank_0(partial(make_folder, file.parent), task)
-    whole = _shard_of(file.name, dict(module_tensors(model)))
+    whole = _shard_of(file.name, weights.tensors)
     listed = DigestList(file)
     with NewFiles() as new_files:
-        on_every_rank(partial(_write, [whole], _rank(), listed, new_files), task)
+        on_every_rank(partial(_write, weights, [whole], _rank(), listed, new_files), task)
         _on_rank_0(listed.remove, task)
         on_every_rank(new_files.publish, task)
     _on_rank_0(listed.write, task)
@@ -131,13 +131,6 @@ def _rank() -> int:
 
 def _on_rank_0(act: Callable[[], object], task: str) -> None:
     on_every_rank(act if _rank() == 0 else lambda: None, task)
-
-
-def _run_state_dict_pre_hooks(model: nn.Module) -> None:
-    """Run the pre-hooks of ``state_dict()``, which wait for updates and reshard."""
-    for module in model.modules():
-        for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001
-            hook(module, "", False)  # noqa: FBT003  # torch's own call
 
 
 def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
@@ -157,7 +150,13 @@ def _shard_of(name: str, part: Mapping[str, torch.Tensor]) -> _Shard:
     return _Shard(name, part, lay_out(entries))
 
 
-def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: NewFiles) -> None:
+def _write(
+    weights: ModelWeights,
+    shards: Sequence[_Shard],
+    rank: int,
+    listed: DigestList,
+    new_files: NewFiles,
+) -> None:
     """Write files in parallel, each by one rank, and note their digests.
 
     An exception is raised after the last gather, because the other ranks wait for all of them.
@@ -173,15 +172,15 @@ def _write(shards: Sequence[_Shard], rank: int, listed: DigestList, new_files: N
                 file = opened.enter_context(NewSafetensors(new, shard_of_rank.table, running))
             while turns:
                 shard, name = turns.popleft()
-                tensor = whole_on_host(shard.tensors[name])
+                tensor = weights.whole(name).cpu()
                 if file is not None and shard is shard_of_rank:
                     file.put(name, tensor)
         if new is not None:
             new.seal()
             listed.note(new.path, running.digest())
     except Exception:
-        for shard, name in turns:  # take part in the gathers that the other ranks wait for
-            whole_on_host(shard.tensors[name])
+        for _, name in turns:  # take part in the gathers that the other ranks wait for
+            weights.whole(name)
         raise
 
 
