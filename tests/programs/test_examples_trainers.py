@@ -3,7 +3,7 @@
 import gc
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tensorstow import parameter_bytes
+from tensorstow import named_weights, parameter_bytes
 from tensorstow.integrations.transformers import Stowed
 
 pytestmark = [
@@ -102,3 +102,45 @@ def test_the_base_of_lora_stays_in_its_files(run: Run) -> None:
     run("lora", look=look)
     assert found[0] == found[1] > 0
     assert all("lora_" in name for name in weights_in("out/model"))
+
+
+def test_a_server_has_the_bits_of_each_step(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO: what the server computes with, beside the model's state dict of that moment."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # for rollout_func
+    example = importlib.import_module("rl_hand_over")
+    wanted: list[dict[str, torch.Tensor]] = []
+    received: list[tuple[int, dict[str, torch.Tensor]]] = []
+    update = example.Server.update
+
+    def names_and_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from named_weights(model)
+        wanted.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    def update_and_note(server: Any, step: int, weights: Any) -> None:  # noqa: ANN401
+        update(server, step, weights)
+        state = server.model.state_dict().items()
+        received.append((step, {name: value.clone() for name, value in state}))
+
+    monkeypatch.setattr(example, "named_weights", names_and_weights)
+    monkeypatch.setattr(example.Server, "update", update_and_note)
+    run("rl_hand_over")
+    assert [step for step, _ in received] == [1, 2, 3]
+    assert all(same(theirs, ours) for (_, theirs), ours in zip(received, wanted, strict=True))
+    assert not same(wanted[0], wanted[2])
+
+
+def test_the_stand_in_refuses_what_is_not_its_models(tmp_path: Path) -> None:
+    example, tiny = importlib.import_module("rl_hand_over"), importlib.import_module("tiny")
+    server = example.Server(tiny.make_tiny(tmp_path / "tiny")[0])
+    weights = dict(named_weights(server.model))
+    server.update(1, weights.items())
+    first = next(iter(weights))
+    for wrong in (weights[first][1:], weights[first].float()):
+        with pytest.raises(ValueError, match=f"The server has no {first} of"):
+            server.update(2, {**weights, first: wrong}.items())
+    with pytest.raises(ValueError, match=r"no model\.strange of"):
+        server.update(2, [("model.strange", weights[first])])
+    del weights[first]
+    with pytest.raises(ValueError, match=f"did not get {first}"):
+        server.update(2, weights.items())
+    assert server.step == 1
