@@ -348,7 +348,7 @@ MUTATIONS = (
     # --- states up and down, by chunk ---
     Mutation(
         _UPDATER,
-        "self._made = link.record_event()",
+        "self._made = self.link.record_event()",
         "self._made = torch.Event(link.device)",
         f"{_WAITS}::test_slots_on_the_device_are_made_of_memory_that_is_in_use_still",
     ),

@@ -180,6 +180,11 @@ class DeviceBuffers:
         for unit in units:
             self._unit_buffers.pop(unit, None)
 
+    def free(self) -> None:
+        """Free all buffers on the device; they hold no copy that is used."""
+        self._buffers = None
+        self._unit_buffers.clear()
+
     def is_staging_free(self, unit: _Unit) -> bool:
         """Return whether ``unit`` can be staged without waiting for a copy from pinned memory."""
         first = self._staging[0].copied if any(unit.staged) and self._staging else None

@@ -17,6 +17,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
 from tensorstow.fsdp.first_steps import FirstSteps, HostRoom, buffers_of
+from tensorstow.fsdp.model_memory import ModelMemory
 from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
 from tensorstow.fsdp.placements import Path, StowRequest, choose_placement, with_overlap
 from tensorstow.fsdp.read_only import stow_read_only
@@ -211,6 +212,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     placed = place()
     part = _report_of(placed, request, sizes, step)
     placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
+    placed._register_released_part(partial(ModelMemory, weakref.ref(model)))  # noqa: SLF001
     _place_activations(request, placed)
     empty_cache()  # of what loading took
     if is_auto:  # a budget of the user's stays as it is

@@ -176,11 +176,20 @@ class BufferPool:
         with self._lock:
             self._log = log
 
-    def resize(self, capacity: int) -> None:
-        """Hold up to ``capacity`` bytes from now on, at least ``least`` and at most all buffers."""
-        with self._poisoning():
-            self.memory.capacity = max(min(capacity, self.total_bytes), self._least)
-            self._make_room(0)
+    def resize(self, capacity: int, *, least: int | None = None) -> None:
+        """Hold up to ``capacity`` bytes from now on, at least ``least`` and at most all buffers.
+
+        ``least`` is the constructor's by default. With 0 those used last leave too, once they are
+        read or written.
+        """
+        floor = self._least if least is None else least
+        while True:
+            with self._poisoning():
+                self.memory.capacity = max(min(capacity, self.total_bytes), floor)
+                busy = self._make_room(0, at_once=least == 0)
+            if busy is None:
+                return
+            self._wait(busy)
 
     def add(self, nbytes: int, runs: Sequence[Run] = ()) -> PooledBuffer:
         """Return a buffer of ``nbytes`` rounded up: of zeros, or of what ``runs`` have.

@@ -20,6 +20,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.keywords import warn_renamed
 from tensorstow.io.allocator import cache_large_blocks, empty_cache
+from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -296,6 +297,34 @@ class PlacedOptimizer(Optimizer):
             lambda: totals(real, real._parts()),  # noqa: SLF001
         )
 
+    def release(self, *, host: bool = False) -> None:
+        """Give back the memory that only training needs, until ``wake()``; for AdamW and Adam.
+
+        For a server that generates in the same memory. Updates and writes are finished first, and
+        no bit changes. On an accelerator it gives back gathered weights, copies of weights that
+        were made ahead or that stay, buffers of states, and what torch's allocator keeps. Weights
+        may be read until ``wake()``, by ``tensorstow.named_weights()`` too. A forward, ``step()``,
+        ``commit()`` and all else that computes or saves raises an error. Repeated calls do no harm.
+
+        Args:
+            host: Whether to give back CPU memory too: buffers of weights and states on disk, and
+                freed memory that tensorstow keeps. Default: False.
+
+        Raises:
+            OptionError: During backward, or with gradients in ``.grad``; weights live on the
+                accelerator, which are not moved; with ``host``, weights or states live in CPU
+                memory, or the model computes on an accelerator. Nothing was given back.
+        """
+        del host
+        message = (
+            f"release() was called on a {type(self).__name__}, whose states stay in CPU memory:"
+            " tensorstow.AdamW and Adam give memory back. close() ends this optimizer."
+        )
+        raise OptionError(message)
+
+    def wake(self) -> None:
+        """Take the memory again that ``release()`` gave back; no-op if nothing is released."""
+
     def close(self) -> None:
         """Drop states, buffers and files now rather than with the object. Idempotent.
 
@@ -332,6 +361,9 @@ class PlacedOptimizer(Optimizer):
         As a resume hook, but gradients stay, and so does what is known to be wrong with them.
         """
         self._around_exchange.append(hook)
+
+    def _register_released_part(self, make: Callable[[], ReleasedPart]) -> None:
+        """Have what ``make`` returns give memory back at ``release()``, if the class has that."""
 
     def _register_close_hook(self, hook: Callable[[], None]) -> None:
         """Have ``hook`` called when the optimizer has been closed; perhaps more than once.

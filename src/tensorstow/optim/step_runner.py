@@ -386,6 +386,7 @@ class StepRunner:
         if self._early is not None:
             self._accept_gradient(self._early, parameter)
             return
+        self._call_lock.check_awake("A backward")
         if self._schedule.beside_backward is not None:
             self._schedule.beside_backward()
         self._params.store.pipeline.prefetch()

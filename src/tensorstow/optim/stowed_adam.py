@@ -28,6 +28,7 @@ from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
 from tensorstow.checkpoint.worlds import remove_stores, survey
+from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.averaged_weights import AveragedWeights
 from tensorstow.optim.group_keys import check_keys
@@ -528,6 +529,26 @@ class StowedAdam(PlacedOptimizer):
     def _traffic(self) -> Traffic:
         return self._params().traffic()
 
+    @exclusive_call("release")
+    def release(self, *, host: bool = False) -> None:
+        """Give back the memory that only training needs, until ``wake()``; see PlacedOptimizer.
+
+        Args:
+            host: Whether to give back CPU memory too. Default: False.
+
+        Raises:
+            OptionError: Something is in use, or cannot be given back; nothing was.
+        """
+        self._runtime.release(host=host)
+
+    @exclusive_call("wake")
+    def wake(self) -> None:
+        """Take the memory again that ``release()`` gave back; no-op if nothing is released."""
+        self._runtime.wake()
+
+    def _register_released_part(self, make: Callable[[], ReleasedPart]) -> None:
+        self._runtime.parts_to_release.append(make)
+
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
         self._states().pipeline.counters.start_trace()
@@ -548,6 +569,7 @@ class StowedAdam(PlacedOptimizer):
 
     @exclusive_call("close")
     def _close(self) -> None:
+        self._runtime.wake()  # the model may go on without its optimizer
         try:
             self._runtime.finish(asked=sys.exception() is None)
         finally:

@@ -74,6 +74,14 @@ class ChunkRing:
             whole = self._arena.tensor(0, plan.nbytes, torch.uint8)
             self.address, self.memory = whole.data_ptr(), whole.untyped_storage()
 
+    def drop_pages(self) -> None:
+        """Give the memory back, while no slot is in use; what is touched is there again, as zeros.
+
+        Memory that is pinned for a device stays.
+        """
+        if isinstance(self._arena, Arena):
+            self._arena.drop()
+
     def streams(self, chunk: Chunk, slot: int) -> tuple[torch.Tensor, ...]:
         """Return the views that hold ``chunk``'s streams while it is in ``slot``."""
         if self._arena is None:

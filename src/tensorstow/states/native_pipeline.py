@@ -324,10 +324,15 @@ class UpdatePipeline:
         """
         self.handle.check(self.handle.live().wait_written(), in_background=True)
 
-    def wait_idle(self) -> None:
-        """Wait until every write is complete and no buffer is in use."""
+    def wait_idle(self, *, drop_ring: bool = False) -> None:
+        """Wait until every write is complete and no buffer is in use.
+
+        ``drop_ring``: then give the ring's pages back, with ``lock`` held; a step takes new ones.
+        """
         if self.handle.is_begun:
             self.handle.check(self.handle.live().quiesce())
+        if drop_ring and self._ring is not None:
+            self._ring.drop_pages()
 
     def order(self, chunks: Iterable[int]) -> None:
         """Take chunks in this order from the next step on."""

@@ -40,7 +40,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -53,6 +53,8 @@ _READS = frozenset({"state_dict"})
 """Calls that a function of the user's may make: they change nothing."""
 _AVERAGED = frozenset({"averaged", "zero_grad", "snapshots"})
 """Calls that are legal while weights are their averages."""
+_ASLEEP = frozenset({"release", "wake", "close", "zero_grad", "snapshots"})
+"""Calls that need nothing of what ``release()`` has given back, or take it again."""
 _numbers = itertools.count(1)
 
 
@@ -74,6 +76,8 @@ class CallLock:
         self.is_averaged = False
         """True while the averages of weights are in their place, and calls would take them for
         weights."""
+        self.is_released = False
+        """True from ``release()`` to ``wake()``."""
 
     def alone(self) -> AbstractContextManager[object]:
         """Wait for the calls of other threads, and keep them out; within a call, be part of it."""
@@ -91,6 +95,8 @@ class CallLock:
             return act()
         if self._is_inside():
             return self._within(name, act)
+        if name not in _ASLEEP:
+            self.check_awake(f"{name}()")
         # Locks in `with` only: no instruction lies between acquiring one and entering the block.
         with self._thread:
             if self._call.locked():
@@ -107,6 +113,11 @@ class CallLock:
                 finally:  # an interrupt in torch.no_grad() itself would leave them off for good
                     _tell_backward(outer)
                     torch.set_grad_enabled(gradients)
+
+    def check_awake(self, call: str) -> None:
+        """Raise OptionError between ``release()`` and ``wake()``."""
+        if self.is_released:
+            refuse_released(call)
 
     def _within(self, name: str, act: Callable[[], _T]) -> _T:
         if self.allows_reads and name in _READS:
@@ -206,6 +217,15 @@ def _refusal_of_averages(name: str) -> OptionError | CommitError:
         " averages: nothing was done. Call it after the block; tensorstow.save_safetensors(model,"
         " directory) and model.state_dict() inside it save the averages."
     )
+
+
+def refuse_released(call: str, *_: object) -> NoReturn:
+    """Raise OptionError for a call between ``release()`` and ``wake()``."""
+    message = (
+        f"{call} was called between optimizer.release() and optimizer.wake(): the memory that it"
+        " needs was given back. Call wake() first."
+    )
+    raise OptionError(message)
 
 
 def _refusal(name: str, outer: str) -> OptionError | CommitError:

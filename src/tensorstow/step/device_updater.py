@@ -75,18 +75,13 @@ class DeviceUpdater(LinkFeed):
         tables = [self._table_bytes(chunk) for chunk in chunks]
         slots, self._states_end = device_slots([(c.family, c.plan.elements) for c in chunks])
         self._table_room = max(tables, default=0)
-        self._slots = [
-            torch.empty(self._states_end + self._table_room, dtype=torch.uint8, device=link.device)
-            for _ in range(slots)
-        ]
-        self.device_bytes = sum(slot.nbytes for slot in self._slots)
+        self._free = list(range(slots))
+        self._slots: list[torch.Tensor] = []
+        self.take_slots()
         self.tables = PinnedBlock(
             len(self._slots) * self._table_room, link.device, link.synchronize
         )
         """Host memory that the slots' tables are copied from, if the rule has any."""
-        self._made = link.record_event()
-        """The event after earlier uses of the slots' memory."""
-        self._free = list(range(len(self._slots)))
         self._rows: Sequence[StepRow] = ()
         self._scalars: Sequence[AdamScalars] = ()
         self._all_weights = False
@@ -94,6 +89,21 @@ class DeviceUpdater(LinkFeed):
         self._ahead = 0
         """Chunks whose gradients the pipeline has, and that were not acquired yet."""
         self._in_flight: CopyQueue[_ChunkOnDevice] = CopyQueue()
+
+    def take_slots(self) -> None:
+        """Allocate the slots' memory, unless it is there."""
+        nbytes, device = self._states_end + self._table_room, self.link.device
+        if not self._slots:
+            self._slots = [
+                torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in self._free
+            ]
+            self._made = self.link.record_event()
+            """The event after earlier uses of the slots' memory."""
+        self.device_bytes = sum(slot.nbytes for slot in self._slots)
+
+    def free_slots(self) -> None:
+        """Free the slots' memory, which no copy and no update may use."""
+        self._slots, self.device_bytes = [], 0
 
     # --- a step ---
 

@@ -120,3 +120,30 @@ def test_pages_of_what_is_evicted_go_to_what_is_read_in_its_place(
     assert [int(buffer.bytes[0]) for buffer in made] == [0, 0, 0, 4]
     pool.close()
     assert [int(buffer.bytes[-1]) for buffer in made] == [0, 0, 0, 0]
+
+
+def test_all_leaves_memory_once_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BufferPool([tmp_path], 4 * SIZE, 4 * SIZE, least=3 * SIZE)
+    buffers = [pool.add(SIZE) for _ in range(4)]
+    ended: set[IoFuture] = set()
+    wait = IoFuture.wait
+
+    def late(future: IoFuture) -> None:
+        wait(future)
+        ended.add(future)
+
+    monkeypatch.setattr(IoFuture, "done", lambda future: future in ended)
+    monkeypatch.setattr(IoFuture, "wait", late)
+    for value, buffer in enumerate(buffers):
+        _fill(buffer, value + 1)
+    pool.resize(0)
+    assert pool.memory.held == 4 * SIZE  # all are being written
+    pool.resize(0, least=0)
+    assert (pool.memory.held, pool.memory.capacity) == (0, 0)
+    assert ended
+    assert all(_all_are(buffer, value + 1) for value, buffer in enumerate(buffers))
+    assert pool.memory.held == SIZE
+    pool.resize(4 * SIZE)
+    assert pool.memory.capacity == 4 * SIZE
