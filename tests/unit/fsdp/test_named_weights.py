@@ -20,6 +20,7 @@ from ranks.stowed import loss_of, model_of
 from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here, whole
 from tensorstow import Plan, named_weights, quantize_to_int8
 from tensorstow.base.errors import KeywordError, OptionError
+from tensorstow.fsdp.weight_stream import Call, WeightStream
 
 Pool = Callable[[int], Ranks]
 Named = dict[str, torch.Tensor]
@@ -313,6 +314,25 @@ def test_a_model_that_is_only_read_is_handed_over(
     tensorstow.save_safetensors(model, tmp_path / "again")
     written = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(written[name], wanted[name]) for name in wanted)
+
+
+def test_a_weight_is_copied_before_its_buffer_is_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make().eval()
+    save_file(copies(net), tmp_path / "model.safetensors")
+    model, _ = tensorstow.stow(make().eval(), None, plan=Plan(parameters="disk"), weights=tmp_path)
+    leave = WeightStream.leave
+
+    def reuse_at_once(stream: WeightStream, call: Call, *rest: object) -> None:
+        memory = stream.host.get(call.unit)
+        assert memory is not None
+        stream.host.drop(call.unit)
+        memory.tensor(0, call.unit.nbytes, torch.uint8).fill_(255)
+        leave(stream, call, *rest)
+
+    monkeypatch.setattr(WeightStream, "leave", reuse_at_once)
+    assert same(dict(named_weights(model)), copies(net))
 
 
 def test_weights_that_are_stored_in_int8_come_in_the_models_dtype(tmp_path: Path) -> None:
