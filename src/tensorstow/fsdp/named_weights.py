@@ -120,9 +120,9 @@ def named_weights(
         OptionError: ``model`` is no module, or ``device`` no device; or, from the iterator, a
             weight was changed since the call, as by a step.
     """
-    given: object = model
-    if not isinstance(given, nn.Module):
-        message = f"named_weights() was called with a {type(given).__name__}: pass an nn.Module."
+    module: object = model
+    if not isinstance(module, nn.Module):
+        message = f"named_weights() was called with a {type(module).__name__}: pass an nn.Module."
         raise OptionError(message)
     try:
         target = torch.device(device)

@@ -95,14 +95,14 @@ class CallLock:
             return act()
         if self._is_inside():
             return self._within(name, act)
-        if name not in _ASLEEP:
-            self.check_awake(f"{name}()")
         # Locks in `with` only: no instruction lies between acquiring one and entering the block.
         with self._thread:
             if self._call.locked():
                 return self._within(name, act)
             if self.is_averaged and name not in _AVERAGED:
                 raise _refusal_of_averages(name)
+            if name not in _ASLEEP:
+                self.check_awake(f"{name}()")
             with self._call:
                 self._name = name
                 self._number = next(_numbers)
