@@ -152,6 +152,9 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="dtype of parameters (default: the model's own)"
     )
     training.add_argument(
+        "--ema", metavar="DECAY", type=float, help="keep averages of the weights, such as of 0.9999"
+    )
+    training.add_argument(
         "--commits",
         action="store_true",
         help="the run can be resumed: count the disk space that its commits take",

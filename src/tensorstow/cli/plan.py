@@ -91,6 +91,7 @@ def examine(options: argparse.Namespace) -> dict[str, Any]:
         ranks=options.world_size,
         device_is_host=chosen.conditions.device_is_host,
         lora=options.lora,
+        ema=options.ema,
     )
     return {
         "model": _describe(model, sizes),
@@ -119,7 +120,12 @@ def _request(
 ) -> PlanRequest:
     """Return the request to search: the model, the limits, and what the options allow."""
     device_is_host = limits.device_is_host
-    conditions = Conditions(device_is_host, commits=options.commits, headroom=limits.headroom)
+    conditions = Conditions(
+        device_is_host,
+        commits=options.commits,
+        averages=options.ema is not None,
+        headroom=limits.headroom,
+    )
     if traced is not None:
         conditions = replace(conditions, activations=traced.held())
     request = PlanRequest(
@@ -191,6 +197,9 @@ def _check(options: argparse.Namespace) -> None:
         if value is not None and value < 1:
             message = f"--{name} {value} was given: it is a number, at least 1."
             raise OptionError(message)
+    if options.ema is not None and not 0 <= options.ema <= 1:
+        message = f"--ema {options.ema} was given: it is the decay of an average, from 0 to 1."
+        raise OptionError(message)
     if options.accumulation_steps is None and options.batch is None:
         message = "--accumulation-steps auto was given without --batch, which it cuts: say both."
         raise OptionError(message)

@@ -54,6 +54,8 @@ class Recipe:
     """Whether the CPU computes."""
     lora: int | None = None
     """The rank of adapters; None: there are none."""
+    ema: float | None = None
+    """The decay of averages of the weights; None: there are none."""
 
     @property
     def lr(self) -> float:
@@ -69,7 +71,8 @@ class Recipe:
 def recipes_of(recipe: Recipe) -> dict[str, Any]:
     """Return a plan in each form, and the fields that each cannot express, as its run has them."""
     configuration = _deepspeed_of(recipe)
-    format_of_others = {} if recipe.state_format is None else {"state_format": None}
+    others = {} if recipe.state_format is None else {"state_format": None}
+    others |= {} if recipe.ema is None else {"ema": None}
     described = plan_of(
         read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
     )
@@ -83,9 +86,9 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
     return {
         "code": _code_of(recipe),
         "deepspeed": configuration,
-        "deepspeed_lacks": {**lacks, **format_of_others, **commits},
+        "deepspeed_lacks": {**lacks, **others, **commits},
         "gemini": _gemini_of(recipe),
-        "gemini_lacks": {**_differences(_USUAL, recipe.plan, names), **format_of_others},
+        "gemini_lacks": {**_differences(_USUAL, recipe.plan, names), **others},
     }
 
 
@@ -112,6 +115,8 @@ def _code_of(recipe: Recipe) -> list[str]:
     keywords = [f"lr={recipe.lr}", "plan=plan"]
     if recipe.state_format is not None:
         keywords.append(f"state_format={str(recipe.state_format)!r}")
+    if recipe.ema is not None:
+        keywords.append(f"ema={recipe.ema}")
     if recipe.commits:
         keywords.append(f"dir={recipe.place!r}")
     elif recipe.directory is not None and uses_disk(plan):

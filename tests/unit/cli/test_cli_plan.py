@@ -176,6 +176,18 @@ def test_ranks_share_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
         assert bytes_of[1][what] == bytes_of[0][what] // 2 > 0
 
 
+def test_averages_are_counted_and_named(capsys: pytest.CaptureFixture[str]) -> None:
+    plain, averaged = planned(capsys), planned(capsys, "--ema", "0.999")
+    states = [
+        next(item["bytes"] for item in facts["held"] if item["what"] == "states")  # type: ignore[attr-defined]
+        for facts in (plain, averaged)
+    ]
+    assert states[1] == states[0] * 3 // 2
+    assert "lr=1e-05, plan=plan, ema=0.999)" in averaged["code"][-1]  # type: ignore[index]
+    assert averaged["deepspeed_lacks"]["ema"] is None  # type: ignore[index]
+    assert averaged["gemini_lacks"]["ema"] is None  # type: ignore[index]
+
+
 def test_the_network_between_machines_is_counted(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -341,6 +353,7 @@ def test_a_real_run_holds_what_was_printed(states: str, capsys: pytest.CaptureFi
         (["--world-size", "0"], "at least 1"),
         (["--accumulation-steps", "0"], "--accumulation-steps 0 was given: it is a number"),
         (["--batch", "2"], "go together"),
+        (["--ema", "1.5"], "--ema 1.5 was given: it is the decay"),
         (["--batch", "2", "--seq", "8"], "inputs are not known"),
         (["--host", "12 parsecs"], "--host='12 parsecs' has the unit 'parsecs'"),
         (["--device", "-5GiB"], "--device='-5GiB' is negative"),

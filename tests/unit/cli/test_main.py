@@ -61,6 +61,7 @@ def test_the_command_line_is_frozen() -> None:
             "--directory",
             "--disk",
             "--dtype",
+            "--ema",
             "--gemini",
             "--headroom",
             "--help",
