@@ -13,6 +13,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)
 SUBJECTS = {
     "kernels": "the update kernels against torch's and DeepSpeed's",
     "optimizer": "opt.step of the seed example in RAM",
+    "averages": "a step that keeps averages of the weights, and torch's AveragedModel beside it",
     "offload": "the offloaded step against disk and kernel alone",
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -55,6 +56,10 @@ class Program:
     def kill(self) -> None:
         """Kill it, unless it has ended."""
         self._child.kill()
+
+    def wait_for_end(self) -> None:
+        """Wait until it has ended, and let others read what it wrote."""
+        self._child.wait(100)
 
     def wait(self) -> tuple[int, str]:
         """Return its exit status, and what it wrote, when it has ended."""
@@ -111,6 +116,8 @@ class Host:
         """End all processes of the host at once, as a loss of power does."""
         for program in self._programs:
             program.kill()
+        for program in self._programs:
+            program.wait_for_end()
         self._holder.kill()
         self._holder.communicate()
 
@@ -176,6 +183,9 @@ class Hosts:
 
     def _connect(self) -> None:
         first, second = self.hosts
+        for host in self.hosts:  # the kernel may still hold the end of a cable to a dead host
+            with suppress(AssertionError):
+                host.run("ip", "link", "delete", CABLE)
         ends = ["type", "veth", "peer", "name", CABLE, "netns"]
         _run(
             [

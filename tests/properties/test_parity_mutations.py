@@ -287,4 +287,4 @@ def test_the_schedule_that_reads_nothing_ahead_is_not_hurt_by_stale_reads(
 
 def test_every_axis_has_a_mutation() -> None:
     assert {mutation.axis for mutation in MUTATIONS} == set(AXES)
-    assert len(MUTATIONS) == 44
+    assert len(MUTATIONS) == 45

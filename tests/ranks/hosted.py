@@ -4,6 +4,7 @@ It takes the run's directory, the step to train to and, as JSON, how; it says wh
 each.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -28,6 +29,7 @@ class How:
     """A way of training."""
 
     width: int = 48
+    dtype: str = "float32"
     stage: int = 3
     replicas: int = 1
     accumulation_steps: int = 1
@@ -38,7 +40,8 @@ class How:
 def train(directory: Path, last: int, how: How) -> None:
     """Resume, train to step ``last``, and tell the weights after each."""
     torch.manual_seed(1)
-    model = nn.Sequential(*(nn.Linear(how.width, how.width) for _ in range(3)))
+    dtype: torch.dtype = getattr(torch, how.dtype)
+    model = nn.Sequential(*(nn.Linear(how.width, how.width) for _ in range(3))).to(dtype)
     where = "disk" if how.stage == 3 else "host"
     micro = how.accumulation_steps
     plan = Plan(
@@ -57,7 +60,7 @@ def train(directory: Path, last: int, how: How) -> None:
     for step in range(start + 1, last + 1):
         torch.manual_seed(100 * step + dist.get_rank())
         for _ in range(micro):
-            model(torch.randn(4, how.width)).square().mean().backward()
+            model(torch.randn(4, how.width, dtype=dtype)).square().mean().backward()
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
@@ -85,6 +88,7 @@ def _digest(model: nn.Module) -> str:
 def main() -> int:
     """Be a rank; say with which error it ended."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(70, exit=True)  # says where a rank hangs
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS_UNTIL_A_HOST_IS_LOST))
     try:
         train(Path(sys.argv[1]), int(sys.argv[2]), How(**json.loads("".join(sys.argv[3:]) or "{}")))

@@ -4,13 +4,13 @@ Ranks number their generations each for itself; what they committed together has
 """
 
 import logging
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tensorstow.base.errors import OptionError, RankError
+from tensorstow.base.machine import machine_id
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.store.inspect import inspect_store
 from tensorstow.store.rank_dirs import rank_directory, run_directory, worlds_in
@@ -49,6 +49,7 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
     """
     if ranks.alone:
         return store.generation(which)
+    _refuse_elsewhere(store, ranks)
     generations = _everyones(store, f"resume({'' if which is None else repr(which)})", ranks)
     common = common_ids(generations)
     if which is not None:
@@ -57,7 +58,6 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
         wanted = next(g.id for g in reversed(generations[0]) if g.id in common)
         _log_difference(generations, wanted)
     else:
-        _refuse_elsewhere(store, generations, ranks)
         _refuse_lost(store, generations, ranks)
         return None
     mine = next(g for g in generations[ranks.rank] if g.id == wanted)
@@ -177,26 +177,41 @@ def _log_difference(generations: Sequence[Sequence[RankGeneration]], wanted: str
         )
 
 
-def _refuse_elsewhere(
-    store: Store, generations: Sequence[Sequence[RankGeneration]], ranks: Ranks
-) -> None:
-    """Raise RankError if a rank's commits lie on another rank's machine: they changed places."""
-    operation = "resume()"
+def _refuse_elsewhere(store: Store, ranks: Ranks) -> None:
+    """Raise RankError if another rank's machine has a rank's newer commits: they changed places.
+
+    One rank of each machine looks for what lies there of ranks on other machines.
+    """
+    operation = "the places of all stores"
     with ranks.reporting_errors(operation):
-        stores = worlds_in(run_directory(store.directories[0], ranks.world)).get(ranks.world, {})
-        steps = {rank: [g.step for g in inspect_store(stores[rank]).generations] for rank in stores}
-    mine = [socket.gethostname(), sorted(steps.items())]
-    gathered: list[tuple[str, list[tuple[int, list[int]]]]] = ranks.all_gather(operation, mine)
-    for machine, seen in gathered:
-        for rank, committed in seen:
-            if set(committed) - {generation.step for generation in generations[rank]}:
-                message = (
-                    f"The commits of rank {rank} are on {machine}, and the rank is on"
-                    f" {gathered[rank][0]} now. Start the machines in the order that they had"
-                    " (torchrun --node-rank), or copy the directory of each rank"
-                    f" ({rank_directory(Path(), rank, ranks.world)}, ...) to its machine."
-                )
-                raise RankError(message)
+        own = inspect_store(store.directories[0])
+    mine = [machine_id(), own.run, max((g.number for g in own.generations), default=-1)]
+    places: list[tuple[list[str], str, int]] = ranks.all_gather(operation, mine)
+    machines = [machine for machine, _, _ in places]
+    strays: list[int] = []
+    with ranks.reporting_errors(operation):
+        if machines.index(machines[ranks.rank]) == ranks.rank:
+            base = run_directory(store.directories[0], ranks.world)
+            for rank, path in worlds_in(base).get(ranks.world, {}).items():
+                if machines[rank] != machines[ranks.rank] and _is_newer(path, *places[rank][1:]):
+                    strays.append(rank)
+    for place, of_machine in enumerate(ranks.all_gather(operation, strays)):
+        if of_machine:
+            numbers = ", ".join(map(str, of_machine))
+            message = (
+                f"Newer commits of ranks {numbers} than their own are on {machines[place][0]},"
+                f" where rank {place} is now. Start the machines in the order that they had"
+                " (torchrun --node-rank), or move each rank's directory"
+                f" ({rank_directory(Path(), of_machine[0], ranks.world)}, ...) to its machine."
+            )
+            raise RankError(message)
+
+
+def _is_newer(path: Path, run: str, number: int) -> bool:
+    """Return whether a store has commits that the rank's own store, of ``run``, is to have."""
+    other = inspect_store(path)
+    newest = max((generation.number for generation in other.generations), default=-1)
+    return newest > number and (number == -1 or other.run == run)
 
 
 def _refuse_lost(

@@ -4,7 +4,8 @@
 so it works with any backend and does not interfere with collectives. In a gather each rank posts a
 value under the gather's number and its own rank. Rank 0 polls for all of them and posts them
 together, for which the others poll: N ranks exchange N values in a few messages each, not N
-squared. Polling ends when the values are there, when a rank reports an error or leaves, or after
+squared. It returns when all have read them, so that it may end at once, with the store. Polling
+ends when the values are there, when a rank reports an error or leaves, or after
 the store's timeout (``init_process_group(timeout=)``).
 """
 
@@ -14,7 +15,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,8 @@ _PAUSES = (0.0005, 0.02)
 _PAUSE_PER_RANK = 0.00005
 """Seconds: the store serves one request after the other, some 100,000 a second."""
 _FAREWELL_SECONDS = 10.0
+_PIECE = 1 << 22
+"""Bytes of one value: TCPStore takes no more than 8 million."""
 
 
 class Coordinator:
@@ -49,8 +52,8 @@ class Coordinator:
         self._seconds: float = timeout.total_seconds()
         self._gathers = 0
         self._session: str | None = None
-        self._unread: str | None = None
-        """The key that counts the ranks which have read the values of the last gather."""
+        self._pieces: list[str] = []
+        """The keys under which rank 0 has posted the last gather."""
 
     def next_id(self) -> str:
         """Return an id of the next gather: the same on all ranks, and never used twice."""
@@ -69,63 +72,87 @@ class Coordinator:
         with self._naming_unreachable(operation):
             number = self._post(operation, {"value": value})
             keys = [f"{number}/{rank}" for rank in range(self.world)]
-            together = f"{number}/all"
 
             def absent() -> list[int]:
-                if self.rank != 0 and self._store.check([together]):
+                if self.rank != 0 and self._store.check([f"{number}/all"]):
                     return []
                 missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 return missing or [0]  # who was to post them together
 
-            poll = self._collect if self.rank == 0 else self._receive
-            values = self._poll(operation, lambda: poll(operation, keys, together), absent)
-            self._unread = f"{number}/read"
-            self._store.add(self._unread, 1)
-            # Every rank has read the gather before, or would not have come to this one.
-            for key in [self.rank, "read", "all"] if self.rank == 0 else [self.rank]:
-                self._store.delete_key(f"{number - 1}/{key}")
-        return values
+            read = self._collect if self.rank == 0 else self._receive
+            posted = self._poll(
+                operation,
+                lambda: read(number, keys),
+                absent,
+                # Else who is late would find all values there, and go on alone.
+                lambda error: self._post_failure(number, operation, error),
+            )
+            self._store.add(f"{number}/read", 1)
+            if self.rank == 0:
+                self._wait_for_readers(number, sum("value" in entry for entry in posted))
+            self._delete(number - 1)
+            _refuse_failures(operation, dict(enumerate(posted)))
+        return [entry["value"] for entry in posted]
 
-    def _collect(self, operation: str, keys: list[str], together: str) -> list[Any] | None:
-        """Post the values of all ranks together, and return them; None if some are missing."""
+    def _collect(self, number: int, keys: list[str]) -> list[dict[str, Any]] | None:
+        """Post what all ranks have posted together, and return it; None if some are missing."""
         if not self._store.check(keys):
-            self._refuse_failed(operation, keys)
+            self._refuse_failed(number, keys)
             return None
         posted = [json.loads(text) for text in self._store.multi_get(keys)]
-        operations = {entry["at"] for entry in posted if "value" in entry}
-        is_usual = operations == {operation} and all("value" in entry for entry in posted)
-        values = [entry.get("value") for entry in posted]
-        self._store.set(
-            together, json.dumps({"at": operation, "values": values} if is_usual else posted)
-        )
-        _refuse_failures(operation, dict(enumerate(posted)))
-        return values
+        text = json.dumps(posted)
+        pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+        for key in self._pieces:
+            self._store.delete_key(key)
+        self._pieces = [f"{number}/all/{place}" for place in range(len(pieces))]
+        for key, piece in zip(self._pieces, pieces, strict=True):
+            self._store.set(key, piece)
+        self._store.set(f"{number}/all", str(len(pieces)))
+        return posted
 
-    def _receive(self, operation: str, keys: list[str], together: str) -> list[Any] | None:
-        """Return the values that rank 0 has posted together; None if it has not."""
-        if not self._store.check([together]):
-            self._refuse_failed(operation, keys)
+    def _receive(self, number: int, keys: list[str]) -> list[dict[str, Any]] | None:
+        """Return what rank 0 has posted together; None if it has not."""
+        if not self._store.check([f"{number}/all"]):
+            self._refuse_failed(number, keys)
             return None
-        posted: Any = json.loads(self._store.get(together))
-        if isinstance(posted, list):
-            _refuse_failures(operation, dict(enumerate(posted)))
-        elif posted["at"] != operation:
-            _refuse_failures(operation, {0: posted})
-        values: list[Any] = posted["values"]
-        return values
+        count = int(self._store.get(f"{number}/all"))
+        pieces = [self._store.get(f"{number}/all/{place}") for place in range(count)]
+        posted: list[dict[str, Any]] = json.loads(b"".join(pieces))
+        return posted
 
-    def _refuse_failed(self, operation: str, keys: Sequence[str]) -> None:
-        """Raise RankError if a rank that is here has failed; cheap if none has."""
-        if self._store.check(["trouble"]):
+    def _refuse_failed(self, number: int, keys: list[str]) -> None:
+        """Raise RankError if a rank that has posted has failed; cheap if none has."""
+        if self._store.check([f"{number}/trouble"]):
             here = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
             posted = {rank: json.loads(self._store.get(key)) for rank, key in here.items()}
-            _refuse_failures(operation, posted)
+            _refuse_failures("", {r: entry for r, entry in posted.items() if "failed" in entry})
+
+    def _wait_for_readers(self, number: int, readers: int) -> None:
+        """Wait until so many ranks have read a gather, or one has ended."""
+        deadline, pause = time.monotonic() + _FAREWELL_SECONDS, _PAUSES[0]
+        while self._store.add(f"{number}/read", 0) < readers and not self._left():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES[1])
+
+    def _delete(self, number: int) -> None:
+        """Delete this rank's part of a gather that every rank has read, or it had not come here."""
+        self._store.delete_key(f"{number}/{self.rank}")
+        if self.rank == 0:
+            for key in ("read", "trouble", "all"):
+                self._store.delete_key(f"{number}/{key}")
 
     def report_error(self, operation: str, error: BaseException) -> None:
         """Post ``error`` for the others' next gather to raise; does not wait for them."""
+        self._post_failure(self._gathers, operation, error)
+        self._gathers += 1
+
+    def _post_failure(self, number: int, operation: str, error: BaseException) -> None:
+        failed = {"at": operation, "failed": f"{type(error).__name__}: {error}"}
         try:
-            self._post(operation, {"failed": f"{type(error).__name__}: {error}"})
-            self._store.set("trouble", "yes")
+            self._store.set(f"{number}/{self.rank}", json.dumps(failed))
+            self._store.set(f"{number}/trouble", "yes")
         except (
             RuntimeError
         ) as unreachable:  # the caller raises its own error; the others will miss this rank
@@ -163,47 +190,48 @@ class Coordinator:
         # Errors of the store are ignored now: no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "yes")
-            self._store.set("trouble", "yes")
-            # Rank 0 mostly hosts the store, and must not end while others still read their results.
-            deadline = time.monotonic() + _FAREWELL_SECONDS
-            while self.rank == 0 and self._unread is not None and time.monotonic() < deadline:
-                if self._store.add(self._unread, 0) == self.world:
-                    break
-                time.sleep(_PAUSES[0])
+            self._store.set("left", "yes")
 
     def _post(self, operation: str, value: Mapping[str, Any]) -> int:
-        number, self._gathers, self._unread = self._gathers, self._gathers + 1, None
+        number, self._gathers = self._gathers, self._gathers + 1
         self._store.set(f"{number}/{self.rank}", json.dumps({"at": operation, **value}))
         return number
 
     def _poll(
-        self, operation: str, poll: Callable[[], _T | None], absent: Callable[[], list[int]]
+        self,
+        operation: str,
+        poll: Callable[[], _T | None],
+        absent: Callable[[], list[int]],
+        give_up: Callable[[RankError], object] = lambda _: None,
     ) -> _T:
-        """Return the first result of ``poll``; raise RankError if a rank left or timed out."""
+        """Return the first result of ``poll``; raise RankError if a rank left or timed out.
+
+        That error is passed to ``give_up`` first.
+        """
         deadline = time.monotonic() + self._seconds
         pause, longest = _PAUSES[0], max(_PAUSES[1], _PAUSE_PER_RANK * self.world)
         while (result := poll()) is None:
-            left = self._left()
-            gone = [
-                rank for rank in absent() if rank in left
-            ]  # in this order: a rank posts, then leaves
+            left = self._left()  # before absent(): a rank posts, then leaves
+            gone = [rank for rank in absent() if rank in left] if left else []
             if gone:
                 message = (
                     f"{_ranks(gone)} ended before {operation}, which needs all ranks. {_ADVICE}"
                 )
-                raise RankError(message)
+                give_up(error := RankError(message))
+                raise error
             if time.monotonic() > deadline:
                 message = (
                     f"{_ranks(absent())} did not come to {operation} within {self._seconds:g}"
                     f" seconds (init_process_group(timeout=)). {_ADVICE}"
                 )
-                raise RankError(message)
+                give_up(error := RankError(message))
+                raise error
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return result
 
     def _left(self) -> set[int]:
-        if not self._store.check(["trouble"]):
+        if not self._store.check(["left"]):
             return set()
         return {rank for rank in range(self.world) if self._store.check([f"left/{rank}"])}
 

@@ -9,14 +9,14 @@ before the new commit is complete leaves the old world the newest; after it, bot
 """
 
 import logging
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tensorstow.base.errors import OptionError, RankError, StowError
+from tensorstow.base.machine import machine_id
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint import agreement
 from tensorstow.checkpoint.agreement import (
@@ -25,8 +25,8 @@ from tensorstow.checkpoint.agreement import (
     exchanged,
 )
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.io.local_ranks import local_ranks
 from tensorstow.store.contents import read_generations
+from tensorstow.store.inspect import inspect_store
 from tensorstow.store.rank_dirs import RANK_NAME, rank_directory, run_directory, worlds_in
 from tensorstow.store.remove import hold_dead_run, remove
 from tensorstow.store.store import Store
@@ -134,40 +134,50 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
     with ranks.reporting_errors(_ASKED):
         others = [World(size, _listed(found), found) for size, found in sorted(paths.items())]
     eras = ranks.all_gather(_ASKED, max((world.era for world in others), default=-1))
+    is_elsewhere = isinstance(which, str) and own.find(which) is None
     with ranks.reporting_errors(_ASKED):
-        if max(eras) >= own.era:  # else they are left from before: nobody reads them
+        if max(eras) >= own.era or is_elsewhere:  # else others are left over: nobody reads them
             _refuse_other_sights(base, seen)
-        worlds = sorted((*others, own), key=lambda world: world.era)  # own last of equal ones
-        newest = worlds[-1]
-        if newest is not own and newest.era == worlds[-2].era >= 0:
+        chosen = _choose(base, drives, own, others, which)
+    _refuse_other_commits(chosen, ranks)
+    return chosen
+
+
+def _choose(
+    base: Path, drives: Sequence[Path], own: World, others: Sequence[World], which: str | int | None
+) -> Worlds:
+    """Return where to go on, as this rank sees it."""
+    worlds = sorted((*others, own), key=lambda world: world.era)  # own last of equal ones
+    newest = worlds[-1]
+    if newest is not own and newest.era == worlds[-2].era >= 0:
+        message = (
+            f"{base} holds runs of {worlds[-2].size} and of {newest.size} ranks, of which none"
+            " came after the other. Start as many ranks as the run has that is to go on."
+        )
+        raise RankError(message)
+    if newest.era < 0:
+        _refuse_lost_source(base, worlds)
+        return Worlds(base, drives, own, others, own, None)
+    if isinstance(which, str):
+        fitting = [world for world in worlds if world.find(which) is not None]
+        if not fitting:
             message = (
-                f"{base} holds runs of {worlds[-2].size} and of {newest.size} ranks, of which none"
-                " came after the other. Start as many ranks as the run has that is to go on."
-            )
-            raise RankError(message)
-        if newest.era < 0:
-            _refuse_lost_source(base, worlds)
-            return Worlds(base, drives, own, others, own, None)
-        if isinstance(which, str):
-            fitting = [world for world in worlds if world.find(which) is not None]
-            if not fitting:
-                message = (
-                    f"The snapshot {which!r} was requested, and no commit in {base} has that name."
-                    f" Snapshots of {'; of '.join(map(str, worlds))}."
-                )
-                raise OptionError(message)
-            return Worlds(base, drives, own, others, fitting[-1], fitting[-1].find(which))
-        if newest.is_lost and newest is not own:
-            _refuse_lost(base, newest)
-        commit = newest.find(which)
-        if commit is None and newest is not own:
-            message = (
-                f"Generation {which} was requested, and the newest commit in {base} is of"
-                f" {format_count(newest.size, 'rank')}, which do not have it. Name a snapshot, or"
-                " leave it out for the newest commit."
+                f"The snapshot {which!r} was requested, and no commit in {base} has that name."
+                f" Snapshots of {'; of '.join(map(str, worlds))}."
             )
             raise OptionError(message)
-        return Worlds(base, drives, own, others, newest, commit)
+        return Worlds(base, drives, own, others, fitting[-1], fitting[-1].find(which))
+    if newest.is_lost and newest is not own:
+        _refuse_lost(base, newest)
+    commit = newest.find(which)
+    if commit is None and newest is not own:
+        message = (
+            f"Generation {which} was requested, and the newest commit in {base} is of"
+            f" {format_count(newest.size, 'rank')}, which do not have it. Name a snapshot, or"
+            " leave it out for the newest commit."
+        )
+        raise OptionError(message)
+    return Worlds(base, drives, own, others, newest, commit)
 
 
 def read_worlds(base: Path, asked: str) -> list[World]:
@@ -187,7 +197,7 @@ def _listed(paths: Mapping[int, Path], asked: str = "A resume") -> list[list[Ran
 def _refuse_lost(base: Path, world: World) -> NoReturn:
     stores = zip(sorted(world.paths) or range(world.size), world.listed, strict=True)
     missing = sorted(set(range(world.size)) - {rank for rank, commits in stores if commits})
-    what = f"ranks {', '.join(map(str, missing))} have no commits there, on {socket.gethostname()}"
+    what = f"ranks {', '.join(map(str, missing))} have no commits there, on {machine_id()[0]}"
     message = (
         f"The newest commit in {base} is of {format_count(world.size, 'rank')}, and"
         f" {what if missing else 'not all of them have it'}. Copy or mount the directories of all"
@@ -201,6 +211,30 @@ def _refuse_lost_source(base: Path, worlds: Sequence[World]) -> None:
     moved = [world for world in worlds if any(g.era > 0 for g in world.all)]
     if moved:
         _refuse_lost(base, moved[-1])
+
+
+def _refuse_other_commits(worlds: Worlds, ranks: Ranks) -> None:
+    """Raise RankError if a rank would go on from another commit than rank 0.
+
+    A copy of a run's directory on another machine does not get what the run commits later.
+    """
+    mine: list[Any] = []
+    with ranks.reporting_errors(_ASKED):
+        if worlds.moves:
+            source, paths = worlds.source, worlds.source.paths
+            runs = [inspect_store(path).run for _, path in sorted(paths.items())]
+            (step,) = {g.step for g in source.listed[0] if g.id == worlds.commit}
+            mine = [source.size, step, worlds.commit, runs]
+    everyone = ranks.all_gather(_ASKED, mine)
+    differing = [rank for rank, commit in enumerate(everyone) if commit != everyone[0]]
+    if differing:
+        steps = [commit[1] if commit else "its own" for commit in everyone]
+        message = (
+            f"{worlds.base} holds different commits on different machines: rank 0 would go on from"
+            f" step {steps[0]}, and rank {differing[0]} from step {steps[differing[0]]}. Remove the"
+            " older copies, and copy or mount the newest stores on every machine."
+        )
+        raise RankError(message)
 
 
 def _refuse_other_sights(base: Path, seen: Sequence[object]) -> None:
@@ -241,16 +275,18 @@ def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
                 (path, [rank_directory(drive, rank, world.size) for drive in worlds.drives])
                 for rank, path in sorted(world.paths.items())
             ]
+    machines = ranks.all_gather(_ASKED, machine_id())
     for path, drives in stores[ranks.rank :: ranks.world]:
         _remove(path, drives)
     ranks.all_gather(_ASKED)
-    # What is there still lies on this machine alone: a copy for each machine.
-    local = local_ranks()
-    remaining = [path for of_world in worlds_in(worlds.base).values() for path in of_world.values()]
+    with ranks.reporting_errors(_ASKED):
+        remaining = [path for world in worlds_in(worlds.base).values() for path in world.values()]
     ranks.all_gather(_ASKED)  # nobody reads what another one removes
-    for path, drives in stores[local.rank or 0 :: local.count]:
-        if path in remaining:
-            _remove(path, drives)
+    # What this rank was not to remove, and is there still, is a copy on this machine.
+    if machines.index(machines[ranks.rank]) == ranks.rank:
+        for number, (path, drives) in enumerate(stores):
+            if path in remaining and machines[number % ranks.world] != machines[ranks.rank]:
+                _remove(path, drives)
     ranks.all_gather(_ASKED)
 
 

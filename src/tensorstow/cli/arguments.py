@@ -19,7 +19,7 @@ examples:
   tensorstow doctor                    is this machine ready, and what to do if not
   tensorstow doctor /nvme              this directory too
   tensorstow doctor --json             for a bug report
-  torchrun --nnodes 2 --nproc-per-node 8 --no-python tensorstow doctor /nvme
+  torchrun --nnodes 2 --nproc-per-node 8 --no-python tensorstow doctor --ranks /nvme
                                        all machines: links, drives, what differs
 """,
     "calibrate": """\
@@ -108,6 +108,11 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         help="show how N processes on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
+    )
+    parser.add_argument(
+        "--ranks",
+        action="store_true",
+        help="meet the other ranks of a launcher, and print one table of all machines",
     )
 
 

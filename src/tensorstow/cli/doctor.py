@@ -80,12 +80,11 @@ class DirectoryReport:
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if a named directory cannot hold states."""
     facts = examine([*options.named, *options.directory], options.local_ranks)
-    launch = launched()
-    if launch.world > 1:
+    if options.ranks:
         # Importing FSDP2 takes half a second.
         from tensorstow.cli.doctor_machines import run_on_ranks  # noqa: PLC0415
 
-        return run_on_ranks(facts, launch, as_json=options.json)
+        return run_on_ranks(facts, launched(), as_json=options.json)
     if options.json:
         print_json(facts)
     else:

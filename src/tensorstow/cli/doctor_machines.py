@@ -1,23 +1,25 @@
-"""`tensorstow doctor` on ranks that a launcher started: their machines, links and drives.
+"""`tensorstow doctor --ranks`: the machines of all ranks of a launcher, their links and drives.
 
 Every rank examines its machine, and rank 0 prints one table. The first rank of each machine sends
 to that of the next, in turns, so that links are measured alone.
 """
 
-import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import Launch
+from tensorstow.base.machine import machine_id
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.doctor_advice import Action
 from tensorstow.cli.doctor_hardware import notes_of
@@ -28,6 +30,8 @@ _PINGS = 9
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 28
 _LONG_ENOUGH = 0.2
 """Seconds that a transfer takes from which a rate is computed."""
+_LONGEST_WAIT = 60
+"""Seconds for which a rank waits for another."""
 
 
 def run_on_ranks(facts: Mapping[str, Any], launch: Launch, *, as_json: bool) -> int:
@@ -37,8 +41,18 @@ def run_on_ranks(facts: Mapping[str, Any], launch: Launch, *, as_json: bool) -> 
         facts: What ``doctor.examine`` found on this rank's machine.
         launch: This rank among those that were started.
         as_json: Print one JSON object instead of a table.
+
+    Raises:
+        OptionError: No launcher has started other ranks.
+        RankError: They do not come within a minute.
     """
-    join_ranks(launch, "gloo")
+    if launch.world == 1:
+        message = (
+            "--ranks was given, and no launcher has started other ranks. Start the command by"
+            " torchrun, or leave --ranks out."
+        )
+        raise OptionError(message)
+    join_ranks(launch, "gloo", timedelta(seconds=_LONGEST_WAIT))
     try:
         report = examine_machines(facts)
         if dist.get_rank() == 0:
@@ -54,20 +68,24 @@ def run_on_ranks(facts: Mapping[str, Any], launch: Launch, *, as_json: bool) -> 
 
 def examine_machines(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the machines of all ranks, and what to do, as plain values; a collective call."""
-    named = [report for report in facts["directories"] if report["named_by_user"]]
     mine = {
-        "host": socket.gethostname(),
-        "accelerator": facts["accelerator"],
-        "threads": facts["threads"]["update"],
+        "id": machine_id(),
+        "facts": facts,
         "versions": {name: facts["versions"][name] for name in ("tensorstow", "torch")},
-        "directories": named,
+        "directories": [report for report in facts["directories"] if report["named_by_user"]],
         "actions": facts["actions"],
         "notes": list(notes_of(facts["hardware"])),
     }
     of_ranks = _gather(mine)
-    machines: dict[str, dict[str, Any]] = {}
+    machines: dict[tuple[str, ...], dict[str, Any]] = {}
     for rank, of_rank in enumerate(of_ranks):
-        machines.setdefault(of_rank["host"], {**of_rank, "ranks": []})["ranks"].append(rank)
+        name = of_rank["id"][0]
+        machine = machines.setdefault(tuple(of_rank["id"]), {"host": name, "ranks": [], **of_rank})
+        machine["ranks"].append(rank)
+        # A rank may see what the first one of its machine does not, as in a container.
+        pairs = zip(machine["directories"], of_rank["directories"], strict=False)
+        machine["directories"] = [one if one["objection"] else other for one, other in pairs]
+        machine["actions"] += [a for a in of_rank["actions"] if a not in machine["actions"]]
     listed = list(machines.values())
     links = _measure_links([machine["ranks"][0] for machine in listed])
     for machine, link in zip(listed, links, strict=True):
@@ -181,8 +199,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
         [
             machine["host"],
             ", ".join(map(str, machine["ranks"])),
-            machine["accelerator"] or "none",
-            f"{machine['threads']} for each rank",
+            machine["facts"]["accelerator"] or "none",
+            f"{machine['facts']['threads']['update']} for each rank",
             _describe_link(machine["link"], hosts),
             "; ".join(map(_describe_drive, machine["directories"])),
         ]
@@ -198,11 +216,15 @@ def _print_report(report: Mapping[str, Any]) -> None:
         on = ", ".join(machine["host"] for machine in machines if note in machine["notes"])
         print_line(console, f"\nNote on {on}: {note}")
     if not report["actions"]:
-        print_line(console, "\nOK: these machines are ready.")
+        print_line(console, f"\nOK: {_ready(machines)}")
         return
     console.print("\n[bold]what to do[/]")
     for number, action in enumerate(report["actions"], start=1):
         print_line(console, f"  {number}. {action['problem']}\n     {action['action']}")
+
+
+def _ready(machines: Sequence[object]) -> str:
+    return "this machine is ready." if len(machines) == 1 else "these machines are ready."
 
 
 def _describe_link(link: Mapping[str, Any] | None, hosts: Mapping[int, str]) -> str:

@@ -110,6 +110,8 @@ def print_table(
 
 def format_rate(rate: float) -> str:
     """Return bytes per second as text, in decimal units."""
+    if rate < 1e6:
+        return f"{rate / 1e3:.0f} kB/s"
     return f"{rate / 1e9:.2f} GB/s" if rate >= 1e9 else f"{rate / 1e6:.0f} MB/s"
 
 

@@ -19,8 +19,9 @@ from tensorstow.planner.seconds import MachineRates
 
 NO_PROFILE = "no profile of this machine: `tensorstow calibrate` makes one"
 _NO_LIMIT = "none"
-_BITS = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT])bit(?:/s)?")
-_PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_BITS = re.compile(r"(\d+(?:\.\d+)?) ?([kmgt])(bit|bit/s|bps)", re.IGNORECASE)
+_BITS_OR_BYTES = re.compile(r"\d+(?:\.\d+)? ?[kKmMgGtT]b(/s)?")
+_PREFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,14 @@ def _network(options: argparse.Namespace, *, is_gloo: bool) -> Network | None:
         raise OptionError(message)
     if text is None:
         return None
+    if _BITS_OR_BYTES.fullmatch(text):
+        message = f"--network {text} may be bits or bytes: write 100Gbit, or 12GB."
+        raise OptionError(message)
     bits = _BITS.fullmatch(text)
     rate = (
         parse_size(text.removesuffix("/s"), "--network")
         if bits is None
-        else float(bits[1]) * _PREFIXES[bits[2]] / 8
+        else float(bits[1]) * _PREFIXES[bits[2].lower()] / 8
     )
     if not rate:
         message = f"--network {text} was given: it is what a machine can send, such as 100Gbit."

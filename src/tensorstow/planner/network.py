@@ -2,9 +2,10 @@
 
 [Note: Network] Collectives are rings: of N ranks in the order of their machines, each sends
 (N - 1) / N of all bytes in an all-gather or a reduce-scatter, and twice that in an all-reduce. A
-machine sends over the network what the last of its ranks sends to the next machine. gloo computes
-a reduce-scatter as an all-reduce. With replicas, each group of ranks that shard the model is a
-ring, and the groups average their gradients by all-reduce.
+machine sends over the network what those of its ranks send whose next rank is on another machine.
+gloo computes a reduce-scatter as an all-reduce. With replicas, each group of ranks that shard the
+model is a ring, and the ranks that have the same shard average their gradients in rings of their
+own. Figures are those of the machine that sends most.
 """
 
 from collections.abc import Mapping
@@ -58,28 +59,53 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
         sizes: The model, with the number of all ranks.
         network: The machines; ranks are spread over them evenly.
     """
-    if network.machines == 1:
-        return NetworkTraffic({}, {}, {})
-    groups, on_machine = plan.replicas, sizes.ranks // network.machines
-    group = sizes.ranks // groups  # ranks that shard the model
-    ring = (group - 1) / group if group > on_machine else 0.0  # else it is within a machine
-    # Each rank averages its share with the other groups, beside the other ranks of its machine.
-    averaged = 2 * (groups - 1) / groups * min(group, on_machine) / group
+    ranks, groups = sizes.ranks, plan.replicas
+    group = ranks // groups
+    ring_of_groups, rings_of_replicas = _busiest(ranks, groups, network.machines)
+    sharded = ring_of_groups * (group - 1) / group
+    # Of replicas, each rank sends parts of its own shard alone.
+    replicated = rings_of_replicas * 2 * (groups - 1) / groups / group
     scatter = 2 if network.is_gloo else 1
-    weights = sum(unit.share_bytes for unit in sizes.units) * sizes.ranks
-    kept = sum(u.share_bytes for u in sizes.units if u.name in plan.unsharded) * sizes.ranks
-    gradients = sizes.gradient_bytes * sizes.ranks
+    units, wide = sizes.units, _is_reduced_wide(plan)
+    weights = ranks * sum(unit.share_bytes for unit in units)
+    kept = ranks * sum(unit.share_bytes for unit in units if unit.name in plan.unsharded)
+    trained = ranks * sum(unit.trained_share_bytes for unit in units)
+    widening = _bytes_of(sizes, wide=wide) / max(1, _bytes_of(sizes, wide=False))
+    reduced = {REDUCE_SCATTER: int(scatter * sharded * trained * widening)}
+    if groups > 1:
+        reduced[ALL_REDUCE] = int(replicated * trained * widening)
     times = plan.accumulation_steps
-    gather = {ALL_GATHER: int(ring * weights)}
-    reduce = {REDUCE_SCATTER: int(scatter * ring * gradients)}
-    average = {ALL_REDUCE: int(averaged * gradients)} if groups > 1 else {}
     if plan.stage == 0:
-        reduced = int(2 * (sizes.ranks - 1) / sizes.ranks * gradients)
-        return NetworkTraffic({}, {ALL_REDUCE: times * reduced}, {})
-    if plan.stage == 1:
-        return NetworkTraffic({}, reduce | average, gather)
-    reduce_all = {name: times * nbytes for name, nbytes in (reduce | average).items()}
-    if plan.stage == 2:
-        return NetworkTraffic({}, reduce_all, gather)
-    again = {ALL_GATHER: times * int(ring * (weights - kept))}
-    return NetworkTraffic({ALL_GATHER: times * gather[ALL_GATHER]}, again | reduce_all, {})
+        ring = _busiest(ranks, 1, network.machines)[0] * 2 * (ranks - 1) / ranks
+        whole = times * ring * ranks * _bytes_of(sizes, wide=wide)
+        return NetworkTraffic({}, {ALL_REDUCE: int(whole)}, {})
+    if plan.stage < 3:
+        often = times if plan.stage == 2 else 1
+        backward = {name: often * nbytes for name, nbytes in reduced.items()}
+        return NetworkTraffic({}, backward, {ALL_GATHER: int(sharded * trained)})
+    backward = {name: times * nbytes for name, nbytes in reduced.items()}
+    backward[ALL_GATHER] = times * int(sharded * (weights - kept))
+    return NetworkTraffic({ALL_GATHER: times * int(sharded * weights)}, backward, {})
+
+
+def _busiest(ranks: int, groups: int, machines: int) -> tuple[int, int]:
+    """Return how many rings of groups, and of replicas, the machine sends for that has most."""
+    group, on_machine = ranks // groups, ranks // machines
+    rings, averages = [0] * machines, [0] * machines
+    for rank in range(ranks):
+        machine, first = rank // on_machine, rank // group * group
+        following = first + (rank + 1 - first) % group
+        rings[machine] += following // on_machine != machine
+        averages[machine] += (rank + group) % ranks // on_machine != machine
+    most = max(range(machines), key=lambda machine: (rings[machine], averages[machine]))
+    return rings[most], averages[most]
+
+
+def _is_reduced_wide(plan: Plan) -> bool:
+    """Return whether gradients wait for later micro-batches in fp32, and are reduced so."""
+    return plan.stage <= 1 and plan.accumulation_steps > 1
+
+
+def _bytes_of(sizes: Sizes, *, wide: bool) -> int:
+    """Return the bytes of one rank's gradients, in fp32 if they are reduced ``wide``."""
+    return sum((4 if wide else dtype.itemsize) * elements for dtype, elements in sizes.trained)

@@ -34,6 +34,8 @@ class UnitSizes:
     """Bytes of one rank's shards, with the padding that makes all shards equal."""
     trained: tuple[tuple[torch.dtype, int], ...]
     """Dtype and this rank's elements of each trained parameter."""
+    trained_share_bytes: int = field(default=-1, compare=False)
+    """Bytes of one rank's shards of trained parameters, padded; -1: without padding."""
     # The fields below follow from ``trained``. The search reads them for each plan that it tries.
     by_dtype: Mapping[torch.dtype, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """This rank's elements of each trained parameter, by dtype."""
@@ -52,6 +54,8 @@ class UnitSizes:
         object.__setattr__(self, "trained_elements", sum(sums.values()))
         nbytes = sum(dtype.itemsize * n for dtype, n in sums.items())
         object.__setattr__(self, "gradient_bytes", nbytes)
+        if self.trained_share_bytes < 0:
+            object.__setattr__(self, "trained_share_bytes", nbytes)
 
     @classmethod
     def of(cls, unit: HasParameters, ranks: int) -> "UnitSizes":
@@ -62,6 +66,7 @@ class UnitSizes:
             sum(p.numel() * p.element_size() for p in parameters),
             sum(padded_bytes(p, ranks) for p in parameters),
             tuple((p.dtype, p.numel() // ranks) for p in parameters if p.requires_grad),
+            sum(padded_bytes(p, ranks) for p in parameters if p.requires_grad),
         )
 
 

@@ -1,13 +1,17 @@
 """Meetings of ranks: all are there, or everybody learns who is not, and soon."""
 
+import itertools
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from ranks.threads import coordinators, each
 from tensorstow.base.errors import RankError
+from tensorstow.checkpoint import coordinator
 from tensorstow.checkpoint.coordinator import Coordinator
 
 
@@ -26,33 +30,76 @@ def test_words_do_not_pile_up() -> None:
 
 
 class Counting:
-    """A store that counts the values which are read."""
+    """A store that counts what is asked of it, by the number of keys."""
 
     def __init__(self, store: Any) -> None:  # noqa: ANN401  # torch's
-        self.store, self.read = store, 0
+        self.store, self.keys = store, 0
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self.store, name)
+        method = getattr(self.store, name)
 
-    def get(self, key: str) -> bytes:
-        self.read += 1
-        value: bytes = self.store.get(key)
-        return value
+        def call(*arguments: Any) -> object:  # noqa: ANN401
+            first = arguments[0]
+            self.keys += len(first) if isinstance(first, list) else 1
+            return method(*arguments)
 
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.read += len(keys)
-        values: list[bytes] = self.store.multi_get(keys)
-        return values
+        return call
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_each_rank_but_one_reads_one_value(world: int) -> None:
+def keys_asked_for(world: int) -> list[int]:
+    """Return for how many keys each rank asks in a gather that its last rank is late for."""
     all_ranks = coordinators(world)
-    for coordinator in all_ranks:
-        coordinator._store = Counting(coordinator._store)  # type: ignore[assignment]
-    gathered = each([partial(b.all_gather, "a commit", b.rank) for b in all_ranks])
-    assert gathered == [list(range(world))] * world
-    assert [b._store.read for b in all_ranks] == [world, *[1] * (world - 1)]  # type: ignore[attr-defined]
+    stores = [Counting(b._store) for b in all_ranks]
+    for each_rank, store in zip(all_ranks, stores, strict=True):
+        each_rank._store = store  # type: ignore[assignment]
+
+    def act(coordinator: Coordinator) -> list[int]:
+        time.sleep(0.3 * (coordinator.rank == world - 1))
+        return coordinator.all_gather("a commit", coordinator.rank)
+
+    assert each([partial(act, b) for b in all_ranks]) == [list(range(world))] * world
+    return [store.keys for store in stores]
+
+
+def test_ranks_ask_for_as_many_keys_however_many_they_are() -> None:
+    few, many = keys_asked_for(4), keys_asked_for(16)
+    assert max(many[1:]) < 2 * max(few[1:])  # rank 0 alone asks for all ranks' keys
+
+
+def test_what_failed_before_costs_nothing_later() -> None:
+    all_ranks = coordinators(2)
+
+    def act(coordinator: Coordinator) -> int:
+        if coordinator.rank == 1:
+            coordinator.report_error("one", OSError("no"))
+        else:
+            with pytest.raises(RankError):
+                coordinator.all_gather("one")
+        coordinator.all_gather("two")
+        return int(coordinator._store.check(["1/trouble"]) or coordinator._store.check(["left"]))
+
+    assert each([partial(act, b) for b in all_ranks]) == [0, 0]
+
+
+def test_values_may_be_longer_than_one_value_of_the_store() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [server, dist.TCPStore("127.0.0.1", server.port, is_master=False)]
+    with patch.object(coordinator, "_numbers", itertools.repeat(0)):
+        all_ranks = [Coordinator(store, rank, 2) for rank, store in enumerate(stores)]
+    value = "x" * 5_000_000
+    gathered = each([partial(b.all_gather, "a commit", value) for b in all_ranks])
+    assert gathered == [[value, value]] * 2
+    again = each([partial(b.all_gather, "a commit") for b in all_ranks])
+    assert again == [[None, None]] * 2
+    assert not server.check(["tensorstow/0/0/all/0"])
+
+
+def test_who_is_late_does_not_go_on_alone() -> None:
+    all_ranks = coordinators(3, seconds=0.3)
+    first = each([partial(all_ranks[rank].all_gather, "a commit") for rank in (0, 1)])
+    assert all("Rank 2 did not come" in str(error) for error in first)
+    with pytest.raises(RankError, match="failed at a commit: RankError: Rank 2 did not"):
+        all_ranks[2].all_gather("a commit")
 
 
 def test_who_was_to_post_all_values_is_named() -> None:
@@ -100,7 +147,7 @@ def test_who_stays_away_is_named() -> None:
     first, _, last = coordinators(3, seconds=0.3)
     for error in each([partial(b.all_gather, "a commit") for b in (first, last)]):
         assert isinstance(error, RankError)
-        assert str(error).startswith("Rank 1 did not come to a commit within 0.3 seconds")
+        assert "Rank 1 did not come to a commit within 0.3 seconds" in str(error)
 
 
 def test_nobody_waits_for_one_who_left() -> None:
@@ -125,23 +172,22 @@ def test_who_left_behind_a_word_was_there() -> None:
     assert each([partial(act, first), partial(act, last)]) == [[0, 1]] * 2
 
 
-def test_rank_0_stays_until_all_have_read() -> None:
+def test_rank_0_returns_when_all_have_read() -> None:
     first, last = coordinators(2)
-    first._store.set("0/1", '{"at": "a commit", "value": 7}')  # said by 1, which has not read
-    assert first.all_gather("a commit") == [None, 7]
-    left = []
+    first._store.set("0/1", '{"at": "a commit", "value": 7}')  # by 1, which has not read
+    order = []
 
     def read() -> None:
         time.sleep(0.3)
-        left.append("read")
+        order.append("read")
         last._store.add("0/read", 1)
 
-    def leave() -> None:
-        first.leave()
-        left.append("left")
+    def gather() -> None:
+        assert first.all_gather("a commit") == [None, 7]
+        order.append("returned")
 
-    each([read, leave])
-    assert left == ["read", "left"]
+    each([read, gather])
+    assert order == ["read", "returned"]
 
 
 def test_another_call_is_told_from_this() -> None:

@@ -192,7 +192,7 @@ def test_the_network_between_machines_is_counted(
     small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_profile(PROFILE)
-    options = ["--world-size", "4", "--machines", "2", "--network", "8kbit/s", "--seq", "32"]
+    options = ["--world-size", "4", "--machines", "2", "--network", "8KBIT/s", "--seq", "32"]
     assert main(["plan", small, "--batch", "2", "--json", *options]) == 0
     facts = json.loads(capsys.readouterr().out)
     sent = facts["network"]["sent_bytes"]
@@ -206,7 +206,7 @@ def test_the_network_between_machines_is_counted(
     assert main(["plan", small, "--batch", "2", *options]) == 0
     assert re.search(
         r"each of 2 machines sends [\d.]+ GB per step \(all-gather \S+, reduce-scatter \S+\):"
-        r"\s+\S+ s at 0 MB/s",
+        r"\s+\S+ s at 1 kB/s",
         capsys.readouterr().out,
     )
     assert planned(capsys)["network"] is None
@@ -219,6 +219,7 @@ def test_the_network_between_machines_is_counted(
         ("--world-size 4 --machines 2", "--machines and --network go together"),
         ("--network 1GB", "--machines and --network go together"),
         ("--world-size 2 --machines 2 --network fast", "--network='fast' is not a size"),
+        ("--world-size 2 --machines 2 --network 100Gb", "may be bits or bytes: write 100Gbit"),
         ("--world-size 2 --machines 2 --network 0Gbit", "--network 0Gbit was given"),
         ("--world-size 2 --machines 0 --network 1GB", "--machines 0 was given"),
     ],

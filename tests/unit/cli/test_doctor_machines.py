@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from hosts import Hosts, end, start_ranks, why_not
+from ports import free_port
+from tensorstow.cli import doctor_machines
 from tensorstow.cli.doctor_machines import _actions, _print_report
+from tensorstow.cli.main import main
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
-DOCTOR = ("-m", "tensorstow", "doctor")
+DOCTOR = ("-m", "tensorstow", "doctor", "--ranks")
 
 
 @pytest.fixture
@@ -63,6 +66,21 @@ def test_ranks_of_one_machine_have_no_links(hosts: Hosts) -> None:
     assert "host0" not in nothing
 
 
+def test_ranks_are_met_on_request_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--ranks"]) == 2
+    assert "--ranks was given, and no launcher has started other ranks" in capsys.readouterr().err
+    # As in a shell of a container that trains.
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["doctor"]) == 0
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setattr(doctor_machines, "_LONGEST_WAIT", 1)
+    assert main(["doctor", "--ranks"]) == 2
+    assert "join" in capsys.readouterr().err
+
+
 def test_other_versions_and_common_advice_are_told_once() -> None:
     advice = {"problem": "no rates", "action": "tensorstow calibrate"}
 
@@ -80,8 +98,9 @@ def test_other_versions_and_common_advice_are_told_once() -> None:
 
 def test_a_note_names_the_machines_that_it_is_on(capsys: pytest.CaptureFixture[str]) -> None:
     def machine(host: str, notes: list[str]) -> dict[str, Any]:
-        facts = {"host": host, "ranks": [0], "accelerator": None, "threads": 1}
-        return {**facts, "link": None, "directories": [], "notes": notes}
+        facts = {"accelerator": None, "threads": {"update": 1}}
+        place = {"host": host, "ranks": [0], "facts": facts, "link": None}
+        return {**place, "directories": [], "notes": notes}
 
     machines = [machine("a", ["WSL"]), machine("b", ["WSL", "unified"]), machine("c", [])]
     _print_report({"machines": machines, "shared": {}, "actions": []})

@@ -47,7 +47,7 @@ def test_the_command_line_is_frozen() -> None:
     assert flags_of(parser) == ["--help", "--version", "-h"]
     commands = commands_of(parser)
     assert {name: flags_of(command) for name, command in commands.items()} == {
-        "doctor": ["--directory", "--help", "--json", "--local-ranks", "-h"],
+        "doctor": ["--directory", "--help", "--json", "--local-ranks", "--ranks", "-h"],
         "calibrate": ["--help", "--json", "-h"],
         "plan": [
             "--accumulation-steps",

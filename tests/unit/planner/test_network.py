@@ -1,7 +1,7 @@
 """What goes over the network, in closed form; tests/faults/test_hosts.py counts it on a cable."""
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -30,8 +30,10 @@ def sizes_of(ranks: int, nbytes: int = W) -> Sizes:
 @pytest.mark.parametrize(
     ("plan", "is_gloo", "wanted"),
     [
-        (Plan(stage=0, accumulation_steps=3), False, 6),
-        (Plan(stage=1, accumulation_steps=3), False, 2),
+        (Plan(stage=0), False, 2),
+        (Plan(stage=0, accumulation_steps=3), False, 12),  # waiting gradients are fp32
+        (Plan(stage=1), False, 2),
+        (Plan(stage=1, accumulation_steps=3), False, 3),
         (Plan(stage=2, accumulation_steps=3), False, 4),
         (Plan(), False, 3),
         (Plan(accumulation_steps=3), False, 9),
@@ -64,6 +66,47 @@ def test_replicas_average_over_the_network(replicas: int, machines: int, wanted:
     sizes = sizes_of(8 * machines)
     traffic = traffic_of(Plan(replicas=replicas), sizes, Network(machines, 1e9))
     assert traffic.bytes == pytest.approx(wanted * W, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "machines", "rings", "averages"),
+    [
+        (6, 3, 2, 1, 2),  # the ring of ranks 2 and 3 crosses
+        (24, 2, 3, 2, 8),  # the machine in the middle has ranks of both groups
+        (16, 4, 2, 0, 4),
+        (16, 1, 2, 1, 0),
+    ],
+)
+def test_rings_of_the_busiest_machine(
+    ranks: int, replicas: int, machines: int, rings: int, averages: int
+) -> None:
+    plan, network = Plan(replicas=replicas), Network(machines, 1e9)
+    traffic, group = traffic_of(plan, sizes_of(ranks), network).by_collective, ranks // replicas
+    assert traffic["all-gather"] == pytest.approx(rings * 2 * W * (group - 1) / group, rel=1e-6)
+    averaged = averages * 2 * (replicas - 1) / replicas * W / group
+    assert traffic.get("all-reduce", 0) == pytest.approx(averaged, rel=1e-6)
+
+
+def test_frozen_weights_are_not_gathered_after_an_update() -> None:
+    sizes = sizes_of(8)
+    units = (sizes.units[0], UnitSizes("b", W // 2, W // 2 // 8, ()))
+    network = Network(2, 1e9)
+    traffic = traffic_of(Plan(stage=1), replace(sizes, units=units), network)
+    assert traffic.bytes == pytest.approx(2 * W / 2 * 7 / 8, rel=1e-6)
+    # Under stage 3 they are, and padding is gathered and reduced alike.
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.zeros(2, 64))
+    (unit,) = [UnitSizes.of(Held({"weight": experts.weight}), 8)]
+    padded = traffic_of(Plan(), Sizes((unit,), 8), network).by_collective
+    assert padded["all-gather"] == 2 * padded["reduce-scatter"] > 2 * 2 * 64 * 4 * 7 / 8
+
+
+@dataclass
+class Held:
+    """A unit of the planner."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    name: str = ""
 
 
 def test_one_machine_sends_nothing() -> None:

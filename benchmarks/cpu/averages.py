@@ -1,0 +1,122 @@
+"""A step that keeps averages of the weights, and the same beside torch's AveragedModel.
+
+Each way is a process of its own, in turns: AdamW alone, AdamW with ``ema=``, and AdamW followed by
+``AveragedModel.update_parameters()``, states in memory and on disk. A step is an update of 134
+million fp32 parameters with the same gradients.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from benchmarks.measure import Figure, Sample, Settings, exactly, ratio, run_alone, use_all_cores
+from tensorstow import AdamW
+
+_ALONE, _OURS, _TORCH = "alone", "ema", "AveragedModel"
+_TIERS = ("host", "disk")
+_WIDTH, _LAYERS = 4096, 8
+_STEPS = 7
+_MOST_TURNS = 5
+_DECAY = 0.999
+
+
+def figures(settings: Settings) -> Iterator[Figure]:
+    """Run all ways in turns; yield what averages cost, and that both have the same bits."""
+    names = [f"{tier} {way}" for tier in _TIERS for way in (_ALONE, _OURS, _TORCH)]
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for turn in range(min(settings.pairs, _MOST_TURNS)):
+        for name in names[:: -1 if turn % 2 else 1]:
+            where = (str(settings.scratch(4 << 30)),)
+            runs[name].append(
+                run_alone("benchmarks.cpu.averages", *name.split(), *where, quick=settings.quick)
+            )
+    samples = {
+        name: Sample(tuple(run["seconds"] for run in of_name)) for name, of_name in runs.items()
+    }
+    for tier in _TIERS:
+        alone, ours, torchs = (f"{tier} {way}" for way in (_ALONE, _OURS, _TORCH))
+        what = f"a step with averages, states on {tier.upper()}"
+        yield ratio(f"{what}: time / without", None, samples, ours, alone)
+        yield ratio(f"{what}: time / with AveragedModel", None, samples, ours, torchs)
+        digests = {run["digest"] for name in (ours, torchs) for run in runs[name]}
+        yield Figure(f"{what}: different averages", exactly(1), len(digests), "")
+        peaks = {
+            way: statistics.median(run["peak_bytes"] for run in runs[f"{tier} {way}"])
+            for way in (_ALONE, _OURS, _TORCH)
+        }
+        more = (peaks[_OURS] - peaks[_ALONE]) / (peaks[_TORCH] - peaks[_ALONE])
+        name = f"{what}: more resident memory / AveragedModel's"
+        yield Figure(name, None, more, detail={"peak_bytes": peaks})
+
+
+# --- the child ---
+
+
+def _measure(tier: str, way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
+    use_all_cores()
+    width = 64 if quick else _WIDTH
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS)))
+    place: dict[str, Any] = {"states": "host"}
+    if tier == "disk":
+        place = {"states": "disk", "dir": directory, "durability": "none"}
+    ema = _DECAY if way == _OURS else None
+    optimizer = AdamW(model.parameters(), lr=1e-3, module=model, ema=ema, **place)
+    beside = None
+    if way == _TORCH:
+        beside = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(_DECAY))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    seconds = []
+    for _ in range(2 + _STEPS):
+        start = time.perf_counter()
+        optimizer.step()
+        if beside is not None:
+            beside.update_parameters(model)
+        seconds.append(time.perf_counter() - start)
+    peak = int(
+        next(
+            line.split()[1]
+            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+            if line.startswith("VmHWM")
+        )
+    )
+    digest = 0
+    if beside is not None:
+        digest = _sum_of(beside.module)
+    elif ema is not None:
+        with optimizer.averaged(model):
+            digest = _sum_of(model)
+    optimizer.close()
+    return {
+        "seconds": statistics.median(seconds[2:]),
+        "peak_bytes": peak << 10,
+        "digest": digest,
+    }
+
+
+def _sum_of(model: nn.Module) -> int:
+    """Return one number for the bits of all weights."""
+    bits = [
+        parameter.detach().view(torch.int32).to(torch.int64) for parameter in model.parameters()
+    ]
+    places = [torch.arange(1, b.numel() + 1).view_as(b) for b in bits]
+    return sum(int((b * place).sum()) for b, place in zip(bits, places, strict=True))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tier", choices=_TIERS)
+    parser.add_argument("way", choices=(_ALONE, _OURS, _TORCH))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    print(json.dumps(_measure(options.tier, options.way, options.directory, quick=options.quick)))
