@@ -142,8 +142,9 @@ def _objections(row: Mapping[str, Value]) -> Iterator[bool]:
         yield upstream and bool(row.get("ema"))
     yield row.get("ring") == "least" and row.get("scaling") == "div_scale"
     yield bool(row.get("ema")) and row.get("scaling") == "div_scale"
-    # The average is of masters that are whole; in fp32, where there are none, split is the same.
-    yield bool(row.get("ema")) and row.get("format") == "split"
+    # The average is of masters that are whole.
+    split = row.get("format") == "split" and row.get("dtype", "fp32") in {"bf16", "mixed"}
+    yield bool(row.get("ema")) and split
     yield row.get("placement") == "ram" and row.get("ring") == "least"
     yield from _objections_to_schedules(row, upstream=upstream)
     yield from _objections_to_commits(row, upstream=upstream)

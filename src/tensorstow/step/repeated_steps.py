@@ -85,7 +85,7 @@ class RepeatedSteps:
         manages: Callable[[torch.Tensor], bool],
     ) -> Self | None:
         """Return what the constructor does; None if native code cannot compare such steps."""
-        if not all(_is_plain(param) for param in params.all()):
+        if not all(map(_is_plain, params.all())):  # a generator would lose an interrupt
             return None
         return cls(params, updated, groups, states, manages)
 
