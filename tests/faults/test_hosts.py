@@ -132,6 +132,30 @@ def test_copies_that_are_older_do_not_take_a_run_back(hosts: Hosts) -> None:
     assert start_of(train([second, first], LAST + 4)) == LAST + 2
 
 
+def test_what_another_run_has_left_is_no_newer_commit(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first, second], 2)
+    for host in hosts:
+        host.run("mv", host.local / "run", host.local / "kept")
+    train([second, first])  # another run, which leaves a store of rank 1 on the first host
+    first.run("mv", first.local / "run" / "rank-1-of-2", first.local / "kept")
+    for host in hosts:
+        host.run("rm", "-r", host.local / "run")
+        host.run("mv", host.local / "kept", host.local / "run")
+    assert start_of(train([first, second], 3)) == 2
+
+
+def test_a_snapshot_of_other_ranks_is_on_every_host_or_refused(hosts: Hosts) -> None:
+    first, second = hosts
+    train([first], 2, snapshot="s")
+    second.run("cp", "-r", first.disk / "run", second.local)
+    train([first, second], 4)  # the old stores stay, because of the snapshot
+    second.run("find", second.local / "run", "-maxdepth", "1", "-type", "f", "-delete")
+    for text in end(start([first, second], 5, which="s"), 1, 1):
+        assert "not all of its stores are there on every machine" in text
+    assert start_of(train([first, second], 5)) == 4
+
+
 def test_copies_of_other_numbers_of_ranks_are_of_one_moment(hosts: Hosts) -> None:
     first, second = hosts
     train([first], 4)

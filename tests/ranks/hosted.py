@@ -33,6 +33,10 @@ class How:
     stage: int = 3
     replicas: int = 1
     accumulation_steps: int = 1
+    which: str | None = None
+    """The snapshot to resume; None: the newest commit."""
+    snapshot: str | None = None
+    """The name of a snapshot that is made at the end."""
     silent: bool = False
     """Whether nothing is committed, and no weights are gathered to be told."""
 
@@ -55,7 +59,7 @@ def train(directory: Path, last: int, how: How) -> None:
     model, optimizer = tensorstow.stow(
         model, tensorstow.AdamW, plan=plan, units=list(model), lr=1e-2, **durable
     )
-    start = 0 if how.silent else optimizer.resume() or 0
+    start = 0 if how.silent else optimizer.resume(how.which) or 0
     _tell("resumed", start)
     for step in range(start + 1, last + 1):
         torch.manual_seed(100 * step + dist.get_rank())
@@ -69,6 +73,8 @@ def train(directory: Path, last: int, how: How) -> None:
             dist.barrier()
     if not how.silent:
         tensorstow.save_safetensors(model, directory.parent / "weights")
+    if how.snapshot is not None:
+        optimizer.snapshot(how.snapshot)
     optimizer.close()
 
 

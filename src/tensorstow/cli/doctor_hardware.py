@@ -10,7 +10,7 @@ from tensorstow.base.cores import read_or_empty
 from tensorstow.base.nodes import parse_list
 
 _INTEGRATED = ("Jetson", "DGX Spark", "DGX_Spark", "GB10")
-"""In the names of machines whose GPU has no memory of its own."""
+"""Words in the names of machines whose GPU has no memory of its own."""
 
 
 def examine_hardware(root: Path = Path("/")) -> dict[str, Any]:

@@ -82,10 +82,7 @@ def examine_machines(facts: Mapping[str, Any]) -> dict[str, Any]:
         name = of_rank["id"][0]
         machine = machines.setdefault(tuple(of_rank["id"]), {"host": name, "ranks": [], **of_rank})
         machine["ranks"].append(rank)
-        # A rank may see what the first one of its machine does not, as in a container.
-        pairs = zip(machine["directories"], of_rank["directories"], strict=False)
-        machine["directories"] = [one if one["objection"] else other for one, other in pairs]
-        machine["actions"] += [a for a in of_rank["actions"] if a not in machine["actions"]]
+        _merge(machine, of_rank)
     listed = list(machines.values())
     links = _measure_links([machine["ranks"][0] for machine in listed])
     for machine, link in zip(listed, links, strict=True):
@@ -93,6 +90,14 @@ def examine_machines(facts: Mapping[str, Any]) -> dict[str, Any]:
     shared = _find_shared([d["path"] for d in of_ranks[0]["directories"] if not d["objection"]])
     actions = [asdict(action) for action in _actions(listed, shared)]
     return {"machines": listed, "shared": shared, "actions": actions}
+
+
+def _merge(machine: dict[str, Any], of_rank: Mapping[str, Any]) -> None:
+    """Add to a machine what one of its ranks alone objects to, as one in a container may."""
+    pairs = zip(machine["directories"], of_rank["directories"], strict=False)
+    machine["directories"] = [one if one["objection"] else other for one, other in pairs]
+    actions = machine["actions"]
+    machine["actions"] = actions + [a for a in of_rank["actions"] if a not in actions]
 
 
 def _gather(value: Any) -> list[Any]:  # noqa: ANN401  # any picklable value

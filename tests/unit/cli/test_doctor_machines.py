@@ -10,7 +10,7 @@ import pytest
 from hosts import Hosts, end, start_ranks, why_not
 from ports import free_port
 from tensorstow.cli import doctor_machines
-from tensorstow.cli.doctor_machines import _actions, _print_report
+from tensorstow.cli.doctor_machines import _actions, _merge, _print_report
 from tensorstow.cli.main import main
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
@@ -108,3 +108,11 @@ def test_a_note_names_the_machines_that_it_is_on(capsys: pytest.CaptureFixture[s
     assert "Note on a, b: WSL" in printed
     assert "Note on b: unified" in printed
     assert "OK: these machines are ready." in printed
+
+
+def test_what_one_rank_of_a_machine_objects_to_is_the_machines() -> None:
+    well, bad = {"path": "/nvme", "objection": None}, {"path": "/nvme", "objection": "full"}
+    machine: dict[str, Any] = {"directories": [well, bad], "actions": [{"problem": "a"}]}
+    _merge(machine, {"directories": [bad, well], "actions": [{"problem": "a"}, {"problem": "b"}]})
+    assert machine["directories"] == [bad, bad]
+    assert machine["actions"] == [{"problem": "a"}, {"problem": "b"}]
