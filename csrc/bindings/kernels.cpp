@@ -118,6 +118,26 @@ double squared_norm(const char* grad, std::int64_t n, DType dtype, Isa isa) {
   return sum;
 }
 
+// Of each row; the bits do not depend on how many rows there are.
+std::vector<double> squared_norms(const char* grad, std::int64_t rows, std::int64_t columns,
+                                  DType dtype, Isa isa) {
+  std::vector<double> norms(static_cast<std::size_t>(rows));
+  const std::int64_t itemsize = dtype == DType::f32 ? 4 : 2;
+  const std::int64_t at_once =
+      std::max<std::int64_t>(1, kNormBlock / std::max<std::int64_t>(1, columns));
+  pool().run((rows + at_once - 1) / at_once, [&](std::int64_t task) {
+    for (std::int64_t row = task * at_once; row < std::min(rows, (task + 1) * at_once); ++row) {
+      double sum = 0;
+      for (std::int64_t from = 0; from < columns; from += kNormBlock) {
+        const char* start = grad + (row * columns + from) * itemsize;
+        sum += squared_norm_block(start, dtype, std::min(kNormBlock, columns - from), isa);
+      }
+      norms[static_cast<std::size_t>(row)] = sum;
+    }
+  });
+  return norms;
+}
+
 }  // namespace
 
 void bind_kernels(nb::module_& m) {
@@ -170,6 +190,16 @@ void bind_kernels(nb::module_& m) {
         return squared_norm(at<const char>(grad), n, parsed, chosen);
       },
       "grad"_a, "n"_a, "dtype"_a, "isa"_a.none());
+  m.def(
+      "squared_norms",
+      [](Address grad, std::int64_t rows, std::int64_t columns, const std::string& dtype,
+         const std::optional<std::string>& isa) {
+        const DType parsed = parse_dtype(dtype);
+        const Isa chosen = parse_isa(isa);
+        nb::gil_scoped_release release;
+        return squared_norms(at<const char>(grad), rows, columns, parsed, chosen);
+      },
+      "grad"_a, "rows"_a, "columns"_a, "dtype"_a, "isa"_a.none());
   m.def(
       "seven_streams",
       [](Address p, Address g, Address m_, Address v, std::int64_t n) {

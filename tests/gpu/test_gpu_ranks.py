@@ -1,6 +1,7 @@
 """Whole models over ranks with an accelerator each: the bits of training alone."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from compare import assert_same
 from parity.cover import feasible_pairs
 from ranks import blocks
 from ranks.matrix import ON_DEVICE, allowed, configs
+from ranks.ordered import ordered
 from ranks.pool import Ranks
 from ranks.stowed import RunConfig, alone, stowed
+from tensorstow import Plan
 
 MATRIX = configs(ON_DEVICE)
 
@@ -46,3 +49,26 @@ def test_each_unit_is_gathered_behind_its_new_weights(
     got = ranks.run(blocks.trained, "forward", stage, 64)
     for ours, theirs in zip(got, want, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(parameters="device", stage=1),
+        Plan(parameters="device", overlap="backward"),
+        Plan(parameters="device", update_on="device", states="disk"),
+        Plan(parameters="host"),
+        Plan(parameters="disk", states="disk", overlap="forward"),
+    ],
+    ids=str,
+)
+def test_ordered_sums_do_not_depend_on_the_number_of_ranks(
+    plan: Plan, clip: float | None, device_ranks: Callable[[int], Ranks]
+) -> None:
+    if clip is not None and plan.overlap == "backward":
+        pytest.skip("gradients are used before their norm is known")
+    train = partial(ordered, plan.but(ordered_reduce="sum"), clip=clip, dtype=torch.bfloat16)
+    want, *_ = device_ranks(1).run(train)
+    for count in (2, 3):
+        assert device_ranks(count).run(train) == [want] * count

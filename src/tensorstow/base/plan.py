@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Self, TypeVar
 
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import OptionError, abbreviated
@@ -96,6 +96,15 @@ class Plan:
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
+        ordered_reduce: "mean" or "sum": each rank adds the gradients of all ranks' micro-batches
+            one by one, in their order, so that weights do not depend on the number of ranks. Rank
+            ``r`` of ``n`` is to take the micro-batches ``r``, ``n + r``, ``2 n + r`` and so on of a
+            step, as accelerate deals out batches. The mean over ranks, as without it, has the same
+            bits on numbers of ranks that are powers of two, unless fp16 gradients underflow. For
+            the sum divide the loss by the micro-batches of all ranks. Clip by the optimizer's
+            ``clip_grad_norm_``, whose norm does not depend on the number of ranks either. Every
+            micro-batch is reduced, also under stage 1, and the gradients of a unit take their
+            memory once more while they are. Default: None, the order is the backend's.
         micro_batches: Into how many parts a batch is cut inside each unit, in training. All of them
             go through one unit before the next, so that weights on HOST and DISK are read as often
             as for one. The results are those of as many backward passes of ``loss / micro_batches``
@@ -136,6 +145,7 @@ class Plan:
     overlap: PlanOverlap = "auto"
     update_on: Annotated[UpdateOn, read_update_on] | None = None
     accumulation_steps: PositiveInt = 1
+    ordered_reduce: Literal["mean", "sum"] | None = None
     micro_batches: PositiveInt = 1
     prefetch: Annotated[int, whole_number(0)] = 2
     ram_budget: Size | None = None
@@ -155,6 +165,7 @@ class Plan:
         self._check_update_on()
         self._check_undo()
         self._refuse_idle()
+        self._check_order()
         on_disk = [name for name in self.unsharded if self.tier_of(name) == Tier.DISK]
         if self.unsharded and (self.stage < 3 or on_disk):
             message = (
@@ -183,6 +194,16 @@ class Plan:
         """Return the plan with "forward" in place of "auto" where that means it."""
         on_disk = Tier.DISK in self.parameter_tiers
         return self.but(overlap=meant(self.overlap, "forward")) if on_disk else self
+
+    @property
+    def reduces_with_last(self) -> bool:
+        """Whether gradients stay unreduced until the last micro-batch of a step."""
+        return self.stage == 1 and self.ordered_reduce is None
+
+    @property
+    def averages_in_order(self) -> bool:
+        """Whether ordered sums are divided by the number of ranks."""
+        return self.ordered_reduce == "mean"
 
     @property
     def parameter_tiers(self) -> set[Tier]:
@@ -227,6 +248,25 @@ class Plan:
             keyword_of(self.update_on): reaches_device(self.update_on),
         }
         refuse_undo(obstacles)
+
+    def _check_order(self) -> None:
+        if self.ordered_reduce is None:
+            return
+        obstacles = {
+            "stage=0": self.stage == 0,
+            f"replicas={self.replicas}": self.replicas > 1,
+            f"micro_batches={self.micro_batches}": self.micro_batches > 1,
+            'overlap="speculative"': self.timing.can_undo,
+        }
+        for keyword, is_set in obstacles.items():
+            if is_set:
+                message = (
+                    f"ordered_reduce={self.ordered_reduce!r} was given with {keyword}: it adds"
+                    " gradients that are sharded over all ranks, after each backward. Use stage 1"
+                    " to 3, one replica, a backward for each micro-batch, and another overlap than"
+                    ' "speculative".'
+                )
+                raise OptionError(message)
 
     def _refuse_idle(self) -> None:
         """Raise OptionError for options that would have no effect."""

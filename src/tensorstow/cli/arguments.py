@@ -148,6 +148,11 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         "--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)"
     )
     training.add_argument(
+        "--ordered-reduce",
+        choices=("mean", "sum"),
+        help="add gradients in the order of micro-batches, whatever the number of ranks",
+    )
+    training.add_argument(
         "--lora",
         metavar="r=N",
         type=_rank,

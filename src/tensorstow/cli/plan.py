@@ -132,7 +132,10 @@ def _request(
         Sizes.of(units_of(model.module), options.world_size),
         limits.budget,
         conditions,
-        Plan(accumulation_steps=options.accumulation_steps or 1),
+        Plan(
+            accumulation_steps=options.accumulation_steps or 1,
+            ordered_reduce=options.ordered_reduce,
+        ),
         batch=_batch(model, traced, options),
         formats=(StateFormat.BF16, StateFormat.INT8) if options.allow_inexact else (),
         micro_batchings=_micro_batchings(model, traced, options, KEPT),

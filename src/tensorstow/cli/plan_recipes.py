@@ -24,6 +24,7 @@ _FIELDS = (
     "overlap",
     "update_on",
     "accumulation_steps",
+    "ordered_reduce",
     "ram_budget",
     "weight_ram_budget",
     "activations",
@@ -82,7 +83,7 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
     if rest is not None and rest < recipe.dtype.itemsize:  # DeepSpeed counts elements
         lacks.pop("weight_ram_budget", None)
     commits = {"commits": False} if recipe.commits else {}
-    names = ("overlap", "update_on", "accumulation_steps", "activations")
+    names = ("overlap", "update_on", "accumulation_steps", "ordered_reduce", "activations")
     return {
         "code": _code_of(recipe),
         "deepspeed": configuration,

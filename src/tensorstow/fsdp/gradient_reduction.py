@@ -11,10 +11,14 @@ updated. If some had, the other ranks add zeros.
 Reentrant checkpointing runs backward within backward, so that a parameter may get one more gradient
 when its bucket is being reduced. The last bucket is reduced at the end, with a number that shows
 whether any rank has such gradients: then all buckets are reduced once more.
+
+With ``ordered_reduce`` ranks exchange the rows of a bucket unsummed, and each rank adds them to
+``.grad``, rank 0's first ([Note: Order of micro-batches] in ordered_reduce).
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.ordered_reduce import TWICE, UNREDUCED
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank, set_gradient
 from tensorstow.tensors.shares import RankShare, is_unreduced, mark_unreduced, share_of
 
@@ -77,17 +82,33 @@ class RowLayout:
         return run[at : at + like.numel()].view(like.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How gradients of several ranks become one."""
+
+    dtype: torch.dtype | None = None
+    """The dtype of sums over ranks; None: the dtype of the gradients."""
+    is_ordered: bool = False
+    """Whether ranks' gradients are added one by one, in the order of ranks."""
+    averages: bool = True
+    """Whether the sum is divided by the number of ranks."""
+
+
 class Bucket:
     """The gradients of one unit's parameters, until they are reduced."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype
+        self,
+        parameters: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        reduction: "Reduction",
     ) -> None:
-        """Reduce over all of ``mesh`` in ``dtype``."""
+        """Reduce over all of ``mesh``, in the gradients' dtype if ``reduction`` names none."""
         self.layout = RowLayout(parameters, mesh)
         self.parameters = parameters
         self._index = {id(p): i for i, p in enumerate(parameters)}
-        self._mesh, self._dtype = mesh, dtype
+        self._mesh, self._reduction = mesh, reduction
+        self._dtype = reduction.dtype or parameters[0].dtype
         self._gradients: dict[int, torch.Tensor] = {}
         self._reduced: torch.Tensor | None = None
         self._work: Any = None
@@ -132,7 +153,11 @@ class Bucket:
             source.div_(before)
         mesh, op = self._mesh, self._operation()
         self._source = source
-        if layout.ranks > 1:
+        if self._reduction.is_ordered:
+            self._reduced = torch.empty_like(source)
+            group = mesh.get_group(mesh.ndim - 1)
+            self._work = dist.all_to_all_single(self._reduced, source, group=group, async_op=True)
+        elif layout.ranks > 1:
             self._reduced = torch.empty(shape[1], dtype=self._dtype, device=device)
             self._work = _reduce_scatter(
                 self._reduced, source.view(-1), op, mesh.get_group(mesh.ndim - 1), async_op=True
@@ -141,12 +166,16 @@ class Bucket:
             self._reduced = source[0]
             self._work = dist.all_reduce(self._reduced, op, mesh.get_group(0), async_op=True)
 
-    def finish(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Wait for the reduction; return this rank's rows of each gradient that any rank had."""
+    def finish(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Wait for the reduction; yield what is to be added to gradients, in order.
+
+        That is this rank's rows of the mean over ranks, or, in order, of each rank's part of it.
+        Gradients that no rank had, and parts of ranks without one, are left out.
+        """
         reduced, self._reduced = self._reduced, None
         work, self._work = self._work, None
         if reduced is None or work is None:
-            return []
+            return
         work.wait()
         self._source = None
         mesh = self._mesh
@@ -155,16 +184,14 @@ class Bucket:
         _, after = self._divisors()
         if after != 1:
             reduced.div_(after)
-        *has_gradient, more = reduced[self.layout.length :].float().tolist()
-        self.more_follows = more != 0.0
-        gradients = []
+        by_rank = reduced.view(-1, self.layout.length + len(self.parameters) + 1)
+        *had_gradient, more = by_rank[:, self.layout.length :].float().T.tolist()
+        self.more_follows = any(more)
         for index, parameter in enumerate(self.parameters):
-            if has_gradient[index] == 0.0:
-                continue
             mine = share_in(parameter).rows(parameter)
-            rows = self.layout.place(index, reduced, mine)
-            gradients.append((parameter, rows))
-        return gradients
+            for part, had in zip(by_rank, had_gradient[index], strict=True):
+                if had != 0.0:
+                    yield parameter, self.layout.place(index, part, mine)
 
     def drop(self) -> None:
         """Drop the gradients, including those that are being reduced."""
@@ -177,9 +204,11 @@ class Bucket:
     def _divisors(self) -> tuple[int, int]:
         """Return the divisors of gradients before and after they are summed.
 
-        They are those of FSDP2: about the root of the number of ranks each time for fp16, which
-        might overflow, and 1 for other dtypes, which the collective itself averages.
+        Without an order they are those of FSDP2: about the root of the number of ranks each time
+        for fp16, which might overflow, and 1 for other dtypes, which the collective averages.
         """
+        if self._reduction.is_ordered:
+            return (self.layout.ranks if self._reduction.averages else 1), 1
         if self._dtype != torch.float16:
             return 1, 1
         ranks, before = self._mesh.size(), 1
@@ -198,17 +227,17 @@ class GradientReduction:
         self,
         units: Iterable[Sequence[nn.Parameter]],
         mesh: DeviceMesh,
-        reduce_dtype: torch.dtype | None,
+        reduction: Reduction,
     ) -> None:
         """Register hooks on the parameters of units, which are in the order of backward.
 
         Args:
             units: Parameters that have shares; frozen ones are reduced once they are trained.
             mesh: (shard,) or (replicate, shard).
-            reduce_dtype: The dtype of sums over ranks; None: the dtype of the gradients.
+            reduction: How they are reduced.
         """
         self._units = [list(unit) for unit in units]
-        self._mesh, self._reduce_dtype = mesh, reduce_dtype
+        self._mesh, self._reduction = mesh, reduction
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._accumulators: list[Any] = []
@@ -237,8 +266,8 @@ class GradientReduction:
             for parameter in unit:
                 if id(parameter) in included | trained:
                     by_dtype.setdefault(parameter.dtype, []).append(parameter)
-            for dtype, parameters in by_dtype.items():
-                bucket = Bucket(parameters, self._mesh, self._reduce_dtype or dtype)
+            for parameters in by_dtype.values():
+                bucket = Bucket(parameters, self._mesh, self._reduction)
                 self.buckets.append(bucket)
                 self._bucket_of |= {id(p): bucket for p in parameters}
 
@@ -287,11 +316,13 @@ class GradientReduction:
             gradient = before.float().add_(gradient)
             del self._sums[id(parameter)]
         if not self.reduces:
+            if self._reduction.is_ordered:
+                raise OptionError(UNREDUCED)
             if isinstance(before, DTensor):
                 if before.to_local().any():
                     raise OptionError(_REDUCED_BEFORE)
                 del self._sums[id(parameter)]  # zero_grad(set_to_none=False)
-            wide = gradient.float() if self._reduce_dtype is not None else gradient
+            wide = gradient.float() if self._reduction.dtype is not None else gradient
             set_gradient(parameter, wide)
             mark_unreduced(wide)
             return
@@ -323,7 +354,8 @@ class GradientReduction:
         if self.reduces:
             self._take_waiting()
             while self._reduce_rest():
-                pass
+                if self._reduction.is_ordered:
+                    raise OptionError(TWICE)
         self._put_back()
         self._is_in_backward = False
 

@@ -36,9 +36,11 @@ from tensorstow.base.update_on import Overlap, meant, reaches_device
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
+from tensorstow.fsdp.gradient_reduction import Reduction
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, watch_backwards
+from tensorstow.fsdp.ordered_reduce import OrderedReductions
 from tensorstow.fsdp.shard_storage import FrozenLayout, Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
@@ -116,9 +118,19 @@ class StowRequest:
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """The dtype of gradients that wait unreduced; None: their own."""
+        """The dtype of gradients that are reduced; None: their own."""
+        if self.plan.ordered_reduce:  # FSDP2 divides an fp16 sum before and after it
+            dtypes = {p.dtype for unit in self.units for p in unit.parameters.values()}
+            return torch.float32 if torch.float16 in dtypes | {self.compute_dtype} else None
         waits = self.plan.stage <= 1 and self.plan.accumulation_steps > 1
         return torch.float32 if waits else None  # stage 1, and no_sync() at stage 0
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the gradients of whole parameters are reduced."""
+        plan = self.plan
+        is_ordered = plan.ordered_reduce is not None and world_size() > 1
+        return Reduction(self.reduce_dtype, is_ordered, not is_ordered or plan.averages_in_order)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -180,6 +192,7 @@ class StowRequest:
             note_placed(validate_optimizer(optimizer, placed))
             if isinstance(optimizer, StowedAdam) and self.plan.timing.begins_early:
                 optimizer._let_steps_go_on()  # noqa: SLF001  # a hook of the engine
+            optimizer._has_exact_norm = self.plan.ordered_reduce is not None  # noqa: SLF001
             return optimizer
 
         return on_every_rank(make, "make the optimizer")
@@ -275,10 +288,10 @@ def _place_shared(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     """Give every rank the whole weights, and its optimizer this rank's rows of them."""
     model, plan = request.model, request.plan
     request.fill(host_group())
-    shared = SharedWeights(model, request.units, mesh, request.reduce_dtype)
+    shared = SharedWeights(model, request.units, mesh, request.reduction)
     optimizer = request.make_optimizer()
     shared.register(optimizer)
-    if plan.stage == 1:
+    if plan.reduces_with_last:
         MicroBatches(shared.set_reduces, plan.accumulation_steps).register(model, optimizer)
     return optimizer
 
@@ -291,11 +304,17 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     scalars = _take_scalars(request, values)
     if scalars is not None:
         sharding = replace(sharding, scalars=scalars.parameters.values())
-    unshard = UnshardHooks(model, request.units, sharding.reduction.reset)
+    ordered = None
+    if plan.ordered_reduce and sharding.ranks > 1:
+        ordered = OrderedReductions(averages=plan.averages_in_order)
+    reset = sharding.reduction.reset if ordered is None else ordered.reset
+    unshard = UnshardHooks(model, request.units, reset)
     stored = _shard_all(request, sharding, values)
+    if ordered is not None:
+        ordered.register(model)
     whole = None
     if scalars is not None:
-        whole = SharedWeights(model, [scalars], mesh, request.reduce_dtype)
+        whole = SharedWeights(model, [scalars], mesh, request.reduction)
     _offload_gradients(request, [parameter for parameter, _ in stored])
     optimizer = request.make_optimizer()
     _wait_for_updates_before_reads(stored, optimizer)
@@ -313,7 +332,7 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     watch_backwards(model)
     register_state_dict_hooks(model)
     guard_modules(model)
-    if plan.stage == 1 and isinstance(model, FSDPModule):
+    if plan.reduces_with_last and isinstance(model, FSDPModule):
         MicroBatches(reduce_with_last(model), plan.accumulation_steps).register(model, optimizer)
     return optimizer
 

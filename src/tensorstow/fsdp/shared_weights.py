@@ -20,7 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_leaves
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.gradient_reduction import GradientReduction, RowLayout
+from tensorstow.fsdp.gradient_reduction import GradientReduction, Reduction, RowLayout
 from tensorstow.fsdp.module_hooks import ModelHook
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.unshard import INCOMPLETE, refuse_step
@@ -40,7 +40,7 @@ class SharedWeights:
         model: nn.Module,
         units: Sequence[Unit],
         mesh: DeviceMesh,
-        reduce_dtype: torch.dtype | None,
+        reduction: Reduction,
     ) -> None:
         """Share out the parameters, and reduce their gradients from now on.
 
@@ -49,7 +49,7 @@ class SharedWeights:
             units: Its units; backward is expected to come to the last block first, and to end in
                 the root.
             mesh: (shard,) or (replicate, shard).
-            reduce_dtype: What gradients are summed in; None: their own dtype.
+            reduction: How gradients are reduced.
         """
         self._model = weakref.ref(model)
         self._mesh = mesh
@@ -58,7 +58,7 @@ class SharedWeights:
         for parameter in (p for unit in order for p in unit):
             share_out(parameter, _share(parameter, mesh))
         self._units = order
-        self._reduction = GradientReduction(order, mesh, reduce_dtype)
+        self._reduction = GradientReduction(order, mesh, reduction)
         self._lost = False
 
     def set_reduces(self, reduces: bool) -> None:  # noqa: FBT001  # as FSDP2's

@@ -240,6 +240,12 @@ def validate_mesh(mesh: DeviceMesh, plan: Plan, device: torch.device) -> None:
         message = f"A mesh of {mesh.device_type!r} was given, and this rank computes on {device}."
         raise OptionError(message)
     copies = shape[0] if mesh.ndim == 2 else 1
+    if plan.ordered_reduce is not None and copies > 1:
+        message = (
+            f"ordered_reduce={plan.ordered_reduce!r} was given with a mesh of {copies} replicas"
+            f" (its shape is {shape}): give one of shape ({mesh.size()},)."
+        )
+        raise OptionError(message)
     if plan.stage == 0 and shape[-1] != 1:
         message = (
             f"stage=0 was given, which shares nothing, with a mesh that cuts parameters in"

@@ -112,10 +112,15 @@ def refuse_plan(args: transformers.TrainingArguments, plan: Plan) -> Iterator[_R
         ' "speculative"',
     )
     yield _Refusal(
-        (plan.stage == 1 or begins_early) and steps != planned,
+        (plan.reduces_with_last or begins_early) and steps != planned,
         f"a plan of stage={plan.stage} and {plan.timing.keyword} counts micro-batches, up to"
         f" accumulation_steps={planned}, and the arguments have gradient_accumulation_steps="
         f"{steps}: make them equal",
+    )
+    yield _Refusal(
+        plan.ordered_reduce == "sum",
+        'ordered_reduce="sum" is in the plan, and a Trainer divides the loss for a mean over ranks:'
+        ' use ordered_reduce="mean"',
     )
 
 

@@ -44,6 +44,8 @@ class PlacedOptimizer(Optimizer):
         self._around_resume: list[Callable[[], None]] = []
         self._around_exchange: list[Callable[[], None]] = []
         self._at_close: list[Callable[[], None]] = []
+        self._has_exact_norm = False
+        """Whether the norm of gradients is to have the same bits on any number of ranks."""
         cache_large_blocks()
         super().__init__(params, defaults)
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
@@ -128,7 +130,8 @@ class PlacedOptimizer(Optimizer):
     ) -> torch.Tensor:
         """Clip the gradients of the next ``step()`` by their global 2-norm, over all ranks.
 
-        The norm is the root of binary64 sums per parameter, added in parameter order. The factor is
+        The norm is the root of binary64 sums per parameter, added in parameter order; with
+        ``Plan(ordered_reduce=)`` of sums per row, whose sum is rounded once. The factor is
         ``min(1, max_norm / (norm + 1e-6))``. Adam and AdamW apply it inside the update: ``.grad``
         is not changed, and the norm is the only pass over it. ``StowedOptimizer`` multiplies
         ``.grad`` by it, as ``torch.nn.utils`` does.

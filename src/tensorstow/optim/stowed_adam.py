@@ -47,7 +47,7 @@ from tensorstow.step import validation
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import in_shape_of
-from tensorstow.step.norms import KeptNorms, squared_norms
+from tensorstow.step.norms import KeptNorms, exact_total_norm, squared_norms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
@@ -238,6 +238,8 @@ class StowedAdam(PlacedOptimizer):
             if gradient is not None:
                 validation.check_gradient(shard_of(parameter), gradient, "a parameter")
             gradients.append(gradient)
+        if self._has_exact_norm and not used:
+            return exact_total_norm(parameters, gradients, self._isa)
         computed = enumerate(squared_norms(gradients, self._isa))
         squares = sum_over_shards(parameters, [used.get(i, square) for i, square in computed])
         # math.sqrt is correctly rounded everywhere; torch's is an ulp off on some machines.

@@ -5,7 +5,8 @@
 machine sends over the network what those of its ranks send whose next rank is on another machine.
 gloo computes a reduce-scatter as an all-reduce. With replicas, each group of ranks that shard the
 model is a ring, and the ranks that have the same shard average their gradients in rings of their
-own. Figures are those of the machine that sends most.
+own. With ``ordered_reduce`` each rank sends rows to every rank of every other machine. Figures are
+those of the machine that sends most.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.planner.sizes import Sizes
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+ALL_TO_ALL = "all-to-all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,9 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
     trained = ranks * sum(unit.trained_share_bytes for unit in units)
     widening = _bytes_of(sizes, wide=wide) / max(1, _bytes_of(sizes, wide=False))
     reduced = {REDUCE_SCATTER: int(scatter * sharded * trained * widening)}
+    if plan.ordered_reduce is not None:
+        on_machine = ranks // network.machines
+        reduced = {ALL_TO_ALL: int(on_machine * (ranks - on_machine) / ranks * trained)}
     if groups > 1:
         reduced[ALL_REDUCE] = int(replicated * trained * widening)
     times = plan.accumulation_steps
@@ -80,7 +85,7 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
         whole = times * ring * ranks * _bytes_of(sizes, wide=wide)
         return NetworkTraffic({}, {ALL_REDUCE: int(whole)}, {})
     if plan.stage < 3:
-        often = times if plan.stage == 2 else 1
+        often = 1 if plan.reduces_with_last else times
         backward = {name: often * nbytes for name, nbytes in reduced.items()}
         return NetworkTraffic({}, backward, {ALL_GATHER: int(sharded * trained)})
     backward = {name: times * nbytes for name, nbytes in reduced.items()}

@@ -334,6 +334,9 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     in_place = sizes.ranks == 1 and conditions.device_is_host
     if not whole and not in_place:
         yield Item(compute, "unsharded parameters", _unsharded(plan, sizes))
+    if plan.ordered_reduce is not None and sizes.ranks > 1:
+        most = max((unit.gradient_bytes for unit in sizes.units), default=0)
+        yield Item(compute, "gradients of other ranks", sizes.ranks * most)
     if conditions.device_is_host:
         return
     # Frozen parameters have no copy: no update writes them.

@@ -1,11 +1,13 @@
 """The squared 2-norms of gradients, on any device."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 import tensorstow._native as _native
 from tensorstow.io.device_link import CopyQueue, DeviceEvent
+from tensorstow.tensors.dtensor import fsum_over_shards
 
 
 class KeptNorms:
@@ -72,6 +74,26 @@ def squared_norms(gradients: Sequence[torch.Tensor | None], isa: str | None) -> 
         for index, norm in zip(indices, torch.stack(device_norms).tolist(), strict=True):
             norms[index] = norm * norm
     return norms
+
+
+def exact_total_norm(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None], isa: str | None
+) -> torch.Tensor:
+    """Return the norm of all ranks' gradients, whose bits do not depend on the number of ranks.
+
+    Rows are not cut among ranks: each one's square is summed in one order, and the sum over all
+    rows is rounded once.
+    """
+    squares = [[] if g is None else _squares_of_rows(g, isa) for g in gradients]
+    return torch.tensor(math.sqrt(fsum_over_shards(parameters, squares)), dtype=torch.float64)
+
+
+def _squares_of_rows(gradient: torch.Tensor, isa: str | None) -> list[float]:
+    whole = gradient.cpu().contiguous()
+    rows = whole.shape[0] if whole.ndim else 1
+    name = str(whole.dtype).removeprefix("torch.")
+    columns = whole.numel() // max(1, rows)
+    return _native.squared_norms(whole.data_ptr(), rows, columns, name, isa)
 
 
 def _squared_norm(gradient: torch.Tensor, isa: str | None) -> float:

@@ -6,6 +6,7 @@ those of the shard, so code that reads bytes uses the shard, and the public inte
 ``OffloadedWeight`` or an ``OffloadedGradient``, which gives access to them.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Stamp = tuple[int, ...]
+_MOST_TERMS = 40
+"""Terms of an exact sum: the 2,098 bits of all binary64 numbers, 53 in each term."""
 
 
 class Pager(Protocol):
@@ -396,6 +399,35 @@ def sum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[float]) 
     return sums
 
 
+def fsum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[Sequence[float]]) -> float:
+    """Return the sum of all parts of all ranks' shards, rounded once.
+
+    Each rank sends its exact sum, as binary64 numbers that add up to it: so the result depends
+    neither on the order of additions nor on which rank has which part.
+    """
+    sharded: dict[tuple[dist.ProcessGroup, ...], list[float]] = {}
+    for parameter, values in zip(parameters, parts, strict=True):
+        sharded.setdefault(tuple(groups_of(parameter)), []).extend(values)
+    total: list[float] = []
+    for groups, values in sharded.items():
+        mine = _exact_sum(values)
+        for group in groups:
+            by_rank = _gather(group, [*mine, *[0.0] * (_MOST_TERMS - len(mine))])
+            mine = _exact_sum([term for terms in by_rank for term in terms])
+        total += mine
+    return math.fsum(total)
+
+
+def _exact_sum(values: Sequence[float]) -> list[float]:
+    """Return numbers whose sum is exactly that of ``values``, the largest first."""
+    terms: list[float] = []
+    while (rest := math.fsum([*values, *(-term for term in terms)])) != 0.0:
+        terms.append(rest)
+        if not math.isfinite(rest):
+            break
+    return terms
+
+
 def anywhere(parameters: Sequence[torch.Tensor], *, on_this_rank: bool) -> bool:
     """Return whether ``on_this_rank`` is true on any rank that has a shard of ``parameters``."""
     on_any_rank = on_this_rank
@@ -417,10 +449,15 @@ def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, lis
 
 
 def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    return [sum(parts) for parts in zip(*_gather(group, values), strict=True)]
+
+
+def _gather(group: dist.ProcessGroup, values: Sequence[float]) -> list[list[float]]:
+    """Return the values of each rank, which has as many."""
     mine = torch.tensor(values, dtype=torch.float64, device=_device_of(group))
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, mine, group=group)
-    return [sum(parts) for parts in zip(*(rank.tolist() for rank in all_ranks), strict=True)]
+    return [rank.tolist() for rank in all_ranks]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

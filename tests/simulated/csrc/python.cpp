@@ -101,6 +101,15 @@ class Collectives final : public c10d::Backend {
                 });
   }
 
+  WorkPtr alltoall_base(Tensor& to, Tensor& from, std::vector<int64_t>& to_sizes,
+                        std::vector<int64_t>& from_sizes,
+                        const c10d::AllToAllOptions& how) override {
+    return send("alltoall", {from}, {to},
+                [gloo = gloo_, to_sizes, from_sizes, how](auto& in, auto& out) mutable {
+                  gloo->alltoall_base(out[0], in[0], to_sizes, from_sizes, how)->wait();
+                });
+  }
+
   WorkPtr allgather_into_tensor_coalesced(std::vector<Tensor>& to, std::vector<Tensor>& from,
                                           const c10d::AllgatherOptions& how) override {
     for (size_t i = 0; i + 1 < to.size(); ++i) _allgather_base(to[i], from[i], how);

@@ -71,6 +71,7 @@ def test_the_command_line_is_frozen() -> None:
             "--lora",
             "--machines",
             "--network",
+            "--ordered-reduce",
             "--profile",
             "--seq",
             "--tbw",

@@ -109,6 +109,13 @@ class Held:
     name: str = ""
 
 
+@pytest.mark.parametrize(("stage", "weights"), [(1, 1), (2, 1), (3, 6)])
+def test_ordered_rows_go_to_every_rank_of_other_machines(stage: int, weights: int) -> None:
+    plan = Plan(stage=stage, ordered_reduce="sum", accumulation_steps=3)
+    traffic = traffic_of(plan, sizes_of(32), Network(4, 1e9)).by_collective
+    assert traffic == {"all-to-all": 3 * 8 * 24 * W // 32, "all-gather": weights * W * 31 // 32}
+
+
 def test_one_machine_sends_nothing() -> None:
     assert traffic_of(Plan(stage=0), sizes_of(8), Network(1, 1e9)).bytes == 0
 

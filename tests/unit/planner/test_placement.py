@@ -99,6 +99,14 @@ def test_ranks_on_cpus_unshard_in_host_memory() -> None:
     assert found[Tier.HOST] == (4 * COUNT + 2 * 4) * G + COPIED * 4
 
 
+def test_ordered_gradients_of_a_unit_come_from_all_ranks() -> None:
+    without = bytes_of(Plan(Tier.HOST), sizes(4), HERE)
+    ordered = bytes_of(Plan(Tier.HOST, ordered_reduce="mean"), sizes(4), HERE)
+    assert ordered[Tier.HOST] == without[Tier.HOST] + 4 * G
+    alone = bytes_of(Plan(Tier.HOST, ordered_reduce="mean"), sizes(1), HERE)
+    assert alone == bytes_of(Plan(Tier.HOST), sizes(1), HERE)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
     found = bytes_of(Plan(Tier.DEVICE, stage=stage), sizes(4), AWAY)

@@ -1,8 +1,10 @@
 """Squared norms of gradients, those that are not there, and those that are still copied."""
 
+import math
+
 import torch
 
-from tensorstow.step.norms import KeptNorms, squared_norms
+from tensorstow.step.norms import KeptNorms, exact_total_norm, squared_norms
 
 
 class Copied:
@@ -35,3 +37,14 @@ def test_a_gradient_that_is_copied_is_not_read_before() -> None:
     assert dict(kept.all()) == {7: 8.0, 5: 3.0, 3: 18.0}
     kept.clear()
     assert not kept.all()
+
+
+def test_an_exact_norm_has_the_bits_of_one_rounding() -> None:
+    big, small = torch.tensor([[2.0**30, 1.0], [1.0, 1.0]]), torch.tensor([2.0**-40] * 3)
+    parameters = [torch.zeros(2, 2), torch.zeros(3), torch.zeros(2)]
+    norm = exact_total_norm(parameters, [big, small, None], None).item()
+    squares = [2.0**60 + 1.0, 2.0, *[2.0**-80] * 3]
+    assert norm == math.sqrt(math.fsum(squares))
+    assert exact_total_norm(parameters[:1], [big * math.inf], None) == math.inf
+    assert exact_total_norm(parameters[:1], [big * math.nan], None).isnan()
+    assert exact_total_norm(parameters[:1], [None], None) == 0.0

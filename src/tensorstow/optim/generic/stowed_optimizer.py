@@ -37,7 +37,7 @@ from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic
-from tensorstow.step.norms import squared_norms
+from tensorstow.step.norms import exact_total_norm, squared_norms
 from tensorstow.step.step_plan import name_of
 from tensorstow.step.validation import is_to_be_trained, refuse_unheld
 from tensorstow.tensors.dtensor import gradient_of, sum_over_shards
@@ -188,7 +188,10 @@ class StowedOptimizer(PlacedOptimizer):
 
     def _grad_norm(self) -> torch.Tensor:
         parameters = [p for _, p in self._all()]
-        squares = squared_norms([gradient_of(p) for p in parameters], None)
+        gradients = [gradient_of(p) for p in parameters]
+        if self._has_exact_norm:
+            return exact_total_norm(parameters, gradients, None)
+        squares = squared_norms(gradients, None)
         total = sum(sum_over_shards(parameters, squares))
         return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
 
