@@ -18,6 +18,7 @@ SUBJECTS = {
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",
     "reshard": "a run of one rank resumed on two, and back, against raw reads and writes",
+    "worlds": "one run on 1 to 8 ranks, changed and killed on the way: its weights",
     "overlap": "updates beside backward and beside the next forward",
     "placements": "a step of GPT-2 in each placement, in fresh processes with their own allocator",
     "engine": "whole models through stow",

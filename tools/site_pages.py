@@ -57,6 +57,7 @@ TITLES = {
     "seed_example": "GPT-2 on a CPU, with and without offload",
     "trainer": "The Trainer next to a loop by hand",
     "reshard": "Another number of ranks",
+    "worlds": "The same weights on any number of ranks",
     "averages": "Averages of weights",
     "drives": "Two drives of which one is twice as fast",
     "vertical": "Micro-batches in vertical order",
