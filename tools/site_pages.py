@@ -39,6 +39,7 @@ TITLES = {
     "durable": "Commits and resuming",
     "engine": "What stow() costs on a CPU",
     "generation": "Generation with weights on disk",
+    "experts": "A mixture of experts on disk",
     "gpu": "Steps on a GPU",
     "kernels": "The update's kernels",
     "lecture": "No offload, ZeRO-Offload and ZeRO-Infinity",

@@ -145,7 +145,7 @@ def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
         result["cache"] = 4 * width * _BATCH * (_PROMPT + tokens)
         result["weights"] = sum(p.nbytes for p in model.parameters())
         for each in result["rounds"]:
-            each["raw"] = _read_raw(file, result["weights"])
+            each["raw"] = read_raw(file, result["weights"])
             each["seconds"] = _generate(model, prompt, tokens)
     return result
 
@@ -169,7 +169,7 @@ def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> float:  # noqa: 
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
-def _read_raw(file: Path, nbytes: int) -> float:
+def read_raw(file: Path, nbytes: int) -> float:
     """Return the seconds in which the engine reads as many bytes of the file."""
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, CompileConfig, LlamaConfig, MixtralConfig
 from transformers.cache_utils import Cache
 
 import tensorstow
@@ -15,6 +15,7 @@ import tensorstow.deepspeed as deepspeed
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.read_only import stream_of
+from tensorstow.fsdp.read_units import is_of_experts, routed_experts
 
 WORDS, NEW = 96, 4
 PLANS = {
@@ -167,3 +168,47 @@ def test_a_cache_that_calls_cuda_is_refused_elsewhere(
         return
     with pytest.raises(OptionError, match="cache_implementation"):
         generated(model, device, cache_implementation=name)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan(parameters="disk"), Plan(parameters="disk", weight_ram_budget="64MiB")],
+    ids=["host", "disk", "room"],
+)
+def test_routed_experts_alone_go_to_the_device(
+    tmp_path: Path, plan: Plan, device: torch.device
+) -> None:
+    def mixtral() -> Any:  # noqa: ANN401
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}
+        config = MixtralConfig(vocab_size=WORDS, pad_token_id=0, **sizes, **heads)
+        # Of the other ways one needs operations that the simulated accelerator lacks.
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+        return model.eval().requires_grad_(requires_grad=False)
+
+    whole = mixtral()
+    whole.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = mixtral()
+    model, _ = tensorstow.stow(model, None, weights=tmp_path, plan=plan)
+    want = generated(whole.to(device), device, do_sample=False)
+    assert torch.equal(generated(model, device, do_sample=False), want)
+    stream = stream_of(model)
+    assert stream is not None
+    units = [unit for unit in stream.units if unit.experts]
+    for unit in units:
+        stream.device.drop(unit)
+    used: list[frozenset[int]] = []
+    for module in whole.modules():
+        if is_of_experts(module):
+            module.register_forward_pre_hook(
+                lambda m, args: used.append(routed_experts(m, args, {}))
+            )
+    tokens = torch.tensor([[5]], device=device)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    # What is left of the call: buffers may have gone to others since.
+    copied = [unit.copied_experts for unit in units if stream.device.get(unit) is not None]
+    assert copied
+    assert all(experts in used for experts in copied)

@@ -233,6 +233,10 @@ def _readable(file: Path) -> Iterator[None]:
         raise StoreFormatError(message) from error
 
 
+_JOINING = {"MergeModulelist", "Concatenate"}
+"""Operations of transformers that move no element but with its neighbours."""
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The tensors of files that one tensor of a model is made of."""
@@ -244,6 +248,8 @@ class Origin:
     """None: it is the one source."""
     scale: str | None = None
     """The name in the files of the scales of the one source, which is int8."""
+    pieces: tuple[str, ...] = ()
+    """The sources, if their bytes one after the other are those of the tensor; else empty."""
 
 
 def is_of_transformers(model: nn.Module) -> bool:
@@ -330,4 +336,31 @@ def _origins_by(
 
     names = tuple(name for name, _ in sources)
     alike = convert(lambda name: torch.empty(tuple(shapes[name]), device="meta"))
-    return {n: Origin(tuple(t.shape), names, maker(n)) for n, t in alike.items()}
+    pieces: tuple[str, ...] = ()
+    if {type(operation).__name__ for operation in converter.operations} <= _JOINING:
+        pieces = _pieces_of(names, shapes, convert)
+    return {
+        n: Origin(tuple(t.shape), names, maker(n), pieces=pieces if len(alike) == 1 else ())
+        for n, t in alike.items()
+    }
+
+
+def _pieces_of(
+    names: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    convert: Callable[[Read], Mapping[str, torch.Tensor]],
+) -> tuple[str, ...]:
+    """Return ``names`` in the order in which a conversion joins their bytes; empty: it does not.
+
+    It is asked to join tensors of two elements in each dimension, which have numbers of their own.
+    """
+    small: dict[str, torch.Tensor] = {}
+    for name in names:
+        shape = [2] * len(shapes[name])
+        start = sum(tensor.numel() for tensor in small.values())
+        small[name] = torch.arange(start, start + 2 ** len(shape)).view(shape)
+    (joined,) = convert(small.__getitem__).values()
+    first = {int(tensor.flatten()[0]): name for name, tensor in small.items()}
+    order = tuple(first[n] for n in joined.flatten().tolist() if n in first)
+    in_order = torch.cat([small[name].flatten() for name in order])
+    return order if torch.equal(in_order, joined.flatten()) else ()

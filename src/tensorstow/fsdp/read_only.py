@@ -24,7 +24,7 @@ from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
 from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
 from tensorstow.fsdp.read_sources import ReadOptions, Sources
-from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
+from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of, routed_experts
 from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.units import READ_ONLY
 from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
@@ -222,7 +222,7 @@ def _register(stream: WeightStream) -> None:
 def _enter(
     stream: WeightStream,
     call: Call,
-    _: nn.Module,
+    module: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> None:
@@ -237,7 +237,17 @@ def _enter(
             " under torch.no_grad(), or place the model with an optimizer in place of None."
         )
         raise OptionError(message)
-    apart_from_graphs(stream.enter, call)
+    apart_from_graphs(_attach, stream, call, module, args, kwargs)
+
+
+def _attach(
+    stream: WeightStream,
+    call: Call,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    stream.enter(call, routed_experts(module, args, kwargs) if call.unit.experts else frozenset())
 
 
 def _decline_compilation(model: nn.Module) -> None:

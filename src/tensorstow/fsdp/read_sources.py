@@ -5,7 +5,7 @@ modules that get them.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import nn
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
+from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.read_units import ReadUnit
@@ -25,6 +26,9 @@ from tensorstow.io.file_runs import BufferLayout, runs_of
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.io.safetensors import Entry
 from tensorstow.tensors.placeholder import AbsentWeight
+
+_Piece = tuple[WeightFile, Entry]
+"""A tensor in a file, whose bytes are those of a parameter, or of a part of it."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,31 +85,36 @@ class Sources:
         files = self.values.files
         if files is None or self._opened is None:
             return None
-        located: list[tuple[Path, int, str, Entry]] = []
-        of_scale: dict[str, str] = {}
         read = {n: p for n, p in unit.parameters.items() if self.values.in_files(n)}
-        for name, parameter in read.items():
-            origin = files.origin(self.values.names_of(name), parameter)
-            if origin.make is not None:
-                return None
-            sources = {name: origin.sources[0]}
-            if origin.scale is not None and parameter.is_floating_point():
-                of_scale[name] = origin.scale
-                sources[origin.scale] = origin.scale
-            for called, source in sources.items():
-                path = files.path_of(source)
-                entry = self._opened.by_path[path].entries[source]
-                located.append((path, entry.offset, called, entry))
+        origins = {n: files.origin(self.values.names_of(n), p) for n, p in read.items()}
+        if any(origin.make is not None and not origin.pieces for origin in origins.values()):
+            return None
+        of_scale = {
+            name: origin.scale
+            for name, origin in origins.items()
+            if origin.scale is not None and read[name].is_floating_point()
+        }
+        located = [
+            *((n, self._pieces(files, o.pieces or o.sources[:1])) for n, o in origins.items()),
+            *((scale, self._pieces(files, [scale])) for scale in of_scale.values()),
+        ]
+        if any(len({entry.dtype for _, entry in pieces}) > 1 for _, pieces in located):
+            return None
         layout = BufferLayout()
         placed: dict[str, tuple[Entry, int, int | None]] = {}
         stored: list[tuple[WeightFile, Entry, int]] = []
         # In the order of the files: tensors next to each other are read at once.
-        for path, _, called, entry in sorted(located, key=lambda row: row[:3]):
+        for called, pieces in sorted(located, key=_place_in_files):
             weight = unit.parameters.get(called)
+            entry = pieces[0][1]
+            if len(pieces) > 1 and weight is not None:
+                entry = Entry(entry.dtype, tuple(weight.shape))
             dtype = entry.dtype if weight is None else self._options.dtype_of(weight)
             at, cast_at = layout.place(entry, dtype)
             placed[called] = (entry, at, cast_at)
-            stored.append((self._opened.by_path[path], entry, at))
+            for file, piece in pieces:
+                stored.append((file, piece, at))
+                at += piece.nbytes
         tensors: list[FileTensor] = []
         for name, parameter in read.items():
             scale = None
@@ -113,7 +122,13 @@ class Sources:
                 entry, at, _ = placed[of_scale[name]]
                 scale = RowScale(entry.dtype, at)
             tensors.append(replace(self._tensor(name, parameter, *placed[name]), scale=scale))
-        return StreamedUnit(unit.name, tensors, round_up(layout.nbytes, PAGE), runs_of(stored))
+        nbytes, experts = round_up(layout.nbytes, PAGE), 0 if of_scale else unit.experts
+        return StreamedUnit(unit.name, tensors, nbytes, runs_of(stored), experts=experts)
+
+    def _pieces(self, files: PretrainedFiles, names: Iterable[str]) -> list[_Piece]:
+        opened = {} if self._opened is None else self._opened.by_path
+        paths = [(opened[files.path_of(name)], name) for name in names]
+        return [(file, file.entries[name]) for file, name in paths]
 
     def in_host_memory(self, unit: ReadUnit, link: DeviceLink) -> StreamedUnit:
         """Return a unit whose values are in pinned host memory from now on."""
@@ -131,7 +146,9 @@ class Sources:
             parameter = unit.parameters[tensor.name]
             read = readers[tensor.name](0, parameter.shape[0] if parameter.ndim else 0)
             tensor.values(memory).copy_(read.reshape(-1))
-        return StreamedUnit(unit.name, tensors, memory.nbytes, resident=memory)
+        return StreamedUnit(
+            unit.name, tensors, memory.nbytes, resident=memory, experts=unit.experts
+        )
 
     def buffer_bytes_of(self, unit: ReadUnit) -> int:
         """Return the bytes of a buffer for a unit in host memory."""
@@ -152,3 +169,8 @@ class Sources:
         absent = AbsentWeight(parameter, dtype, device)
         placeholder = nn.Parameter(absent, requires_grad=False)
         return FileTensor(name, entry, placeholder, self._places[id(parameter)], at, cast_at)
+
+
+def _place_in_files(located: tuple[str, Sequence[_Piece]]) -> tuple[Path, int, str]:
+    name, ((file, entry), *_) = located
+    return file.path, entry.offset, name

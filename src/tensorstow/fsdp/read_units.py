@@ -4,16 +4,25 @@
 training, unsharded for the whole forward. To read it, it is cut: each module with parameters of its
 own is a unit, together with those that share one with it. A plan names such a unit by its module,
 or all of them by the name of the root, "".
+
+[Note: Experts] A module that has the weights of all experts of a layer, as stacked tensors, is a
+unit of its own inside of its block. Its call is told which experts tokens are routed to, and those
+alone are read.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.units import ROOT, Unit, units_of
+
+ROUTED = "top_k_index"
+"""The argument of transformers' experts: the numbers of the experts of each token."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,12 +31,19 @@ class ReadUnit(Unit):
 
     modules: Sequence[nn.Module]
     """Those that use the parameters when they run."""
-    is_part_of_root: bool
+    part_of: str | None = None
+    """The name of the unit that it is a part of in training."""
 
     def tier_in(self, plan: Plan) -> Tier:
-        """Return its tier in a plan, which names it or the root that it is a part of."""
-        is_named = self.name in plan.parameter_units
-        return plan.tier_of(ROOT if self.is_part_of_root and not is_named else self.name)
+        """Return its tier in a plan, which names it or the unit that it is a part of."""
+        is_named = self.part_of is None or self.name in plan.parameter_units
+        return plan.tier_of(self.name if is_named else str(self.part_of))
+
+    @property
+    def experts(self) -> int:
+        """How many experts its tensors stack; 0: it is no unit of experts."""
+        is_stacked = len(self.modules) == 1 and is_of_experts(self.module)
+        return len(next(iter(self.parameters.values()))) if is_stacked else 0
 
 
 def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -> list[ReadUnit]:
@@ -37,9 +53,7 @@ def read_units_of(model: nn.Module, blocks: Sequence[nn.Module] | None = None) -
     """
     *units, root = units_of(model, blocks)
     parts = _parts_of(model, root)
-    blocks_read = [
-        ReadUnit(u.name, u.module, u.parameters, [u.module], is_part_of_root=False) for u in units
-    ]
+    blocks_read = [part for unit in units for part in _without_experts(unit)]
     order = {name: at for at, (name, _) in enumerate(model.named_modules())}
     return sorted([*blocks_read, *parts], key=lambda unit: order[unit.name])
 
@@ -53,6 +67,40 @@ def parents_of(units: Sequence[ReadUnit]) -> dict[str, list[str]]:
             if unit is not outer and any(id(module) in below for module in unit.modules):
                 inside[unit.name].append(outer.name)
     return inside
+
+
+def is_of_experts(module: nn.Module) -> bool:
+    """Return whether a module has the weights of several experts, and is told which are used."""
+    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+    return (
+        len({len(p) for p in own}) == 1
+        and len(own) == len(list(module.parameters()))
+        and ROUTED in inspect.signature(module.forward).parameters
+    )
+
+
+def routed_experts(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> frozenset[int]:
+    """Return the experts that a call of such a module uses."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    indices: Any = bound.arguments[ROUTED]
+    count = len(next(module.parameters()))
+    return frozenset(i for i in indices.unique().tolist() if i < count)  # else: of another rank
+
+
+def _without_experts(unit: Unit) -> list[ReadUnit]:
+    """Return a block without its experts, and each module of experts."""
+    rest, experts = dict(unit.parameters), list[ReadUnit]()
+    for name, module in unit.module.named_modules():
+        mine = {id(p) for p in module.parameters()}
+        taken = {n: p for n, p in rest.items() if id(p) in mine}
+        if name and is_of_experts(module) and len(taken) == len(mine):
+            whole_name = f"{unit.name}.{name}"
+            experts.append(ReadUnit(whole_name, module, taken, [module], unit.name))
+            rest = {n: p for n, p in rest.items() if n not in taken}
+    block = [ReadUnit(unit.name, unit.module, rest, [unit.module])] if rest else []
+    return [*block, *experts]
 
 
 def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
@@ -73,7 +121,7 @@ def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
             *modules[0],
             {n: p for n, p in root.parameters.items() if id(p) in members},
             [module for _, module in modules],
-            is_part_of_root=True,
+            ROOT,
         )
         for members, modules in groups
     ]

@@ -14,6 +14,10 @@ is farthest goes first.
 copied there as soon as it is read and there is room, at the latest before its call; the caller's
 stream waits for the copy, and the next copy to the same buffer for the work of the call.
 
+[Note: Experts] Of a unit of experts a call reads those that it uses and that are not in the buffer
+yet. They are not read ahead: which are used is known when the call begins. The rest of the buffer
+has no values.
+
 No thread holds the lock while it waits for a read or a copy.
 """
 
@@ -30,7 +34,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, DeviceMemory
-from tensorstow.io.file_runs import Run
+from tensorstow.io.file_runs import Run, cut_runs
 from tensorstow.io.pinned import HostMemory, PinnedBlock
 from tensorstow.io.safetensors import Entry
 from tensorstow.memory.moving_bytes import ByteState, MovingBytes
@@ -65,8 +69,11 @@ class FileTensor:
     scale: "RowScale | None" = None
     """The scales of a weight that is stored in int8."""
 
-    def cast(self, memory: HostMemory) -> None:
-        """Compute the values in the parameter's dtype, if they are stored in another one."""
+    def cast(self, memory: HostMemory, experts: Iterable[int] | None = None) -> None:
+        """Compute the values in the parameter's dtype, if they are stored in another one.
+
+        ``experts``: of these alone; None: all values.
+        """
         if self.scale is not None:
             shape, scale = self.absent.shape, self.scale
             codes = memory.tensor(self.at, self.absent.numel(), torch.int8).view(shape)
@@ -74,7 +81,13 @@ class FileTensor:
             dequantize_rows(codes, scales, self.values(memory).view(shape))
         elif self.cast_at is not None:
             stored = memory.tensor(self.at, self.absent.numel(), self.entry.dtype)
-            self.values(memory).copy_(stored)
+            values = self.values(memory)
+            if experts is None:
+                values.copy_(stored)
+                return
+            rows = stored.view(len(self.absent), -1)
+            for expert in experts:
+                self.expert(values, expert).copy_(rows[expert])
 
     def attach(self, memory: HostMemory | DeviceMemory) -> nn.Parameter:
         """Put a parameter over the memory in place; return it."""
@@ -90,6 +103,15 @@ class FileTensor:
         """Return the values that are computed with, in one dimension."""
         begin = self.at if self.cast_at is None else self.cast_at
         return memory.tensor(begin, self.absent.numel(), self.absent.dtype)
+
+    def expert(self, values: torch.Tensor, expert: int) -> torch.Tensor:
+        """Return those of ``values`` that one expert has."""
+        return values.view(len(self.absent), -1)[expert]
+
+    def bytes_of_expert(self, expert: int) -> tuple[int, int]:
+        """Return where an expert's stored bytes begin and end in the buffer."""
+        nbytes = self.absent.numel() // len(self.absent) * self.entry.dtype.itemsize
+        return self.at + expert * nbytes, self.at + (expert + 1) * nbytes
 
     def _put(self, parameter: nn.Parameter) -> nn.Parameter:
         for module, name in self.places:
@@ -115,6 +137,14 @@ class StreamedUnit(MovingBytes):
     """The end of the last copy from its host memory."""
     users: int = 0
     """Calls under way that use it."""
+    experts: int = 0
+    """How many experts each tensor stacks, which are read one by one; 0: they are read as one."""
+    present: set[int] = field(default_factory=set)
+    """Experts that are in the buffer in host memory, or are being read."""
+    copied_experts: set[int] = field(default_factory=set)
+    """Experts that are in the buffer on the device, or are being copied."""
+    fresh: set[int] = field(default_factory=set)
+    """Experts that are being read."""
     attached: list[nn.Parameter] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Versions of the attached parameters, when they were attached."""
@@ -122,6 +152,13 @@ class StreamedUnit(MovingBytes):
     def is_busy(self) -> bool:
         """Return whether a read or a copy uses its buffer in host memory."""
         return not (self.is_over() and (self.last_copy is None or self.last_copy.query()))
+
+    def reads_of(self, experts: Iterable[int]) -> Sequence[Run]:
+        """Return what is read of the unit: all, or of a unit of experts these."""
+        if not self.experts:
+            return self.runs
+        places = [t.bytes_of_expert(expert) for expert in sorted(experts) for t in self.tensors]
+        return [run for begin, end in places for run in cut_runs(self.runs, begin, end)]
 
     def is_cast(self) -> bool:
         """Return whether a tensor of it is stored in another dtype."""
@@ -188,15 +225,18 @@ class WeightStream:
         memory = [*self.host.buffers, *(unit.resident for unit in self.units)]
         return sum(block.pinned_bytes for block in memory if isinstance(block, PinnedBlock))
 
-    def enter(self, call: Call) -> None:
-        """Attach the weights that a call uses; raises errors of reading them."""
+    def enter(self, call: Call, experts: frozenset[int] = frozenset()) -> None:
+        """Attach the weights that a call uses; raises errors of reading them.
+
+        ``experts``: those that a call of experts uses.
+        """
         with self._lock:
             if self._last is not None:
                 self._last.following = call
             self._last = call
             call.unit.users += 1
         try:
-            while (busy := self._try_to_attach(call.unit)) is not None:
+            while (busy := self._try_to_attach(call.unit, experts)) is not None:
                 _wait_for(busy)
         except BaseException:
             self._end_use(call.unit)
@@ -223,29 +263,30 @@ class WeightStream:
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             return self._read_ahead()
 
-    def _try_to_attach(self, unit: StreamedUnit) -> StreamedUnit | None:
+    def _try_to_attach(self, unit: StreamedUnit, experts: frozenset[int]) -> StreamedUnit | None:
         """Attach a unit, and read ahead; return what to wait for, without the lock, or None."""
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
-            if not self._begin_read(unit, keep=None):
+            if not self._begin_read(unit, None, experts):
                 return self._busy_for(unit, ()) or unit
             busy = self._read_ahead()
-            if busy is None and not unit.attached:
+            if busy is None and (unit.experts or not unit.attached):
                 if not unit.is_over():
                     return unit
-                self._attach(unit)
+                self._attach(unit, experts)
             return busy
 
-    def _attach(self, unit: StreamedUnit) -> None:
+    def _attach(self, unit: StreamedUnit, experts: frozenset[int]) -> None:
         memory: HostMemory | DeviceMemory | None = self._finish_read(unit)
         if self.link is not None:
-            memory = self._begin_copy(unit, keep=None)
+            memory = self._begin_copy(unit, None, experts)
             if unit.copied is not None:
                 self.link.join(unit.copied)
         if memory is None:
             message = f"Unit {unit.name!r} is to be attached and is not in memory."
             raise AssertionError(message)
-        unit.attached = [tensor.attach(memory) for tensor in unit.tensors]
-        unit.versions = [p._version for p in unit.attached]  # noqa: SLF001  # no public way
+        if not unit.attached:
+            unit.attached = [tensor.attach(memory) for tensor in unit.tensors]
+            unit.versions = [p._version for p in unit.attached]  # noqa: SLF001  # no public way
 
     def _end_use(self, unit: StreamedUnit) -> None:
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
@@ -289,7 +330,7 @@ class WeightStream:
         for unit in self._upcoming():
             if len(nearer) == self._prefetch:
                 break
-            if unit.users or unit in nearer:
+            if unit.users or unit in nearer or unit.experts:
                 continue
             if not self._begin_read(unit, keep=nearer):
                 return self._busy_for(unit, nearer)
@@ -308,22 +349,36 @@ class WeightStream:
                 return
             yield call.unit
 
-    def _begin_read(self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None) -> bool:
-        """Begin reading a unit, if it is not in memory; return whether there was room.
+    def _begin_read(
+        self,
+        unit: StreamedUnit,
+        keep: Iterable[StreamedUnit] | None,
+        experts: frozenset[int] = frozenset(),
+    ) -> bool:
+        """Begin reading what of a unit is not in memory; return whether there was room.
 
         ``keep``: as in ``UnitBuffers.take``. There is no room while what must leave is busy.
         """
-        if unit.resident is not None or self.device.get(unit) is not None:
+        if unit.resident is not None:
             return True
-        if self.host.get(unit) is not None:
+        missing = experts - unit.present - unit.copied_experts
+        is_on_device = self.device.get(unit) is not None
+        memory = self.host.get(unit)
+        if not missing and (is_on_device or memory is not None):
             return True
-        is_busy = self._busy_for(unit, keep or ()) is not None
-        memory = None if is_busy else self.host.take(unit, keep)
+        if memory is None:
+            is_busy = self._busy_for(unit, keep or ()) is not None
+            memory = None if is_busy else self.host.take(unit, keep)
+        elif not unit.is_over():
+            return False
         if memory is None:
             return False
+        self._finish_read(unit)
         unit.move(ByteState.READING)
+        unit.fresh = set(missing)
+        unit.present |= missing
         try:
-            for run in unit.runs:
+            for run in unit.reads_of(missing):
                 into = memory.tensor(run.at, run.nbytes, torch.uint8)
                 unit.transfers.append(run.file.read(run.offset, into))
                 self.bytes_read += run.nbytes
@@ -348,20 +403,31 @@ class WeightStream:
         return memory
 
     def _begin_copy(
-        self, unit: StreamedUnit, keep: Iterable[StreamedUnit] | None
+        self,
+        unit: StreamedUnit,
+        keep: Iterable[StreamedUnit] | None,
+        experts: frozenset[int] = frozenset(),
     ) -> DeviceMemory | None:
-        """Begin copying a unit that is in host memory to the device; None: there is no room."""
-        buffer = self.device.get(unit)
-        if buffer is not None or self.link is None:
+        """Begin copying what of a unit is in host memory alone; None: there is no room."""
+        buffer, missing = self.device.get(unit), experts - unit.copied_experts
+        if self.link is None or (buffer is not None and not missing):
             return buffer
         memory = self._finish_read(unit)
-        buffer = None if memory is None else self.device.take(unit, keep)
+        if buffer is None and memory is not None:
+            buffer = self.device.take(unit, keep)
         if memory is None or buffer is None:
             return None
-        if unit.is_cast():
+        if unit.experts:
+            pairs = [
+                (t.expert(t.values(buffer), expert), t.expert(t.values(memory), expert))
+                for expert in sorted(missing)
+                for t in unit.tensors
+            ]
+        elif unit.is_cast():
             pairs = [(tensor.values(buffer), tensor.values(memory)) for tensor in unit.tensors]
         else:
             pairs = [(buffer.bytes, memory.tensor(0, unit.nbytes, torch.uint8))]
+        unit.copied_experts |= missing
         try:
             unit.copied = unit.last_copy = self.link.h2d(pairs, [buffer.last_use])
         except BaseException:
@@ -386,10 +452,12 @@ class WeightStream:
     def _settle(unit: StreamedUnit, _: HostMemory) -> None:
         """Forget a unit's bytes in host memory; those that a copy still reads do not leave."""
         unit.leave()
+        unit.present.clear()
 
     @staticmethod
     def _forget_copy(unit: StreamedUnit, _: DeviceMemory) -> None:
         unit.copied = None
+        unit.copied_experts.clear()
 
 
 def _wait_for(unit: StreamedUnit) -> None:
@@ -405,4 +473,4 @@ def _check_and_cast(unit: StreamedUnit, memory: HostMemory) -> None:
     for file in {run.file for run in unit.runs}:
         file.validate_unchanged()
     for tensor in unit.tensors:
-        tensor.cast(memory)
+        tensor.cast(memory, unit.fresh if unit.experts else None)

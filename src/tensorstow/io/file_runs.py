@@ -1,7 +1,9 @@
 """Bytes of files that are only read: which are read at once, and where they lie in a buffer."""
 
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -81,3 +83,17 @@ def runs_of(tensors: Iterable[tuple[SourceFile, Entry, int]]) -> list[Run]:
         elif nbytes:
             runs.append(Run(file, offset, at, nbytes))
     return runs
+
+
+def cut_runs(runs: Sequence[Run], begin: int, end: int) -> Iterator[Run]:
+    """Yield the reads of the bytes from ``begin`` to ``end`` of a buffer that ``runs`` fill.
+
+    ``runs`` are in the order of the buffer.
+    """
+    first = max(0, bisect_right(runs, begin, key=lambda run: run.at) - 1)
+    for run in islice(runs, first, None):
+        if run.at >= end:
+            return
+        start, stop = max(begin, run.at), min(end, run.at + run.nbytes)
+        if start < stop:
+            yield Run(run.file, run.offset + start - run.at, start, stop - start)

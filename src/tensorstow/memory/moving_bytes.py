@@ -1,6 +1,7 @@
 """Bytes that move between memory and disk as one, and the states that they pass through.
 
 ABSENT --read--> READING --settle--> PRESENT --write--> WRITING --settle--> PRESENT
+PRESENT --read--> READING, if more of them are read
    any state but ABSENT --leave--> ABSENT, and bytes that no disk has yet begin as PRESENT
 """
 
@@ -24,7 +25,7 @@ class ByteState(Enum):
 LEGAL = {
     ByteState.ABSENT: {ByteState.READING, ByteState.PRESENT},
     ByteState.READING: {ByteState.PRESENT, ByteState.ABSENT},
-    ByteState.PRESENT: {ByteState.WRITING, ByteState.ABSENT},
+    ByteState.PRESENT: {ByteState.READING, ByteState.WRITING, ByteState.ABSENT},
     ByteState.WRITING: {ByteState.PRESENT, ByteState.ABSENT},
 }
 """The states that may follow each state."""

@@ -1,0 +1,225 @@
+"""Mixtures of experts with weights on disk: only the experts that tokens are routed to are read."""
+
+import errno
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstow
+from tensorstow import Plan
+from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.fsdp.read_only import stream_of
+from tensorstow.fsdp.read_units import is_of_experts, routed_experts
+from tensorstow.fsdp.weight_stream import StreamedUnit
+from tensorstow.io.file_runs import Run
+from tensorstow.io.files import IoFuture
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 8}),
+    "qwen3": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 16},
+    ),
+    "deepseek": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+
+def made(family: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401  # another library's
+    import transformers  # noqa: PLC0415  # takes seconds
+
+    model_class, config_class, sizes = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, config_class)(**SIZES | sizes)
+    return getattr(transformers, model_class)(config).to(dtype).eval()
+
+
+class Routed:
+    """The experts that the calls of a model's modules use, and their bytes."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.calls: list[tuple[str, frozenset[int]]] = []
+        self.nbytes: dict[str, int] = {}
+        for name, module in model.named_modules():
+            if is_of_experts(module):
+                self.nbytes[name] = sum(
+                    p[0].numel() * p.element_size() for p in module.parameters()
+                )
+                module.register_forward_pre_hook(partial(self._note, name))
+
+    def _note(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.calls.append((name, routed_experts(module, args, {})))
+
+    @property
+    def bytes(self) -> int:
+        """Those of the experts of all calls."""
+        return sum(len(experts) * self.nbytes[name] for name, experts in self.calls)
+
+
+class Reads:
+    """The bytes that streams read of experts, and of anything else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.of_experts = self.of_others = 0
+        reads_of = StreamedUnit.reads_of
+
+        def noted(unit: StreamedUnit, experts: frozenset[int]) -> Sequence[Run]:
+            reads = reads_of(unit, experts)
+            nbytes = sum(run.nbytes for run in reads)
+            self.of_experts += nbytes if unit.experts else 0
+            self.of_others += 0 if unit.experts else nbytes
+            return reads
+
+        monkeypatch.setattr(StreamedUnit, "reads_of", noted)
+
+
+def on_disk(folder: Path, family: str, dtype: torch.dtype, **options: Any) -> Any:  # noqa: ANN401
+    with torch.device("meta"):
+        model = made(family, dtype)
+    plan = Plan(parameters="disk", **options)
+    return tensorstow.stow(model, None, plan=plan, weights=folder)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routed_experts_alone_are_read(
+    tmp_path: Path, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made(family, dtype)
+    whole.save_pretrained(tmp_path, max_shard_size="100KB")
+    model = on_disk(tmp_path, family, dtype)
+    routed, reads = Routed(whole), Reads(monkeypatch)
+    tokens = torch.randint(1, 64, (1, 1))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    everything = sum(p.numel() for n, p in whole.named_parameters() if ".experts." in n)
+    assert 0 < 2 * routed.bytes <= everything * dtype.itemsize
+    assert reads.of_experts == routed.bytes
+    assert reads.of_others > 0
+
+
+def test_experts_that_are_in_memory_still_are_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32, weight_ram_budget="64MiB")
+    routed, reads = Routed(whole), Reads(monkeypatch)
+    how = {"max_new_tokens": 6, "do_sample": False}
+    tokens = torch.randint(1, 64, (1, 3))
+    how["attention_mask"] = torch.ones_like(tokens)
+    assert torch.equal(model.generate(tokens, **how), whole.generate(tokens, **how))
+    once = sum(
+        len(frozenset[int]().union(*(e for n, e in routed.calls if n == name))) * nbytes
+        for name, nbytes in routed.nbytes.items()
+    )
+    assert reads.of_experts == once < routed.bytes
+
+
+@pytest.mark.parametrize("budget", [None, "64MiB"])
+def test_generation_has_the_tokens_of_the_model_in_memory(
+    tmp_path: Path, budget: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made("qwen3", torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    options = {} if budget is None else {"weight_ram_budget": budget}
+    model = on_disk(tmp_path, "qwen3", torch.bfloat16, prefetch=1, **options)
+    routed, reads = Routed(whole), Reads(monkeypatch)
+    tokens = torch.randint(1, 64, (2, 5))
+    how = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    assert torch.equal(model.generate(tokens, **how), whole.generate(tokens, **how))
+    assert 0 < reads.of_experts <= routed.bytes
+
+
+def test_values_of_another_dtype_are_cast_expert_by_expert(tmp_path: Path) -> None:
+    whole = made("mixtral", torch.bfloat16)
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32, weight_ram_budget="64MiB")
+    wide = whole.float()
+    for number in range(1, 6):
+        tokens = torch.tensor([[number]])
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits, wide(tokens).logits)
+
+
+def test_a_plan_names_experts_or_the_block_that_they_are_in(tmp_path: Path) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    units = {"model.layers.0.mlp.experts": "host", "model.layers.1": "host"}
+    model = on_disk(tmp_path, "mixtral", torch.float32, parameter_units=units)
+    stream = stream_of(model)
+    assert stream is not None
+    assert [u.name for u in stream.units if u.experts] == ["model.layers.2.mlp.experts"]
+    assert "model.layers.0" in {u.name for u in stream.units}
+    assert "model.layers.1" not in {u.name for u in stream.units}
+    tokens = torch.randint(1, 64, (2, 5))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+
+
+def test_two_threads_use_other_experts_of_one_unit(tmp_path: Path) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32, weight_ram_budget="64MiB")
+    inputs = [torch.tensor([[number]]) for number in range(1, 9)]
+
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return model(tokens).logits
+
+    with ThreadPoolExecutor(4) as pool:
+        both = list(pool.map(logits, inputs * 4))
+    with torch.no_grad():
+        wanted = [whole(tokens).logits for tokens in inputs] * 4
+    assert all(map(torch.equal, both, wanted))
+
+
+def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32)
+    tokens = torch.tensor([[3]])
+    read = WeightFile.read
+
+    def broken(file: WeightFile, offset: int, into: torch.Tensor) -> IoFuture:
+        if into.numel() == whole.model.layers[0].mlp.experts.down_proj[0].nbytes:
+            raise OSError(errno.EIO, "broken")
+        return read(file, offset, into)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightFile, "read", broken)
+        with pytest.raises(OSError, match="broken"), torch.no_grad():
+            model(tokens)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
