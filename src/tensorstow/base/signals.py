@@ -138,7 +138,8 @@ class StopHandlers:
         if statuses and threading.current_thread() is not threading.main_thread():
             message = (
                 "stop_signals= was given outside of the main thread, and Python handles signals"
-                " there alone. Make the optimizer in the main thread, or call request_commit()."
+                " there alone. Begin the run in the main thread, or leave it out; a loop of your"
+                " own may call optimizer.request_commit() instead."
             )
             raise OptionError(message)
         for number in statuses:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
 from tensorstow.doorkit.keyword_table import refused_call
+from tensorstow.doorkit.stop_point import StopPoint
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.tensors.dtensor import layout_of
@@ -34,6 +35,8 @@ class ModelWrapper(nn.Module):
     """
 
     module: nn.Module
+    stop_point: StopPoint | None = None
+    """Where the run ends at a signal, as ``Booster`` was asked."""
 
     def __init__(
         self,
@@ -56,7 +59,9 @@ class ModelWrapper(nn.Module):
         return self.module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module; after a step and a signal of ``stop_signals``, save and end instead."""
+        if self.stop_point is not None and torch.is_grad_enabled():
+            self.stop_point.reach()
         if self._inputs_dtype is not None:
             args, kwargs = tree_map(partial(_cast, dtype=self._inputs_dtype), (args, kwargs))
         outputs = self.module(*args, **kwargs)
@@ -84,6 +89,9 @@ class OptimizerWrapper(Optimizer):
         max_norm: The 2-norm that gradients are clipped to in each step; 0: not at all.
         scaler: The loss scale. Default: None, without fp16.
     """
+
+    stop_point: StopPoint | None = None
+    """Where the run ends at a signal, as ``Booster`` was asked."""
 
     def __init__(
         self, optim: Optimizer, *, max_norm: float = 0.0, scaler: DynamicGradScaler | None = None
@@ -154,6 +162,8 @@ class OptimizerWrapper(Optimizer):
             loss: A scalar tensor.
             inputs, retain_graph, kwargs: As of ``torch.Tensor.backward``.
         """
+        if self.stop_point is not None:
+            self.stop_point.reach()  # of a module that was called directly
         factor = self.loss_scale
         scaled = loss if self._scaler is None else loss.float() * factor
         self._is_scaled = True
@@ -174,16 +184,18 @@ class OptimizerWrapper(Optimizer):
                 " call Booster.backward, then step()."
             )
             raise OptionError(message)
-        if self._scaler is None and self._max_norm == 0.0:
-            self.optim.step()
-            return
         if self._scaler is not None and not self._is_scaled:
             message = (
                 "step() was called under fp16 without Booster.backward(loss, optimizer), which"
                 " scales the loss: its gradients would be divided by a scale that they have not."
             )
             raise OptionError(message)
-        self._clipped_step()
+        if self._scaler is None and self._max_norm == 0.0:
+            self.optim.step()
+        else:
+            self._clipped_step()
+        if self.stop_point is not None:
+            self.stop_point.note_step()
 
     def _clipped_step(self) -> None:
         optimizer, factor = self.optim, self.loss_scale

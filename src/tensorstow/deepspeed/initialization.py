@@ -14,6 +14,7 @@ from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.launch import launched
+from tensorstow.base.signals import StopSignals
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed.checkpointing import configure
 from tensorstow.deepspeed.comm import init_distributed, refuse_model_parallel
@@ -38,6 +39,7 @@ from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.states import MasterWeights
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string
+from tensorstow.doorkit.stop_point import stop_point
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, rank_here, world_size
 from tensorstow.fsdp.stow import stow
@@ -65,6 +67,8 @@ def initialize(
     *,
     fill: Mapping[str, Any] | None = None,
     overlap: Overlap | None = None,
+    stop_signals: StopSignals = None,
+    on_stop: Callable[[], object] | None = None,
 ) -> Started:
     """Place a model by a DeepSpeed configuration.
 
@@ -97,6 +101,11 @@ def initialize(
             results are the same. Default: None, by the configuration, which is logged
             (docs/guides/deepspeed.md). "none" and "forward" let gradients be read after
             ``backward`` and skip steps that are not finite, "backward" does not.
+        stop_signals: The name of a signal ("SIGTERM"), or a dict of exit statuses by names. After
+            one, to any rank, the run ends before the forward that follows a step: all ranks call
+            ``on_stop`` and raise SystemExit with that status, 0 for a name alone. Python handles
+            signals in the main thread alone. Default: None, no signals are handled.
+        on_stop: Saves the checkpoint of such a run: ``lambda: engine.save_checkpoint(folder)``.
 
     Returns:
         The engine, its optimizer or None, the dataloader or None, and the scheduler or None.
@@ -119,6 +128,13 @@ def initialize(
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
+    if make is None and stop_signals is not None:
+        message = (
+            f"stop_signals={stop_signals!r} was given to an engine without an optimizer, which"
+            ' takes no steps. Leave it out, or write a section "optimizer" in the configuration.'
+        )
+        raise OptionError(message)
+    stops = stop_point(stop_signals, on_stop)
     placed_optimizer: PlacedOptimizer | None = None
     with _named_as_configured(settings):
         if make is None:
@@ -137,6 +153,7 @@ def initialize(
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
         config=written,
     )
+    engine.stop_point = stops
     engine.collate_fn = collate_fn
     if training_data is not None:
         engine.training_dataloader = make_dataloader(training_data, settings, collate_fn)

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.signals import StopSignals
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.checkpoint_io import CheckpointCalls, boosted
 from tensorstow.doorkit.keyword_table import checks_keywords, refused, refused_call
+from tensorstow.doorkit.stop_point import StopPoint, stop_point
 
 
 @checks_keywords(refused("pass precision= to the plugin", "mixed_precision"))
@@ -23,6 +25,11 @@ class Booster(CheckpointCalls):
         device: The device of this rank. Default: None, the accelerator, or the CPU if there is
             none. A plugin as the first argument counts as ``plugin``.
         plugin: The plugin that places the model.
+        stop_signals: The name of a signal ("SIGTERM"), or a dict of exit statuses by names. After
+            one, to any rank, the run ends before the forward that follows a step: all ranks call
+            ``on_stop`` and raise SystemExit with that status, 0 for a name alone. Python handles
+            signals in the main thread alone. Default: None, no signals are handled.
+        on_stop: Saves the checkpoints of such a run, by ``save_model`` and the others.
 
     Raises:
         OptionError: There is no plugin, or an argument that is not supported.
@@ -33,6 +40,9 @@ class Booster(CheckpointCalls):
         device: torch.device | str | int | Plugin | None = None,
         mixed_precision: object = None,
         plugin: Plugin | None = None,
+        *,
+        stop_signals: StopSignals = None,
+        on_stop: Callable[[], object] | None = None,
     ) -> None:
         if isinstance(device, Plugin):
             if plugin is not None:
@@ -47,6 +57,9 @@ class Booster(CheckpointCalls):
             raise OptionError(message)
         check_device(device)
         self.plugin = plugin
+        self._stop_signals, self._on_stop = stop_signals, on_stop
+        self._stop_point: StopPoint | None = None
+        """That of the model that was boosted with an optimizer, if there are stop signals."""
 
     def boost(
         self,
@@ -76,7 +89,19 @@ class Booster(CheckpointCalls):
         Raises:
             OptionError: An argument is not supported; the model was not changed.
         """
-        return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        if self._stop_point is not None and optimizer is not None:
+            message = (
+                "boost() was given a second optimizer by a Booster with stop_signals=, which ends"
+                " the run between two steps of one. Leave it out, and save and end in the loop, by"
+                " a signal handler of your own."
+            )
+            raise OptionError(message)
+        stops = None if optimizer is None else stop_point(self._stop_signals, self._on_stop)
+        placed = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        if stops is not None:
+            wrapper: Any = placed[0]
+            wrapper.stop_point = placed[1].stop_point = self._stop_point = stops
+        return placed
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """Compute the gradients of a loss, scaled as the optimizer needs them.

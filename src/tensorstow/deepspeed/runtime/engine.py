@@ -36,6 +36,7 @@ from tensorstow.deepspeed.runtime.dataloader import make_dataloader
 from tensorstow.deepspeed.states import drop_unused_masters, refuse_states_that_stay, watch_loads
 from tensorstow.deepspeed.step import DirectBackward, OptimizerStep
 from tensorstow.deepspeed.timer import StepTimer, ThroughputTimer
+from tensorstow.doorkit.stop_point import StopPoint
 from tensorstow.fsdp.full_tensors import resharded, whole_weights
 from tensorstow.fsdp.sharding import current_device, on_every_rank, rank_here
 from tensorstow.fsdp.unshard import micro_batches_of, not_reduced
@@ -94,6 +95,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
+        self.stop_point: StopPoint | None = None
         self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), get_local_rank()
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
@@ -152,6 +154,8 @@ class DeepSpeedEngine(ConfiguredModule):
     def destroy(self) -> None:
         """Close the optimizer and free its states, buffers and files; the weights stay."""
         self.monitor.close()
+        if self.stop_point is not None:
+            self.stop_point.close()
         if self.optimizer is not None:
             self.optimizer.close()
 
@@ -168,12 +172,15 @@ class DeepSpeedEngine(ConfiguredModule):
     # --- a step ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module.
+        """Call the module; after a step and a signal of ``stop_signals``, save and end instead.
 
         Raises:
+            SystemExit: Such a signal came to any rank.
             OptionError: The module uses a weight outside of its block, under stage 3, and
                 ``zero.register_external_parameter`` was not called for it.
         """
+        if torch.is_grad_enabled():
+            self._end_if_stopped()
         is_cast = self.settings.torch_autocast.enabled
         casts = torch.autocast(self.device.type, torch.bfloat16) if is_cast else nullcontext()
         if self.module.training:
@@ -200,6 +207,7 @@ class DeepSpeedEngine(ConfiguredModule):
             The loss, divided by the number of micro-batches unless ``scale_wrt_gas`` is False.
         """
         optimizer, update = self._trained("backward()")
+        self._end_if_stopped()  # of a module that was called directly
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         factor = update.factor * self._times
@@ -271,6 +279,12 @@ class DeepSpeedEngine(ConfiguredModule):
                 self._step(update, lr_kwargs)
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends_step)
+        if ends_step and self.stop_point is not None:
+            self.stop_point.note_step()
+
+    def _end_if_stopped(self) -> None:
+        if self.stop_point is not None:
+            self.stop_point.reach()
 
     @contextmanager
     def _enter(self, phase: EnginePhase, refusal: str) -> Iterator[None]:
