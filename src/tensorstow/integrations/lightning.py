@@ -4,17 +4,20 @@
 wrapped, cast or gathered, which every strategy of Lightning's does at some point. Ranks are
 Lightning's (``devices=``, torchrun), and their gradients are reduced by what ``stow`` made. A
 checkpoint whose optimizer state is a snapshot reference has no weights of the placed model: they
-are in the snapshot. The snapshot is dropped when Lightning removes the checkpoint, if no other
-checkpoint is known to name it: from what this process has saved, or from the files in the folders
-of checkpoints, if these can be read without running code. An unreadable file may name any snapshot
-of an earlier process.
+are in the snapshot. The snapshot is dropped when Lightning removes or replaces the checkpoint, if
+no other checkpoint is known to name it: from what this process has saved, or from the files in the
+folders of checkpoints, if these can be read without running code. An unreadable file may name any
+snapshot of an earlier process.
 """
 
 import logging
 from collections.abc import Mapping
+from functools import partial
+from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.strategy import Strategy
@@ -23,8 +26,10 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
+from tensorstow.base.signals import StopSignals, read_stop_signals
 from tensorstow.checkpoint.snapshot_reference import is_own, is_reference, new_name, read_reference
 from tensorstow.checkpoint.torch_file import load_torch_file
+from tensorstow.doorkit.stop_point import StopPoint
 from tensorstow.fsdp.stow import plan_of
 
 logger = logging.getLogger("tensorstow")
@@ -111,23 +116,33 @@ class StowStrategy(ModelParallelStrategy):
     ) -> None:
         """Write a checkpoint, without the placed weights: they are in its snapshots.
 
+        Those that a file with this name had alone are dropped.
+
         Raises:
             OptionError: The checkpoint has no reference.
         """
         if not _has_references(checkpoint):
-            message = (
-                "A checkpoint was to be written with the weights of a placed model in it, which"
-                " would be in memory whole. Give stow dir= and its optimizer"
-                ' checkpoints="reference", and leave save_weights_only out; or'
-                " enable_checkpointing=False. tensorstow.save_safetensors(model, folder) writes the"
-                " weights."
-            )
-            raise OptionError(message)
+            _refuse_weights()
         before = tuple(f"{name}." if name else "" for name in _placed(self.lightning_module))
         state = checkpoint["state_dict"].items()
         checkpoint["state_dict"] = {n: v for n, v in state if not n.startswith(before)}
+        path, names = Path(filepath).absolute(), _snapshots_in(checkpoint)
+        replaces = self.is_global_zero and path.exists()
+        replaced_names = self._unshared(path) if replaces else []
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
-        self._snapshots[Path(filepath).absolute()] = _snapshots_in(checkpoint)
+        self._snapshots[path] = names
+        self._drop([None if name in names else name for name in replaced_names])
+
+    def refuse_whole_checkpoints(self) -> None:
+        """Refuse, before a run begins, what ``save_checkpoint`` would at a signal.
+
+        Raises:
+            OptionError: Checkpoints would have the weights of a placed model.
+        """
+        optimizers: Any = [getattr(o, "_optimizer", o) for o in self.optimizers]
+        runtimes = [getattr(optimizer, "_runtime", None) for optimizer in optimizers]
+        if not all(getattr(runtime, "saves_references", False) for runtime in runtimes):
+            _refuse_weights()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Return the contents of a checkpoint; nothing is loaded yet."""
@@ -144,12 +159,15 @@ class StowStrategy(ModelParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the snapshots that its snapshot references alone name."""
-        names = self._unshared(Path(filepath).absolute()) if self.is_global_zero else []
+        self._drop(self._unshared(Path(filepath).absolute()) if self.is_global_zero else [])
+        super().remove_checkpoint(filepath)
+
+    def _drop(self, names: list[str | None]) -> None:
+        """Drop a snapshot of each optimizer; None: of that one, none; rank 0's names count."""
         for optimizer, name in zip(self.optimizers, self.broadcast(names), strict=False):
             real: Any = getattr(optimizer, "_optimizer", optimizer)
             if name is not None and is_own(name) and name in _names_of(real):
                 real.drop(name)
-        super().remove_checkpoint(filepath)
 
     def _unshared(self, path: Path) -> list[str | None]:
         """Return the snapshots that a checkpoint alone names; None for others."""
@@ -182,6 +200,92 @@ class StowStrategy(ModelParallelStrategy):
                     " lists them, optimizer.drop(name) frees their disk space (%s: %s)",
                     *(path, type(error).__name__, str(error).partition("\n")[0]),
                 )
+
+
+class StopCheckpoint(OnExceptionCheckpoint):
+    """``Trainer(callbacks=[..., StopCheckpoint(folder)])``: at a signal, save a checkpoint and end.
+
+    After the batch of the next step, all ranks save the checkpoint and raise SystemExit, whichever
+    got the signal. ``fit(..., ckpt_path="last")`` goes on from it, or from a newer one that
+    ModelCheckpoint calls its last. A training that ends removes it. Pass it after ModelCheckpoint,
+    which then saves first. After the last batch of an epoch, validation and what else ends the
+    epoch come first.
+
+    Lightning's handlers of these signals are replaced during training: on several ranks its own
+    for SIGTERM communicates inside the handler, amid other collectives.
+
+    Args:
+        dirpath: The folder of the checkpoint.
+        filename: The file's name without ".ckpt".
+        stop_signals: The name of a signal, or a dict of exit statuses by names, as in ``AdamW``.
+            Python handles signals in the main thread alone.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | PathLike[str],
+        filename: str = "stopped",
+        *,
+        stop_signals: StopSignals = "SIGTERM",
+    ) -> None:
+        super().__init__(str(dirpath), filename)
+        read_stop_signals(stop_signals)
+        self._stop_signals = stop_signals
+        self._stop_point: StopPoint | None = None
+        self._global_step = 0
+        """The trainer's at the last look."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Handle the signals, in place of the trainer, which has just begun to.
+
+        Raises:
+            OptionError: Checkpoints would have the weights of a placed model.
+        """
+        if isinstance(trainer.strategy, StowStrategy):
+            trainer.strategy.refuse_whole_checkpoints()
+        self._global_step = trainer.global_step
+        self._close()
+        self._stop_point = StopPoint(
+            self._stop_signals, partial(trainer.save_checkpoint, self.ckpt_path)
+        )
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """End the run after a step; in the last batch of an epoch, leave it to the epoch's end."""
+        if self._stop_point is None:
+            return
+        if trainer.global_step != self._global_step:
+            self._global_step = trainer.global_step
+            self._stop_point.note_step()
+        if not trainer.is_last_batch:
+            self._stop_point.reach()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """End the run after an epoch."""
+        if self._stop_point is not None:
+            self._stop_point.reach()
+
+    def on_train_end(self, *_: Any) -> None:
+        """Restore the handlers that were there."""
+        self._close()
+
+    def on_exception(self, *_: Any, **__: Any) -> None:
+        """Restore the handlers that were there; an error saves nothing."""
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Remove the checkpoint of an earlier stop when training is complete.
+
+        Args:
+            trainer, pl_module, stage: Lightning's.
+        """
+        del pl_module
+        if stage == "fit":
+            trainer.strategy.remove_checkpoint(self.ckpt_path)
+
+    def _close(self) -> None:
+        if self._stop_point is not None:
+            self._stop_point.close()
+        self._stop_point = None
 
 
 class _ClipsInside(Precision):
@@ -225,6 +329,16 @@ def _placed(module: Any, name: str = "") -> list[str]:
         _placed(part, f"{name}.{child_name}" if name else child_name) for child_name, part in parts
     ]
     return [module_name for names in nested for module_name in names] or [name]
+
+
+def _refuse_weights() -> NoReturn:
+    message = (
+        "A checkpoint was to be written with the weights of a placed model in it, which would be in"
+        ' memory whole. Give stow dir= and its optimizer checkpoints="reference", and leave'
+        " save_weights_only out; or enable_checkpointing=False. tensorstow.save_safetensors(model,"
+        " folder) writes the weights."
+    )
+    raise OptionError(message)
 
 
 def _refuse_precision(precision: str) -> None:

@@ -1,5 +1,7 @@
 """Lightning with our optimizer, and with models that ``stow`` places."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,9 @@ import trainers
 from ranks.pool import Ranks
 from tensorstow import AdamW, PipelinePolicy, Plan
 from tensorstow.base.errors import OptionError
+from tensorstow.fsdp.full_tensors import whole_weights
 from tensorstow.fsdp.optimizer_factory import names_of, with_groups
-from tensorstow.integrations.lightning import StowStrategy
+from tensorstow.integrations.lightning import StopCheckpoint, StowStrategy
 
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 QUIET: dict[str, Any] = {
@@ -343,6 +346,8 @@ def test_a_snapshot_that_another_file_of_an_earlier_process_may_need_is_kept(
 
 
 @pytest.mark.usefixtures("_own_group")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.filterwarnings("ignore:.*was called without a model")  # Lightning's, in any case
 def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> None:
     refused: list[tuple[dict[str, Any], Module, str]] = [
         ({"precision": "bf16-mixed"}, Placed(), "16-bit copy of every weight"),
@@ -353,6 +358,11 @@ def test_what_would_go_wrong_with_a_placed_model_is_refused(tmp_path: Path) -> N
             "by their norm",
         ),
         ({"enable_checkpointing": True}, Placed(), "weights of a placed model in it"),
+        (
+            {"callbacks": StopCheckpoint(tmp_path), "enable_checkpointing": True},
+            Placed(),
+            "weights of a placed model in it",
+        ),
     ]
     for given, module, message in refused:
         plain = {"max_epochs": 1, "enable_checkpointing": False, "strategy": StowStrategy()}
@@ -427,3 +437,197 @@ def test_two_ranks_name_the_snapshot_of_their_reference(
     """Two ranks with a micro-batch each are one with two."""
     plain = by_hand(4, 2, clip=None, epochs=2, net=WithoutTransformers())
     assert ranks(2).run(of_two_ranks, tmp_path) == [[plain, plain]] * 2
+
+
+# --- signals ---
+
+STATUS = 75
+MOMENTS = {
+    "forward": "on_train_batch_start",
+    "backward": "on_before_backward",
+    "step": "on_before_optimizer_step",
+    "validation": "on_validation_start",
+}
+"""The hook of a module in which a signal comes."""
+
+
+class Counted:
+    """A loader that goes on where it was, as a StatefulDataLoader does."""
+
+    def __init__(self, rows: list[dict[str, torch.Tensor]]) -> None:
+        self.rows, self.begun, self.position = rows, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.rows) // trainers.BATCH
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        begun, self.begun = self.begun, 0
+        for batch in range(begun, len(self)):
+            self.position = batch + 1
+            rows = self.rows[batch * trainers.BATCH :][: trainers.BATCH]
+            yield {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begun = state["position"] % len(self)
+
+
+class Signalled(Placed):
+    """It gets a signal once, at a hook of a step, and has a scheduler."""
+
+    def __init__(
+        self,
+        moment: str | None,
+        at: int,
+        interval: str,
+        *,
+        placed: bool = True,
+        **where: Any,  # noqa: ANN401
+    ) -> None:
+        super().__init__(checkpoints="reference", **where)
+        self.epochs_ended = self.snapshots = 0
+        self.hook, self.at, self.interval, self.placed = (
+            MOMENTS.get(str(moment)),
+            at,
+            interval,
+            placed,
+        )
+
+    def configure_optimizers(self) -> Any:  # noqa: ANN401
+        placed = super().configure_optimizers
+        if not self.placed:
+            self.where.pop("overlap", None)
+        optimizer = placed() if self.placed else Module.configure_optimizers(self)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1 + n))
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+    def on_before_optimizer_step(self, *_: Any) -> None:  # noqa: ANN401
+        self.come("on_before_optimizer_step")
+
+    def on_before_backward(self, *_: Any) -> None:  # noqa: ANN401
+        self.come("on_before_backward")
+
+    def on_train_batch_start(self, *_: Any) -> None:  # noqa: ANN401
+        self.come("on_train_batch_start")
+
+    def on_validation_start(self) -> None:
+        self.come("on_validation_start")
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs_ended += 1
+
+    def come(self, hook: str) -> None:
+        if hook == self.hook and self.trainer.global_step == self.at:
+            self.hook = None
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def until_done(module: Signalled, place: Path, **given: Any) -> tuple[object, int, list[bytes]]:  # noqa: ANN401
+    """Return the status with which a run ends, its steps, and its weights."""
+    stops = StopCheckpoint(place / "stops", stop_signals={"SIGTERM": STATUS})
+    saves = ModelCheckpoint(place / "saves", save_last=True, every_n_epochs=1)
+    callbacks = {
+        "callbacks": [saves, stops],
+        "strategy": StowStrategy() if module.placed else "auto",
+    }
+    batches = Counted(trainers.examples(4))
+    trainer = lightning.Trainer(**{**QUIET, **callbacks, "max_epochs": 2, **given})
+    status: object = None
+    try:
+        trainer.fit(module, batches, loader(1), ckpt_path="last", weights_only=True)
+    except SystemExit as ended:
+        status = ended.code
+    weights = [values.numpy().tobytes() for _, values in whole_weights(module.net)]
+    module.snapshots = sum(len(s.names) for s in trainer.optimizers[0].snapshots())
+    trainer.optimizers[0].close()
+    return status, trainer.global_step, weights
+
+
+@pytest.mark.usefixtures("_own_group")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize(
+    ("moment", "at", "interval", "accumulation", "stopped"),
+    [
+        ("forward", 1, "epoch", 1, 2),
+        ("backward", 1, "step", 1, 2),
+        ("step", 2, "step", 1, 3),
+        ("step", 1, "epoch", 2, 2),  # with the last batch of an epoch
+        ("backward", 0, "step", 2, 1),
+        ("forward", 3, "epoch", 1, 4),  # the last batch of an epoch
+        ("validation", 4, "epoch", 1, 4),
+        ("step", 6, "epoch", 1, 7),  # in the second epoch
+        ("step", 7, "step", 1, 8),  # the last one
+    ],
+)
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_signal_saves_a_checkpoint_and_fit_goes_on_from_it(
+    tmp_path: Path,
+    moment: str,
+    at: int,
+    interval: str,
+    accumulation: int,
+    stopped: int,
+    placed: bool,  # noqa: FBT001
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    given = {"accumulate_grad_batches": accumulation}
+    where: dict[str, Any] = {"dir": tmp_path / "run", "placed": placed}
+    module = Signalled(moment, at, interval, **where)
+    status, steps, _ = until_done(module, tmp_path, **given)
+    assert (status, steps, module.epochs_ended) == (STATUS, stopped, stopped * accumulation // 4)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (tmp_path / "stops" / "stopped.ckpt").exists()
+    module = Signalled(None, 0, interval, **where)
+    status, steps, weights = until_done(module, tmp_path, **given)
+    assert (status, steps) == (None, 8 // accumulation)
+    assert not (tmp_path / "stops" / "stopped.ckpt").exists()
+    whole = Signalled(None, 0, interval, dir=tmp_path / "whole", placed=placed)
+    assert until_done(whole, tmp_path / "other", **given) == (None, 8 // accumulation, weights)
+
+
+@pytest.mark.usefixtures("_own_group")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+def test_a_second_stop_replaces_the_first_and_an_error_saves_nothing(tmp_path: Path) -> None:
+    for at in (1, 4):
+        module = Signalled("step", at, "step", dir=tmp_path / "run")
+        status, steps, _ = until_done(module, tmp_path, enable_checkpointing=True)
+        assert (status, steps) == (STATUS, at + 1)
+    assert module.snapshots == 2  # with those of the epoch, which its file and last.ckpt name
+    before = signal.getsignal(signal.SIGTERM)
+    module = Signalled(None, 0, "step", dir=tmp_path / "run")
+    module.on_before_backward = lambda *_: 1 / 0  # type: ignore[method-assign]
+    modified = (tmp_path / "stops" / "stopped.ckpt").stat().st_mtime_ns
+    with pytest.raises(ZeroDivisionError):
+        until_done(module, tmp_path)
+    assert (tmp_path / "stops" / "stopped.ckpt").stat().st_mtime_ns == modified
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def stopped_of_two(place: Path, moment: str, rank: int) -> list[tuple[object, int, list[bytes]]]:
+    """Stop by a signal to ``rank``, go on, and train without a stop."""
+    torch.set_num_threads(1)
+    mine, found = dist.get_rank(), []
+    with pytest.MonkeyPatch.context() as patch:
+        here = {"RANK": mine, "LOCAL_RANK": mine, "NODE_RANK": 0, "WORLD_SIZE": 2}
+        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+            patch.setenv(name, str(value))  # unused: the group is there
+        for name, folder in (("run", "a"), ("run", "a"), ("whole", "b")):
+            comes = moment if not found and mine == rank else None
+            module = Signalled(comes, 2, "step", net=WithoutTransformers(), dir=place / name)
+            given = {"devices": 2, "limit_val_batches": 0}
+            status, steps, weights = until_done(module, place / folder, **given)
+            found.append((status, steps, weights))
+    return found
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_both(
+    ranks: Callable[[int], Ranks], tmp_path: Path, moment: str, rank: int
+) -> None:
+    for found in ranks(2).run(stopped_of_two, tmp_path, moment, rank):
+        (status, steps, _), (_, _, resumed), (_, _, whole) = found
+        assert (status, steps) == (STATUS, 3)
+        assert resumed == whole
