@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),  # of the run before
     pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true"),  # transformers'
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # Lightning's
+    pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available"),  # of a first run
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists"),  # of the run before
     pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec"),  # Lightning's
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # peft asks it

@@ -10,8 +10,17 @@ from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.stowed_trainer import Stowed
 from tensorstow.integrations.trainer_refusals import refuse_for_optimizer, refuse_to_attach
 from tensorstow.integrations.trainer_snapshots import DropSnapshots
+from tensorstow.integrations.trainer_stop import StopCallback
 
-__all__ = ["DropSnapshots", "LateAdamW", "Stowed", "adamw", "attach", "from_deepspeed"]
+__all__ = [
+    "DropSnapshots",
+    "LateAdamW",
+    "StopCallback",
+    "Stowed",
+    "adamw",
+    "attach",
+    "from_deepspeed",
+]
 
 
 def adamw(

@@ -121,8 +121,9 @@ def run_options(
             " run's directory as dir=."
             if not durable
             else f'stop_signals={stop_signals!r} was given with checkpoints="reference": the'
-            " trainer's own checkpoint would lack the step. Let the trainer save at a signal, as"
-            " transformers' does with TrainingArguments(enable_jit_checkpoint=True)."
+            " trainer's own checkpoint would lack the step. Let the trainer save at a signal, by a"
+            " callback: StopCallback of tensorstow.integrations.transformers, StopCheckpoint of"
+            " tensorstow.integrations.lightning."
         )
         raise OptionError(message)
     if module is not None and not _is_module(module):

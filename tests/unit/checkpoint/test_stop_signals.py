@@ -222,7 +222,7 @@ def test_bad_values_are_named(tmp_path: Path, wrong: object) -> None:
 def test_what_cannot_stop_says_why(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="nothing to commit to: pass the run's directory"):
         make(tmp_path / "run", stop_signals="SIGTERM", durability="none")
-    with pytest.raises(OptionError, match="Let the trainer save at a signal"):
+    with pytest.raises(OptionError, match="Let the trainer save at a signal, by a callback"):
         make(tmp_path / "run", stop_signals="SIGTERM", checkpoints="reference")
     told: list[str] = []
 

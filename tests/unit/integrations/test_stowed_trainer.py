@@ -20,7 +20,13 @@ from ranks.pool import Ranks
 from tensorstow import PipelinePolicy, Plan
 from tensorstow.base.errors import KeywordError, OptionError
 from tensorstow.integrations import trainer_refusals
-from tensorstow.integrations.transformers import DropSnapshots, Stowed, adamw, attach
+from tensorstow.integrations.transformers import (
+    DropSnapshots,
+    StopCallback,
+    Stowed,
+    adamw,
+    attach,
+)
 
 Pool = Callable[[int], Ranks]
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
@@ -225,6 +231,90 @@ def test_a_signal_saves_a_checkpoint_and_ends_training(tmp_path: Path) -> None:
     assert finish(second) == by_hand(4)
 
 
+class Sends(transformers.TrainerCallback):
+    """A signal in the step after ``step`` others, in forward, in backward or before the update."""
+
+    def __init__(self, moment: str, step: int) -> None:
+        self.moment, self.step = moment, step
+        self.is_next = False
+
+    def on_step_begin(  # type: ignore[override]
+        self,
+        _args: object,
+        state: transformers.TrainerState,
+        *_: object,
+        model: Any,  # noqa: ANN401
+        **__: object,
+    ) -> None:
+        self.is_next = state.global_step == self.step
+        if self.is_next and self.moment in {"forward", "backward"}:
+            block = model.transformer.h[1]
+            if self.moment == "forward":
+                block.register_forward_pre_hook(lambda *_: self.send())
+            else:
+                block.register_full_backward_hook(lambda *_: self.send())
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:  # type: ignore[override]
+        if self.moment == "step":
+            self.send()
+
+    def send(self) -> None:
+        if self.is_next:
+            self.is_next = False
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def until_stopped(
+    place: Path,
+    moment: str,
+    step: int,
+    *,
+    sends: bool = True,
+    **given: Any,  # noqa: ANN401
+) -> tuple[object, int, list[bytes]]:
+    """Stop after a step, and train on; return the status, the step, and the last weights."""
+    before = signal.getsignal(signal.SIGTERM)
+    stops = StopCallback({"SIGTERM": 75})
+    callbacks = [Sends(moment, step), stops] if sends else [stops]
+    first = trainer(place, durable=True, callbacks=callbacks, max_grad_norm=0, **given)
+    with pytest.raises(SystemExit) as ended:
+        first.train()
+    stopped = first.state.global_step
+    trainers.whole(first)
+    stops._close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    second = trainer(place, durable=True, callbacks=[stops], max_grad_norm=0, **given)
+    second.train(resume_from_checkpoint=True)
+    assert signal.getsignal(signal.SIGTERM) == before
+    return ended.value.code, stopped, trainers.whole(second)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    ("step", "given"),
+    [
+        (1, {"gradient_accumulation_steps": 2}),
+        (1, {"eval_strategy": "steps", "eval_steps": 2}),
+        (3, {"save_strategy": "steps", "save_steps": 1}),  # the last step
+    ],
+)
+def test_a_stop_saves_a_checkpoint_and_training_goes_on_from_it(
+    tmp_path: Path, moment: str, step: int, given: dict[str, Any]
+) -> None:
+    accumulation = given.get("gradient_accumulation_steps", 1)
+    batches = 4 * accumulation
+    status, stopped, weights = until_stopped(tmp_path, moment, step, batches=batches, **given)
+    assert (status, stopped) == (75, step + 1)
+    assert weights == by_hand(batches, accumulation, clip=None)
+
+
+def test_one_of_both_ways_to_save_at_a_signal(tmp_path: Path) -> None:
+    made = trainer(tmp_path, durable=True, callbacks=[StopCallback()], enable_jit_checkpoint=True)
+    with pytest.raises(OptionError, match="which saves at the signal too"):
+        made.train()
+    finish(made)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
@@ -282,6 +372,20 @@ def test_ranks_name_the_snapshot_that_a_reference_needs(ranks: Pool, tmp_path: P
     assert ranks(2).run(numbered, tmp_path) == [[plain, plain]] * 2
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-4")
     assert trainers.bits(read) == plain
+
+
+def stopped_of_two(place: Path, moment: str, rank: int) -> tuple[object, int, list[bytes]]:
+    with trainers.one_of_two(dist.get_rank()):
+        return until_stopped(place, moment, 1, sends=dist.get_rank() == rank, batches=8)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+def test_a_signal_to_one_rank_stops_both(
+    ranks: Pool, tmp_path: Path, moment: str, rank: int
+) -> None:
+    plain = by_hand(8, 2, clip=None)
+    assert ranks(2).run(stopped_of_two, tmp_path, moment, rank) == [(75, 2, plain)] * 2
 
 
 # --- what is refused ---
