@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +106,11 @@ class DeepSpeedRun:
             self.model.come("step")
         return rate(step)
 
+    def save(self, step: int) -> None:
+        """Save a checkpoint after as many steps."""
+        self._step = step
+        self._save()
+
     def _save(self) -> None:
         self.engine.save_checkpoint(self._folder, client_state={"step": self._step})
 
@@ -166,6 +170,11 @@ class ColossalRun:
         if self._step == STOPPED:
             self.net.come(moment)
 
+    def save(self, step: int) -> None:
+        """Save a checkpoint after as many steps."""
+        self._step = step
+        self._save()
+
     def _save(self) -> None:
         self.booster.save_model(self.model, self._folder / "model.pt")
         self.booster.save_optimizer(self.optimizer, self._folder / "optimizer.pt")
@@ -210,13 +219,13 @@ def until_stopped(door: type, folder: Path, kind: str, moment: str, rank: int) -
             statuses.append(None)
         except SystemExit as ended:
             statuses.append(ended.code)
-        weights = [w for _, w in whole_weights(_module_of(run))]
+        weights = weights_of(run)
         run.close()
         assert signal.getsignal(signal.SIGUSR1) == before
     whole = door(folder / "whole", kind, None)
     for step in range(STEPS):
         whole.train(step)
-    wanted = [w for _, w in whole_weights(_module_of(whole))]
+    wanted = weights_of(whole)
     whole.close()
     if dist.is_initialized():
         dist.barrier()
@@ -224,8 +233,7 @@ def until_stopped(door: type, folder: Path, kind: str, moment: str, rank: int) -
     return statuses, begun, is_same
 
 
-def _module_of(run: Any) -> nn.Module:  # noqa: ANN401
+def weights_of(run: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return the whole weights of a run, on every rank."""
     module: Any = run.engine.module if isinstance(run, DeepSpeedRun) else run.model.unwrap()
-    with suppress(AttributeError):
-        module = module.module
-    return module  # type: ignore[no-any-return]
+    return [values.clone() for _, values in whole_weights(module)]

@@ -48,10 +48,12 @@ class StopPoint:
         return self._handlers.ends_with is not None
 
     def end(self) -> None:
-        """Raise SystemExit with the status of the signal, after ``is_last`` and a save.
+        """Raise SystemExit with the status of the signal, after ``is_last`` and a save; collective.
 
         Without it, as after a save that failed, the next point is the last one.
         """
+        if self._handlers.ends_with is not None:
+            _largest(None)  # a launcher may kill the others once the first one has ended
         self._handlers.end()
 
     def reach(self) -> None:
