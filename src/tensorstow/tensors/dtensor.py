@@ -412,7 +412,7 @@ def fsum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[Sequenc
     for groups, values in sharded.items():
         mine = _exact_sum(values)
         for group in groups:
-            by_rank = _gather(group, [*mine, *[0.0] * (_MOST_TERMS - len(mine))])
+            by_rank = numbers_of_ranks(group, [*mine, *[0.0] * (_MOST_TERMS - len(mine))])
             mine = _exact_sum([term for terms in by_rank for term in terms])
         total += mine
     return math.fsum(total)
@@ -448,16 +448,16 @@ def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, lis
     return groups
 
 
-def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
-    return [sum(parts) for parts in zip(*_gather(group, values), strict=True)]
-
-
-def _gather(group: dist.ProcessGroup, values: Sequence[float]) -> list[list[float]]:
-    """Return the values of each rank, which has as many."""
+def numbers_of_ranks(group: dist.ProcessGroup, values: Sequence[float]) -> list[list[float]]:
+    """Return every rank's ``values``, as many on each, by rank in ``group``; collective."""
     mine = torch.tensor(values, dtype=torch.float64, device=_device_of(group))
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, mine, group=group)
     return [rank.tolist() for rank in all_ranks]
+
+
+def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    return [sum(parts) for parts in zip(*numbers_of_ranks(group, values), strict=True)]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

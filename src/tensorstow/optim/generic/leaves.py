@@ -3,7 +3,7 @@
 [Note: Leaves] A class's own step knows plain tensors. Of a DTensor, or of a parameter that is whole
 and of which a rank updates its rows, it is given a leaf: a view of this rank's elements, with this
 rank's elements of the gradient. States are of the leaf, and belong to the parameter. Rows are
-enough for an elementwise class alone.
+enough for an elementwise class alone; for others a leaf is the whole, gathered ([Note: Owners]).
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError
 from tensorstow.tensors.dtensor import (
     gradient_of,
-    groups_of,
     is_sharded,
     layout_of,
     part_of,
@@ -44,18 +42,6 @@ def leaf_with_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     leaf.grad_dtype = None  # check_gradient raises an error if it does not fit
     leaf.grad = gradient
     return leaf
-
-
-def refuse_rows(optimizer_class: type, parameter: torch.Tensor, name: str) -> None:
-    """Raise OptionError for a parameter of which this rank has a part alone."""
-    if groups_of(parameter):
-        message = (
-            f"{optimizer_class.__name__} is not known to be elementwise, and {name} of shape"
-            f" {tuple(parameter.shape)} is sharded: a rank has some of its rows, and would update"
-            " them otherwise than the whole. Use an elementwise class (SGD, Adagrad, RMSprop,"
-            " ...), one rank, or stage 0."
-        )
-        raise OptionError(message)
 
 
 def own_states(entry: Mapping[str, Any], parameter: torch.Tensor, name: str) -> dict[str, Any]:

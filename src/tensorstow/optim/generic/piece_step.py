@@ -175,12 +175,12 @@ def step_streamed(
     """
     steps = [(job, piece) for job in jobs for piece in job.param.pieces]
     pieces = [piece for _, piece in steps]
-    ahead = 0 if naive else _read_ahead(transfers, pieces, 0)
+    ahead = 0 if naive else read_ahead(transfers, pieces)
     step_in_ram(stepper, [job for job in jobs if not job.param.pieces])
     for index, (job, piece) in enumerate(steps):
         region = None if piece.extent is None else transfers.read(piece)
         if piece.stepped and not naive:
-            ahead = _read_ahead(transfers, pieces, max(index + 1, ahead))
+            ahead = read_ahead(transfers, pieces, max(index + 1, ahead))
         packed = step_piece(stepper, job, piece, region)
         if packed.slots != piece.slots:
             for other in pieces[index + 1 : ahead]:
@@ -191,7 +191,7 @@ def step_streamed(
             transfers.wait_written()
 
 
-def _read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int) -> int:
+def read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int = 0) -> int:
     """Start reading pieces from ``first`` on; return the index of the first that was not."""
     for index in range(first, len(pieces)):
         piece = pieces[index]

@@ -105,17 +105,24 @@ def split_into_pieces(
 
 
 def expected_states(
-    stepper: Stepper, group: Mapping[str, Any], parameter: torch.Tensor, pieces: list[Piece]
+    stepper: Stepper,
+    group: Mapping[str, Any],
+    parameter: torch.Tensor,
+    pieces: list[Piece],
+    whole: torch.Size | None = None,
 ) -> ExpectedStates:
-    """Predict the states of ``parameter`` by a step without memory."""
-    entry = stepper.expected_entry(group, parameter)
+    """Predict the states of ``parameter`` by a step without memory.
+
+    ``whole``: the shape that is stepped here, where this rank has a part alone.
+    """
+    entry = stepper.expected_entry(group, parameter, whole)
     if not pieces:
         return ExpectedStates(entry, _bytes_of(entry), 0, ())
     lengths = [None if piece.partition is None else piece.partition.numel for piece in pieces]
     packed: dict[int | None, PackedEntry] = {}
     for numel, piece in zip(lengths, pieces, strict=True):
         if numel not in packed:
-            shape = None if numel is None else (numel,)
+            shape = whole if numel is None else (numel,)
             piece_entry = stepper.expected_entry(group, parameter, shape)
             packed[numel] = pack(piece_entry, piece.least_bytes)
     entries = [packed[numel] for numel in lengths]

@@ -74,6 +74,11 @@ class SharedValues:
         groups = [options_of(group) for group in optimizer.param_groups]
         return cls(groups, own_values(optimizer), foreign(optimizer.state))
 
+    def mappings(self) -> dict[str, dict[Any, Any]]:
+        """Return every mapping with values, by the name of its place."""
+        groups = {f"param_groups[{n}]": group for n, group in enumerate(self.groups)}
+        return {"self": self.attributes, "self.state": self.state, **groups}
+
     def differences(self, other: "SharedValues") -> list[str]:
         """Return the names of values that differ in ``other``."""
         differing = [f"self.{name}" for name in _differing(self.attributes, other.attributes)]
@@ -134,14 +139,46 @@ class SplitStep:
         left = SharedValues.of(self._inner)
         if self._after is None:
             self._after = left
+        elif differing := self._after.differences(left):
+            self._refuse(differing)
+
+    def changed(self) -> dict[str, dict[Any, Any]]:
+        """Return the values that the runs changed or added, by the name of their place."""
+        if self._after is None:
+            return {}
+        before = self._before.mappings()
+        return {
+            place: {
+                key: value
+                for key, value in values.items()
+                if key not in PLAIN_LOOP
+                and (key not in before[place] or not same(before[place][key], value))
+            }
+            for place, values in self._after.mappings().items()
+        }
+
+    def adopt(self, changed: Mapping[str, Mapping[Any, Any]]) -> None:
+        """Take over what another rank's runs changed: a rank may have run none of a group.
+
+        Raises OptionError if they have changed a value otherwise than this rank's.
+        """
+        if self._after is None:
             return
-        if differing := self._after.differences(left):
-            message = (
-                f"{type(self._inner).__name__} changes {', '.join(differing)} from values of"
-                " several parameters: stepped one after the other, parameters give different"
-                " values. Use it as it is, un-stowed."
-            )
-            raise OptionError(message)
+        mine, after = self.changed(), self._after.mappings()
+        for place, values in changed.items():
+            for key, value in values.items():
+                if key not in mine[place]:
+                    after[place][key] = value
+                elif not same(mine[place][key], value):
+                    self._refuse([f"{place}: {key}"])
+
+    def _refuse(self, differing: Sequence[str]) -> None:
+        message = (
+            f"{type(self._inner).__name__} changes {', '.join(differing)} from values of"
+            " several parameters: stepped one after the other, parameters give different"
+            " values. Use it as it is, un-stowed."
+        )
+        raise OptionError(message)
 
     def keep(self) -> None:
         """Assign the values that the runs left to the groups, the state and inner."""

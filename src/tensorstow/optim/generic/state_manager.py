@@ -15,8 +15,15 @@ from tensorstow.base.errors import OptionError, PoisonedError, TransferError
 from tensorstow.base.health import OPTIMIZER_FAILED, OPTIMIZER_FORKED, Health
 from tensorstow.io.scratch import ScratchFiles
 from tensorstow.optim.generic.leaves import leaf_of
+from tensorstow.optim.generic.owners import Round, exchange_values
 from tensorstow.optim.generic.packing import LARGE_BYTES, cloned, pack, unpack
-from tensorstow.optim.generic.piece_step import Job, sliced_entry, step_in_ram, step_streamed
+from tensorstow.optim.generic.piece_step import (
+    Job,
+    read_ahead,
+    sliced_entry,
+    step_in_ram,
+    step_streamed,
+)
 from tensorstow.optim.generic.pieces import (
     PartitionedParam,
     Piece,
@@ -76,12 +83,14 @@ class StateManager:
         self.live()
         new = [(g, p) for g, p in parameters if id(p) not in self._params]
         # As for Adam, the first parameters stay in RAM: their gradients come last.
-        in_ram = sum(leaf_of(p).numel() for _, p in new) * (1 - self._placement.disk_fraction)
+        # A rank steps its own elements, or the whole of what it owns.
+        shapes = [leaf_of(p).shape if self._elementwise else p.shape for _, p in new]
+        in_ram = sum(s.numel() for s in shapes) * (1 - self._placement.disk_fraction)
         entries, seen = [], 0
-        for group, parameter in new:
+        for (group, parameter), shape in zip(new, shapes, strict=True):
             leaf = leaf_of(parameter)
-            seen += leaf.numel()
-            small = leaf.nbytes < LARGE_BYTES
+            seen += shape.numel()
+            small = shape.numel() * leaf.element_size() < LARGE_BYTES
             pieces: list[Piece] = []
             if not small and seen > in_ram:
                 pieces = split_into_pieces(
@@ -90,8 +99,9 @@ class StateManager:
                     threads=self._stepper.threads,
                     elementwise=self._elementwise,
                 )
-            expected = expected_states(self._stepper, group, parameter, pieces)
-            entries.append(PartitionedParam(parameter, leaf.shape, leaf.dtype, pieces, expected))
+            whole = None if shape == leaf.shape else shape
+            expected = expected_states(self._stepper, group, parameter, pieces, whole)
+            entries.append(PartitionedParam(parameter, shape, leaf.dtype, pieces, expected))
         if any(param.pieces for param in entries):
             self._make_room([*self._params.values(), *entries])
         self._params.update({id(param.parameter): param for param in entries})
@@ -115,22 +125,36 @@ class StateManager:
         state: MutableMapping[Any, Any],
         method: str = "step",
         closure: Callable[[], Any] | None = None,
+        rounds: Sequence[Round] = (),
     ) -> None:
         """Update the parameters of ``jobs`` by the class's ``method``; writes continue afterwards.
 
         ``groups`` are all that there are, and ``state`` is where users see states. ``closure``
-        returns the loss that there is, to a class that looks at it.
+        returns the loss that there is, to a class that looks at it. ``rounds`` are of matrices
+        whose parts other ranks have.
         """
         with (
             self.lock,
             self.failing(BaseException),
-            self._stepper.split_step(groups, state, method, closure),
+            self._stepper.split_step(groups, state, method, closure) as split_step,
         ):
-            if any(job.param.pieces for job in jobs):
-                naive = self._policy.schedule == "naive"
-                step_streamed(self._stepper, self._moves(), jobs, naive=naive)
-            else:
-                step_in_ram(self._stepper, jobs)
+            self._step_jobs(jobs)
+            for matrices in rounds:
+                if self._transfers is not None and self._policy.schedule != "naive":
+                    read_ahead(self._transfers, [p for j in matrices.jobs for p in j.param.pieces])
+                with matrices.gathered() as gathered:
+                    self._step_jobs(gathered)
+            if split_step is not None and rounds:
+                if not split_step.has_run:
+                    self._stepper.run([])
+                exchange_values(split_step, rounds)
+
+    def _step_jobs(self, jobs: Sequence[Job]) -> None:
+        if any(job.param.pieces for job in jobs):
+            naive = self._policy.schedule == "naive"
+            step_streamed(self._stepper, self._moves(), jobs, naive=naive)
+        else:
+            step_in_ram(self._stepper, jobs)
 
     # --- reading and setting ---
 

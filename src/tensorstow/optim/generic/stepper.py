@@ -22,7 +22,7 @@ from tensorstow.optim.generic.shared_values import (
     foreign,
     options_of,
 )
-from tensorstow.tensors.dtensor import shard_of
+from tensorstow.tensors.dtensor import layout_of, shard_of
 
 MODES = ("train", "eval")
 """Methods of schedule-free classes that move parameters between two sets of values."""
@@ -180,7 +180,8 @@ class Stepper:
     ) -> dict[str, Any]:
         """Return the states that the first step would create for ``parameter``, without memory.
 
-        Empty if the class needs values to create them. ``shape`` is that of a slice.
+        Empty if the class needs values to create them. ``shape`` is that of a slice, or of a whole
+        that is gathered; None: that of this rank's elements.
         """
         stand_in = _meta_parameter(parameter, shape)
         stand_in.grad = torch.empty_like(stand_in)
@@ -277,7 +278,9 @@ def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
 
 def _meta_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the group, as a user would give it, over parameters without memory."""
-    stand_ins: list[Any] = [_meta_parameter(p) for p in group["params"]]
+    stand_ins: list[Any] = [
+        _meta_parameter(p, None if layout_of(p) is None else p.shape) for p in group["params"]
+    ]
     if group.get("param_names"):
         stand_ins = list(zip(group["param_names"], stand_ins, strict=True))
     return {**options_of(group), "params": stand_ins}

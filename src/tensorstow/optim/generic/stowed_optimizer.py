@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.fields import read_value
 from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.generic import validation
+from tensorstow.optim.generic.exchange import spread
 from tensorstow.optim.generic.known_classes import (
     ELEMENTWISE,
     keeps_nothing_over_all,
@@ -22,9 +23,9 @@ from tensorstow.optim.generic.leaves import (
     leaf_of,
     leaf_with_gradient,
     own_states,
-    refuse_rows,
     sharded_states,
 )
+from tensorstow.optim.generic.owners import MatrixOwners, refuse_cut, whole_states
 from tensorstow.optim.generic.packing import cloned, tensors_in
 from tensorstow.optim.generic.piece_step import Job
 from tensorstow.optim.generic.pieces import ParameterPlan, PartitionedParam, plan_of
@@ -55,10 +56,15 @@ class StowedOptimizer(PlacedOptimizer):
     be elementwise: large parameters are stepped in chunks. Adafactor and Muon are stepped by whole
     parameters, and so are the classes of schedulefree, optimi, bitsandbytes and pytorch_optimizer
     that are known to step each parameter by itself. Classes that are not torch's are tried out on
-    small tensors first. Of sharded parameters (DTensors) a rank steps its own elements, which an
-    elementwise class alone allows; others raise an error. Counters in the groups or in the
-    optimizer are handed on from piece to piece. Values made of several parameters' gradients cannot
-    be: LBFGS, SparseAdam, and classes that clip or skip over all parameters are refused.
+    small tensors first. Counters in the groups or in the optimizer are handed on from piece to
+    piece. Values made of several parameters' gradients cannot be: LBFGS, SparseAdam, and classes
+    that clip or skip over all parameters are refused.
+
+    Of sharded parameters (DTensors) a rank steps its own elements, if the class is elementwise. For
+    other classes each parameter has an owner, balanced by bytes: in a step the owner gathers
+    gradient and weight, steps them whole, and scatters the new weight. It alone keeps the states:
+    ``state_dict()`` and ``load_state_dict()`` are then collective, and ``states_of()`` returns none
+    on other ranks. The bits are those of one rank with the same gradients.
 
     Args:
         optimizer_class: The class.
@@ -115,11 +121,12 @@ class StowedOptimizer(PlacedOptimizer):
         for group, class_group in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(class_group)
         self.state.update(self._stepper.first_state)
+        self._owners = MatrixOwners()
         self._offload_policy = OffloadPolicy(placement, policy)
         self._manager = StateManager(self._stepper, placement, policy, elementwise=self._by_rows)
         one_optimizer.register(self, self._manager.is_alive)
         everyone = self._stepper.begins_with_states
-        self._manager.attach([(g, p) for g, p in self._all() if everyone or is_to_be_trained(p)])
+        self._attach([(g, p) for g, p in self._all() if everyone or is_to_be_trained(p)])
         if everyone:
             for group, parameter in self._all():
                 name = name_in(group, parameter)
@@ -135,10 +142,10 @@ class StowedOptimizer(PlacedOptimizer):
                 name = name_of(self.param_groups, group, index)
                 validation.check_parameter(parameter, name)
                 if not self._by_rows:
-                    refuse_rows(self._stepper.optimizer_class, parameter, name)
+                    refuse_cut(self._stepper, parameter, name)
         if hasattr(self, "_manager"):  # else all groups are attached at once
             group.update(self._stepper.add_group(group))
-            self._manager.attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
+            self._attach([(group, p) for p in group["params"] if is_to_be_trained(p)])
 
     # Not private to torch.optim: every optimizer of torch's is kept out of compiled graphs so.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -147,7 +154,9 @@ class StowedOptimizer(PlacedOptimizer):
         manager.live()
         one_optimizer.begin(self._itself())
         with manager.lock:
-            self._step("step", self._due(), loss)
+            if not self._by_rows:  # unfrozen ones since
+                self._owners.assign(p for _, p in self._all() if is_to_be_trained(p))
+            self._step("step", self._owners.agreed(self._due), loss)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         options.check_state_dict(state_dict)
@@ -156,11 +165,10 @@ class StowedOptimizer(PlacedOptimizer):
         def keep_states_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
             keys = (key for group in full["param_groups"] for key in group["params"])
             owner = dict(zip(keys, (p for _, p in self._all()), strict=False))
-            for key, entry in full["state"].items():
-                if key in owner:
-                    states = own_states(entry, owner[key], f"Parameter {key}")
-                    self._check_saved(states, owner[key], f"Parameter {key}")
-                    loaded.append((owner[key], states))
+            for key in (key for key in owner if key in full["state"]):  # in one order on all ranks
+                states = self._states_here(full["state"][key], owner[key], f"Parameter {key}")
+                self._check_saved(states, owner[key], f"Parameter {key}")
+                loaded.append((owner[key], states))
             rest = {k: v for k, v in full["state"].items() if k not in owner}
             groups = options.with_own_flags(full["param_groups"], self.param_groups)
             return {**full, "state": rest, "param_groups": groups}
@@ -214,7 +222,7 @@ class StowedOptimizer(PlacedOptimizer):
         manager = self._manager
         param = manager.find(parameter)
         if param is None:
-            return None
+            return {} if self._owners.is_elsewhere(parameter) else None
         with manager.lock:
             resident = cloned(dict(self.state.get(parameter, {})))
             return {**manager.read(param), **resident} if param.stows else resident
@@ -266,6 +274,20 @@ class StowedOptimizer(PlacedOptimizer):
 
     # --- inside ---
 
+    def _attach(self, parameters: Sequence[tuple[dict[str, Any], torch.Tensor]]) -> None:
+        """Keep states of parameters that this rank steps; the same parameters on every rank."""
+        owners = self._owners
+        if not self._by_rows:
+            owners.assign(p for _, p in parameters)
+        self._manager.attach([(g, p) for g, p in parameters if not owners.is_elsewhere(p)])
+
+    def _states_here(self, entry: dict[str, Any], parameter: torch.Tensor, name: str) -> Any:  # noqa: ANN401
+        """Return what this rank keeps of a saved entry."""
+        if self._owners.find(parameter) is None:
+            return own_states(entry, parameter, name)
+        whole = whole_states(entry)
+        return {} if self._owners.is_elsewhere(parameter) else whole
+
     def _all(self) -> Iterable[tuple[dict[str, Any], torch.Tensor]]:
         return ((group, p) for group in self.param_groups for p in group["params"])
 
@@ -285,8 +307,8 @@ class StowedOptimizer(PlacedOptimizer):
         due: Sequence[tuple[dict[str, Any], torch.Tensor, torch.Tensor]],
         closure: Callable[[], float] | None = None,
     ) -> None:
-        manager = self._manager
-        manager.attach([(group, parameter) for group, parameter, _ in due])
+        manager, owners = self._manager, self._owners
+        self._attach([(group, parameter) for group, parameter, _ in due])
         names = {
             id(parameter): name
             for group in self.param_groups
@@ -298,8 +320,14 @@ class StowedOptimizer(PlacedOptimizer):
                 self._take_edits(param)
                 name = names.get(id(parameter))
                 jobs.append(Job(group, param, self.state.get(parameter, {}), leaf, name))
-        if jobs or not keeps_nothing_over_all(self._stepper.optimizer_class):
-            manager.step(jobs, self.param_groups, self.state, method, closure)
+        matrices = [m for _, p, _ in due if (m := owners.find(p)) is not None]
+        gathered = {id(m.parameter) for m in matrices}
+        alone = [job for job in jobs if id(job.param.parameter) not in gathered]
+        rounds = owners.rounds(matrices, {id(job.param.parameter): job for job in jobs})
+        if due or not keeps_nothing_over_all(self._stepper.optimizer_class):
+            manager.step(alone, self.param_groups, self.state, method, closure, rounds)
+        for matrix in matrices:  # on every rank, which tells torch's functions that there are some
+            self.state[matrix.parameter] = {}
         for job in jobs:
             if job.resident or job.param.stows:  # SGD without momentum keeps nothing at all
                 self.state[job.param.parameter] = job.resident
@@ -327,9 +355,12 @@ class StowedOptimizer(PlacedOptimizer):
                     continue
                 param = self._manager.find(parameter)
                 name = name_of(self.param_groups, group, index)
+                matrix = self._owners.find(parameter)
                 if param is None and not self._by_rows:  # unfrozen since
-                    refuse_rows(self._stepper.optimizer_class, parameter, name)
-                validation.check_gradient(leaf, param, name)
+                    refuse_cut(self._stepper, parameter, name)
+                validation.check_gradient(leaf, param if matrix is None else None, name)
+                if matrix is not None:
+                    matrix.check(name, self.state.get(parameter, {}))
                 due.append((group, parameter, leaf))
         return due
 
@@ -343,7 +374,10 @@ class StowedOptimizer(PlacedOptimizer):
                 if isinstance(entry, dict) and param is not None and param.stows:
                     # States on disk are read to copies; copy the numbers too: all of one moment.
                     entry = {**cloned(entry), **manager.read(param)}
-                if isinstance(entry, dict):
+                matrix = self._owners.find(parameter)
+                if isinstance(entry, dict) and matrix is not None:
+                    state_dict["state"][index] = spread(matrix, entry)
+                elif isinstance(entry, dict):
                     state_dict["state"][index] = sharded_states(entry, parameter)
         return state_dict
 
@@ -372,12 +406,16 @@ class StowedOptimizer(PlacedOptimizer):
 
     def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         manager = self._manager
-        self._stepper.repair(self.param_groups, dict(loaded))
+        here = {p: entry for p, entry in loaded if not self._owners.is_elsewhere(p)}
+        self._stepper.repair(self.param_groups, here)
         group_of = {id(p): group for group, p in self._all()}
-        manager.attach([(group_of[id(p)], p) for p, _ in loaded])
+        self._attach([(group_of[id(p)], p) for p, _ in loaded])
         for param in manager.params():
             manager.forget(param)
         for parameter, entry in loaded:
+            if self._owners.is_elsewhere(parameter):
+                self.state[parameter] = {}
+                continue
             managed = manager.find(parameter)
             expected = {} if managed is None else managed.expected.entry
             self._put(parameter, validation.cast_as_kept(entry, expected))

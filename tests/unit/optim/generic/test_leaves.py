@@ -105,18 +105,3 @@ def of_chunks() -> None:
 
 def test_rows_are_stepped_in_chunks(ranks: "Ranks") -> None:
     ranks(2).run(of_chunks)
-
-
-def of_rows() -> str:
-    """Return what is said of a class that needs whole matrices."""
-    mesh = init_device_mesh("cpu", (2,))
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)]))
-    with pytest.raises(OptionError, match="not known to be elementwise") as error:
-        StowedOptimizer(torch.optim.Muon, [parameter])
-    StowedOptimizer(torch.optim.SGD, [parameter]).close()
-    return str(error.value)
-
-
-def test_rows_are_no_matrix(ranks: "Ranks") -> None:
-    for said in ranks(2).run(of_rows):
-        assert "Muon is not known to be elementwise, and Parameter 0 of group 0" in said
