@@ -1,5 +1,7 @@
 """Classes that need whole matrices, over sharded parameters, and the same over whole ones."""
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +23,7 @@ from torch.nn import functional
 from parity.problem import one_torch_thread
 from ranks.stowed import InFours
 from ranks.twin import Twins
-from tensorstow import Plan, StowedOptimizer
+from tensorstow import AdamW, Plan, StowedOptimizer, stow
 from tensorstow.optim.generic.owners import MatrixOwners
 
 SHAPES = ((31, 20), (5, 9), (1, 7), (64, 70), (130, 40))
@@ -426,3 +428,55 @@ def errors() -> dict[str, list[str]]:
         said[case] += [str(untouched), error_of(ours.step) if case == "raises" else ""]
         ours.close()
     return said
+
+
+# --- Muon for matrices, AdamW for the rest ---
+
+
+class Biased(nn.Module):
+    """Layers with biases."""
+
+    def __init__(self) -> None:
+        """Make them, the same at each call."""
+        super().__init__()
+        torch.manual_seed(6)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the last layer's output."""
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def matrices_of(named: Iterable[tuple[str, nn.Parameter]], **placement: Any) -> StowedOptimizer:  # noqa: ANN401
+    """Return Muon over the matrices, as ``stow`` calls it."""
+    matrices = [(name, parameter) for name, parameter in named if parameter.ndim == 2]
+    return StowedOptimizer(torch.optim.Muon, matrices, lr=0.1, **placement)
+
+
+@one_torch_thread()
+def of_two_optimizers(plan: Plan | None, overlap: str, matrices_first: bool) -> list[torch.Tensor]:  # noqa: FBT001
+    """Train by Muon and AdamW; return the weights that this rank's forward would see, whole."""
+    model: nn.Module = Biased()
+    if plan is None:
+        muon = matrices_of(model.named_parameters(), states="host")
+    else:
+        model, muon = stow(model, matrices_of, plan=plan)
+    rest = [p for p in model.parameters() if p.ndim == 1]
+    adamw = AdamW(rest, lr=0.1, overlap=overlap, module=model)
+    both = (muon, adamw) if matrices_first else (adamw, muon)
+    for step in range(3):
+        model(torch.full((2, 16), 0.5 * (step + 1))).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    adamw.wait()
+    weights = [full(p).detach().clone() for p in model.parameters()]
+    reference = weakref.ref(model)
+    for optimizer in both:
+        optimizer.close()
+    del model, rest, adamw, muon, both, optimizer
+    gc.collect()
+    assert reference() is None  # no share keeps it
+    return weights

@@ -7,7 +7,7 @@ also on a rank whose scalars had no part in it.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class SharedWeights:
         *blocks, root = [list(unit.parameters.values()) for unit in units]
         order = [*reversed(blocks), root]
         for parameter in (p for unit in order for p in unit):
-            share_out(parameter, _share(parameter, mesh))
+            share_out(parameter, _share(parameter, mesh, weakref.WeakMethod(self.follow)))
         self._units = order
         self._reduction = GradientReduction(order, mesh, reduction)
         self._lost = False
@@ -66,7 +66,27 @@ class SharedWeights:
         self._reduction.reduces = reduces
 
     def register(self, optimizer: PlacedOptimizer) -> None:
-        """Register hooks that gather new weights, and that raise if gradients are incomplete."""
+        """Register the hooks of the model, and of the optimizer that ``stow`` made."""
+        root = self._model()
+        if root is not None:
+            self._let_set_reduces(root)
+            root.register_forward_pre_hook(ModelHook(self._pre_forward, root), prepend=True)
+            if isinstance(root, FSDPModule):  # it shards the other parameters
+                self._begin_with_backward(root)
+        optimizer.register_step_pre_hook(self._pre_step)
+        self._register_gathers(optimizer)
+
+    def follow(self, optimizer: PlacedOptimizer) -> None:
+        """Check and gather for one more optimizer, which begins its first step; not for the first.
+
+        Each has parameters of its own: matrices in one, and the rest in another.
+        """
+        self._pre_step(optimizer)
+        optimizer.register_step_pre_hook(self._pre_step)
+        self._register_gathers(optimizer)
+
+    def _register_gathers(self, optimizer: PlacedOptimizer) -> None:
+        """Register hooks that gather the weights that ``optimizer`` writes."""
         itself = self
         reference = weakref.ref(optimizer)
 
@@ -74,7 +94,7 @@ class SharedWeights:
             alive = reference()
             if alive is not None:
                 itself._reduction.include_unfrozen()
-                itself._gather([b.layout for b in itself._reduction.buckets], alive)
+                itself._gather(itself._layouts_of(alive), alive)
 
         def around_resume() -> None:
             itself._lost = False
@@ -89,13 +109,6 @@ class SharedWeights:
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
-        root = self._model()
-        if root is not None:
-            self._let_set_reduces(root)
-            root.register_forward_pre_hook(ModelHook(self._pre_forward, root), prepend=True)
-            if isinstance(root, FSDPModule):  # it shards the other parameters
-                self._begin_with_backward(root)
-        optimizer.register_step_pre_hook(self._pre_step)
         optimizer._register_update_hook(gather)  # noqa: SLF001  # a hook of the engine
         optimizer._register_resume_hook(around_resume)  # noqa: SLF001  # a hook of the engine
         optimizer._register_exchange_hook(around_exchange)  # noqa: SLF001  # the same
@@ -128,6 +141,16 @@ class SharedWeights:
                         hooked.register_hook(begin)
 
         root.register_forward_hook(ModelHook(post_forward, root))
+
+    def _layouts_of(self, optimizer: PlacedOptimizer) -> list[RowLayout]:
+        """Return the layouts of the buckets' parameters that ``optimizer`` updates."""
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        layouts = []
+        for bucket in self._reduction.buckets:
+            updated = [p for p in bucket.parameters if id(p) in ids]
+            is_all = len(updated) == len(bucket.parameters)
+            layouts.append(bucket.layout if is_all else RowLayout(updated, self._mesh))
+        return [layout for layout in layouts if layout.parameters]
 
     def _layouts(self) -> list[RowLayout]:
         """Return the layouts to gather all parameters, also frozen ones, which a commit has too."""
@@ -194,7 +217,11 @@ def _copy_out(layout: RowLayout, gathered: torch.Tensor, work: Any) -> None:  # 
                 rows.copy_(layout.place(index, run, rows))
 
 
-def _share(parameter: torch.Tensor, mesh: DeviceMesh) -> RankShare:
+def _share(
+    parameter: torch.Tensor,
+    mesh: DeviceMesh,
+    follow: weakref.WeakMethod[Callable[[PlacedOptimizer], None]],
+) -> RankShare:
     """Return the rows that FSDP2 would give this rank; all of a scalar, which has none."""
     last = mesh.ndim - 1
     start, stop, cut = 0, 0, False
@@ -203,4 +230,5 @@ def _share(parameter: torch.Tensor, mesh: DeviceMesh) -> RankShare:
         cut = True
     placements: Iterable[Any] = [Replicate()] * last + [Shard(0) if cut else Replicate()]
     meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
-    return RankShare(start, stop, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), DTensor)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return RankShare(start, stop, spec, DTensor, follow)

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint.ranks import refuse_unjoined
+from tensorstow.tensors.shares import share_of
 
 
 @dataclass(slots=True)
@@ -76,6 +77,12 @@ def begin(optimizer: Optimizer) -> None:
     if not registered.has_begun:
         registered.has_begun = True
         _BEGUN.append(None)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        shares = [share for p in parameters if (share := share_of(p)) is not None]
+        for reference in dict.fromkeys(share.follow for share in shares):
+            follow = reference()
+            if follow is not None:
+                follow(optimizer)
 
 
 def begun() -> int:

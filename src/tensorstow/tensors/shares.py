@@ -6,6 +6,7 @@ after the update. The rows are a view of the parameter and share its version cou
 gradient is in ``.grad``: a DTensor of the parameter's shape, of which a rank has its rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ class RankShare:
     """DTensorSpec of the DTensor that all ranks' rows would form."""
     dtensor: Any
     """The class DTensor, whose import takes half a second."""
+    follow: Callable[[], Callable[[Any], None] | None]
+    """A weak reference to a function, which takes each further optimizer that is to update the
+    parameter: new rows are gathered after its steps."""
 
     @property
     def device_mesh(self) -> "DeviceMesh":

@@ -1,6 +1,7 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
-from tensorstow.states.traffic import Traffic
+from tensorstow.states.traffic import Traffic, TrafficCounters
 from tensorstow.step.norms import exact_total_norm, squared_norms
 from tensorstow.step.step_plan import name_of
 from tensorstow.step.validation import is_to_be_trained, refuse_unheld
@@ -76,6 +77,7 @@ class StowedOptimizer(PlacedOptimizer):
             and logged.
         ram_budget: Bytes, or text such as "512MiB", of the ring buffer for states on disk; the
             largest piece must fit. Default: None, 64 MiB, or the largest piece if that is more.
+        module: The model, whose forward a ``recording()`` has. Default: None.
         elementwise: Declares that an element's update depends on no other element, so that large
             parameters are stepped in chunks of ``policy.chunk_elements``.
         per_parameter: Declares that a parameter's update depends on no other parameter.
@@ -88,7 +90,7 @@ class StowedOptimizer(PlacedOptimizer):
         DirectoryError: A directory that is missing, read-only, too full or in RAM.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # those of the interface, and of a placement
         self,
         optimizer_class: type[Optimizer],
         params: ParamsT,
@@ -96,6 +98,7 @@ class StowedOptimizer(PlacedOptimizer):
         states: StatePlacement = "host",
         dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
+        module: torch.nn.Module | None = None,
         elementwise: bool = False,
         per_parameter: bool = False,
         policy: PipelinePolicy | None = None,
@@ -121,6 +124,8 @@ class StowedOptimizer(PlacedOptimizer):
         for group, class_group in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(class_group)
         self.state.update(self._stepper.first_state)
+        module = read_value(torch.nn.Module | None, module, "module")
+        self._module = None if module is None else weakref.ref(module)
         self._owners = MatrixOwners()
         self._offload_policy = OffloadPolicy(placement, policy)
         self._manager = StateManager(self._stepper, placement, policy, elementwise=self._by_rows)
@@ -217,6 +222,12 @@ class StowedOptimizer(PlacedOptimizer):
     def _stowed_class(self) -> str:
         """The name of the class."""
         return self._stepper.optimizer_class.__name__
+
+    def _recorded(
+        self, module: torch.nn.Module | None
+    ) -> tuple[torch.nn.Module | None, TrafficCounters | None]:
+        itself = None if self._module is None else self._module()
+        return super()._recorded(itself if module is None else module)
 
     def _states_of(self, parameter: torch.Tensor) -> dict[str, Any] | None:
         manager = self._manager

@@ -25,7 +25,6 @@ _SCRATCH = "a stowed class keeps its states in scratch files and makes no commit
 _OF_ADAM = {
     "overlap": _BESIDE,
     "accumulation_steps": _BESIDE,
-    "module": "a stowed class needs no model: it neither waits for weights nor commits",
     "durability": _SCRATCH,
     "commit_every": _SCRATCH,
     "checkpoints": _SCRATCH,

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from compare import all_equal
 from ranks.owned import (
     CLASSES,
     SHAPES,
@@ -18,6 +19,7 @@ from ranks.owned import (
     balance,
     errors,
     of_class,
+    of_two_optimizers,
     on_more_ranks,
     sent_bytes,
     through_stow,
@@ -76,6 +78,21 @@ def test_a_stowed_model_has_the_bits_of_one_rank(
     here, whole = [here for here, _ in sizes], sizes[0][1]
     assert sum(here) == whole * plan.replicas  # states are on their owners alone
     assert max(here) < whole
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+@pytest.mark.parametrize("matrices_first", [True, False])
+def test_matrices_have_muon_and_the_rest_adamw(
+    ranks: "Ranks",
+    stage: int,
+    overlap: str,
+    matrices_first: bool,  # noqa: FBT001
+) -> None:
+    """Whichever steps last: every rank has the new rows of both."""
+    (want,) = ranks(1).run(of_two_optimizers, None, "none", True)  # noqa: FBT003
+    for got in ranks(2).run(of_two_optimizers, Plan(stage=stage), overlap, matrices_first):
+        assert all_equal(got, want)
 
 
 def test_what_is_sent_in_a_step(ranks: "Ranks") -> None:

@@ -62,7 +62,6 @@ def test_calls_that_need_commits_are_refused_by_name(name: str, tmp_path: Path) 
 OF_ADAM = {
     "overlap": "forward",
     "accumulation_steps": 2,
-    "module": nn.Linear(1, 1),
     "durability": "commit",
     "commit_every": 5,
     "extra": dict,
