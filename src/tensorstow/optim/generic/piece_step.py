@@ -21,6 +21,7 @@ from tensorstow.optim.generic.pieces import PartitionedParam, Piece
 from tensorstow.optim.generic.shared_values import StepBatch
 from tensorstow.optim.generic.stepper import Stepper
 from tensorstow.optim.generic.transfers import Transfers
+from tensorstow.tensors.dtensor import set_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def slices(parameter: torch.Tensor, partition: Partition) -> Iterator[torch.Tens
             parameter.requires_grad
         )
         if gradient is not None:
-            leaf.grad = gradient.detach().view(-1)[partition.start + begin : partition.start + end]
+            start, stop = partition.start + begin, partition.start + end
+            set_gradient(leaf, gradient.detach().view(-1)[start:stop])  # of any dtype
         yield leaf
 
 

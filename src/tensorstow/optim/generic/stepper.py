@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 from tensorstow.base.errors import OptimizerError, OptionError, StowError
 from tensorstow.optim.generic.known_classes import keeps_nothing_over_all
 from tensorstow.optim.generic.leaves import leaf_of
+from tensorstow.optim.generic.masters import MASTER, has_master, put_master, stand_ins, take_master
 from tensorstow.optim.generic.shared_values import (
     PLAIN_LOOP,
     SplitStep,
@@ -40,17 +41,21 @@ class Stepper:
         optimizer_class: type[Optimizer],
         groups: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
+        *,
+        masters: bool = False,
     ) -> None:
         """Construct the class over parameters without memory, shaped as those of ``groups``.
 
-        Raises OptionError if the class refuses ``options`` or the shapes.
+        ``masters``: 16-bit parameters are stepped by fp32 masters ([Note: Masters]). Raises
+        OptionError if the class refuses ``options`` or the shapes.
         """
         self.optimizer_class = optimizer_class
+        self._masters = masters
         self._options = dict(options)
-        stand_ins = [_meta_group(group) for group in groups]
+        meta_groups = [self._meta_group(group) for group in groups]
         with self._naming("was constructed", OptionError):
-            self.inner = optimizer_class(stand_ins, **options)
-            self._check_groups(stand_ins)
+            self.inner = optimizer_class(meta_groups, **options)
+            self._check_groups(meta_groups)
             self._check_step()
             self.defaults = self._without_flags(self.inner.defaults)
             self.group_options = [
@@ -130,6 +135,24 @@ class Stepper:
 
     def run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         """Step the parameters of ``runs`` by their gradients; return their new entries."""
+        if not self._masters:
+            return self._run(runs)
+        taken = [
+            [take_master(p, e) if has_master(p) else (p, e) for p, e in run.entries] for run in runs
+        ]
+        batches = [
+            StepBatch(run.group, entries, run.names)
+            for run, entries in zip(runs, taken, strict=True)
+        ]
+        return [
+            [
+                entry if stepped is weight else put_master(weight, stepped, entry)
+                for (weight, _), (stepped, _), entry in zip(run.entries, entries, new, strict=True)
+            ]
+            for run, entries, new in zip(runs, taken, self._run(batches), strict=True)
+        ]
+
+    def _run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         inner = self.inner
         inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
         if self._split_step is None:
@@ -169,11 +192,14 @@ class Stepper:
     ) -> dict[str, Any]:
         """Return the entry that the constructor creates for ``parameter``."""
         parameter = leaf_of(parameter)
+        weight = parameter
+        if self._masters and has_master(weight):
+            parameter, _ = take_master(weight, {})
         params = [parameter] if name is None else [(name, parameter)]
         with self._naming("was constructed", OptionError):
             new = self.optimizer_class([{**options_of(group), "params": params}], **self._options)
         entry: dict[str, Any] = new.state.get(parameter, {})
-        return entry
+        return entry if parameter is weight else {**entry, MASTER: parameter.detach()}
 
     def expected_entry(
         self, group: Mapping[str, Any], parameter: torch.Tensor, shape: Sequence[int] | None = None
@@ -183,8 +209,12 @@ class Stepper:
         Empty if the class needs values to create them. ``shape`` is that of a slice, or of a whole
         that is gathered; None: that of this rank's elements.
         """
-        stand_in = _meta_parameter(parameter, shape)
+        stand_in: torch.Tensor = _meta_parameter(parameter, shape)
         stand_in.grad = torch.empty_like(stand_in)
+        masters: dict[str, Any] = {}
+        if self._masters and has_master(stand_in):
+            stand_in, _ = take_master(stand_in, {})
+            masters = {MASTER: stand_in.detach()}
         # It fails when it reads a value of a meta tensor: its states exist by then.
         entry: dict[str, Any] = {}
         alone = dict(group)
@@ -194,15 +224,16 @@ class Stepper:
             warnings.simplefilter("ignore")
             try:
                 with self._opened([alone], {}, "step"):
-                    return self.run([run])[0][0]
+                    entry = self._run([run])[0][0]
             except StowError:
-                return entry
+                pass
+        return {**entry, **masters}
 
     def add_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Check a new group by the class; return its options with defaults."""
         try:
             with self._naming("was given a group", OptionError):
-                self.inner.add_param_group(_meta_group(group))
+                self.inner.add_param_group(self._meta_group(group))
                 return self._without_flags(options_of(self.inner.param_groups[-1]))
         finally:
             self._clear()
@@ -217,6 +248,18 @@ class Stepper:
                 self.inner.__setstate__({"state": state, "param_groups": groups})
         finally:
             self._clear()
+
+    def _meta_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the group, as a user would give it, over parameters without memory."""
+        wanted: list[Any] = [
+            _meta_parameter(p, None if layout_of(p) is None else p.shape) for p in group["params"]
+        ]
+        if self._masters:
+            (masters,) = stand_ins([{"params": wanted}])
+            wanted = [torch.nn.Parameter(p, p.requires_grad) for p in masters["params"]]
+        if group.get("param_names"):
+            wanted = list(zip(group["param_names"], wanted, strict=True))
+        return {**options_of(group), "params": wanted}
 
     def _without_flags(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options without an implementation that the class chose and the user did not."""
@@ -274,16 +317,6 @@ def name_in(group: Mapping[str, Any], parameter: torch.Tensor) -> str | None:
         return None  # options alone, without the parameters, are a group without names too
     pairs = zip(names, group["params"], strict=False)
     return next((name for name, other in pairs if other is parameter), None)
-
-
-def _meta_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group, as a user would give it, over parameters without memory."""
-    stand_ins: list[Any] = [
-        _meta_parameter(p, None if layout_of(p) is None else p.shape) for p in group["params"]
-    ]
-    if group.get("param_names"):
-        stand_ins = list(zip(group["param_names"], stand_ins, strict=True))
-    return {**options_of(group), "params": stand_ins}
 
 
 def _meta_parameter(

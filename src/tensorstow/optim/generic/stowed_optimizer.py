@@ -26,6 +26,7 @@ from tensorstow.optim.generic.leaves import (
     own_states,
     sharded_states,
 )
+from tensorstow.optim.generic.masters import stand_ins
 from tensorstow.optim.generic.owners import MatrixOwners, refuse_cut, whole_states
 from tensorstow.optim.generic.packing import cloned, tensors_in
 from tensorstow.optim.generic.piece_step import Job
@@ -77,6 +78,9 @@ class StowedOptimizer(PlacedOptimizer):
             and logged.
         ram_budget: Bytes, or text such as "512MiB", of the ring buffer for states on disk; the
             largest piece must fit. Default: None, 64 MiB, or the largest piece if that is more.
+        state_format: "fp32" keeps fp32 masters of 16-bit parameters, as the state ``"master"``: the
+            class steps them by fp32 gradients, and weights are rounded from them. Default: None,
+            16-bit parameters are stepped as they are.
         module: The model, whose forward a ``recording()`` has. Default: None.
         elementwise: Declares that an element's update depends on no other element, so that large
             parameters are stepped in chunks of ``policy.chunk_elements``.
@@ -98,6 +102,7 @@ class StowedOptimizer(PlacedOptimizer):
         states: StatePlacement = "host",
         dir: DirectoryOption = None,  # noqa: A002
         ram_budget: str | int | None = None,
+        state_format: str | None = None,
         module: torch.nn.Module | None = None,
         elementwise: bool = False,
         per_parameter: bool = False,
@@ -115,11 +120,13 @@ class StowedOptimizer(PlacedOptimizer):
         policy = validation.check_policy(policy)
         items, groups = listed(params)
         refuse_unknown(optimizer_class, declared=per_parameter or elementwise)
-        self._stepper = Stepper(optimizer_class, groups, class_options)
+        self._masters = validation.read_masters(state_format)
+        self._stepper = Stepper(optimizer_class, groups, class_options, masters=self._masters)
         is_listed = optimizer_class in ELEMENTWISE
         self._by_rows = is_listed or elementwise
         if not is_listed and (elementwise or not keeps_nothing_over_all(optimizer_class)):
-            probe(optimizer_class, groups, class_options, elementwise=elementwise)
+            stepped = stand_ins(groups) if self._masters else groups
+            probe(optimizer_class, stepped, class_options, elementwise=elementwise)
         super().__init__(items, self._stepper.defaults)
         for group, class_group in zip(self.param_groups, self._stepper.group_options, strict=True):
             group.update(class_group)
@@ -369,7 +376,8 @@ class StowedOptimizer(PlacedOptimizer):
                 matrix = self._owners.find(parameter)
                 if param is None and not self._by_rows:  # unfrozen since
                     refuse_cut(self._stepper, parameter, name)
-                validation.check_gradient(leaf, param if matrix is None else None, name)
+                known = param if matrix is None else None
+                validation.check_gradient(leaf, known, name, masters=self._masters)
                 if matrix is not None:
                     matrix.check(name, self.state.get(parameter, {}))
                 due.append((group, parameter, leaf))

@@ -9,7 +9,9 @@ import torch
 from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.fields import read_value
 from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
+from tensorstow.formats.state_format import StateFormat
 from tensorstow.optim.generic.leaves import leaf_of
+from tensorstow.optim.generic.masters import MASTER, has_master
 from tensorstow.optim.generic.pieces import PartitionedParam
 from tensorstow.states.policy import PipelinePolicy
 
@@ -29,7 +31,6 @@ _OF_ADAM = {
     "commit_every": _SCRATCH,
     "checkpoints": _SCRATCH,
     "extra": _SCRATCH,
-    "state_format": "a stowed class's states have the format that the class creates",
     "grad_dtype": "a stowed class takes gradients of the parameter's dtype, as torch does",
 }
 
@@ -86,6 +87,18 @@ def refused(call: str) -> Callable[..., NoReturn]:
     return method
 
 
+def read_masters(state_format: str | None) -> bool:
+    """Return whether 16-bit parameters have fp32 masters; raise OptionError for other formats."""
+    if read_value(str | None, state_format, "state_format") not in {None, StateFormat.FP32.value}:
+        message = (
+            f"state_format={state_format!r} was given: a stowed class's states have the format that"
+            " the class creates (leave it out), or are fp32 with fp32 masters of 16-bit parameters:"
+            ' state_format="fp32". AdamW and Adam have other formats.'
+        )
+        raise OptionError(message)
+    return state_format is not None
+
+
 def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
     """Return the policy; raise OptionError for options of kernels that no stowed class uses."""
     policy = read_value(PipelinePolicy | None, policy, "policy")
@@ -125,8 +138,13 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
 
 
-def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name: str) -> None:
-    """Raise for a leaf's gradient, or a leaf, that does not match the states."""
+def check_gradient(
+    parameter: torch.Tensor, param: PartitionedParam | None, name: str, *, masters: bool = False
+) -> None:
+    """Raise for a leaf's gradient, or a leaf, that does not match the states.
+
+    ``masters``: 16-bit parameters may have fp32 gradients.
+    """
     check_parameter(parameter, name)
     gradient = parameter.grad
     if gradient is None:
@@ -134,11 +152,13 @@ def check_gradient(parameter: torch.Tensor, param: PartitionedParam | None, name
     if gradient.layout != torch.strided:
         message = f"The gradient of {name} is sparse: use the optimizer itself, un-stowed, for it."
         raise DTypeError(message)
-    if gradient.dtype != parameter.dtype:
+    is_wide = masters and has_master(parameter) and gradient.dtype == torch.float32
+    if gradient.dtype != parameter.dtype and not is_wide:
         message = (
             f"The gradient of {name} is {gradient.dtype} (micro-batches are summed in fp32), and"
             f" the parameter is {parameter.dtype}: a class of torch's steps by gradients of the"
-            " parameter's dtype. Train fp32 parameters, or use Adam or AdamW."
+            ' parameter\'s dtype. Use state_format="fp32", which keeps fp32 masters of 16-bit'
+            " parameters, or train fp32 parameters."
         )
         raise DTypeError(message)
     if gradient.shape != parameter.shape:
@@ -188,7 +208,8 @@ def check_saved(
                 f" {tuple(parameter.shape)}: they are of different models."
             )
             raise OptionError(message)
-    missing = [k for k, v in expected.items() if isinstance(v, torch.Tensor) and k not in entry]
+    kept = {k for k, v in expected.items() if isinstance(v, torch.Tensor)} - {MASTER}
+    missing = sorted(kept - entry.keys())  # a master begins from its weight
     if entry and missing:
         message = (
             f"The saved state of {name} has no {missing[0]!r} (it has {sorted(entry)}): it is"

@@ -71,12 +71,19 @@ PLANS = [
     PLANS,
     ids=[f"{n}-z{p.stage}-{p.states}-acc{p.accumulation_steps}-{w}" for n, p, w in PLANS],
 )
+@pytest.mark.parametrize("masters", [False, True])
 def test_a_stowed_model_has_the_bits_of_one_rank(
-    ranks: "Ranks", name: str, plan: Plan, world: int
+    ranks: "Ranks",
+    name: str,
+    plan: Plan,
+    world: int,
+    masters: bool,  # noqa: FBT001
 ) -> None:
-    sizes = ranks(world).run(through_stow, OwnedCase(name), plan, torch.float32)
+    case = OwnedCase(name, options={"state_format": "fp32"} if masters else {})
+    dtype = torch.bfloat16 if masters else torch.float32
+    sizes = ranks(world).run(through_stow, case, plan, dtype)
     here, whole = [here for here, _ in sizes], sizes[0][1]
-    assert sum(here) == whole * plan.replicas  # states are on their owners alone
+    assert sum(here) == whole * plan.replicas  # states, and masters, are on their owners alone
     assert max(here) < whole
 
 

@@ -65,7 +65,6 @@ OF_ADAM = {
     "durability": "commit",
     "commit_every": 5,
     "extra": dict,
-    "state_format": "split",
     "grad_dtype": torch.bfloat16,
 }
 
