@@ -73,6 +73,14 @@ def averaged(**given: Any) -> None:  # noqa: ANN401
             pass
 
 
+def summed(dtype: torch.dtype = torch.bfloat16, **given: Any) -> None:  # noqa: ANN401
+    weight = nn.Parameter(torch.ones(8, 8, dtype=dtype))
+    weight.grad_dtype = None
+    weight.grad = torch.ones(8, 8)
+    with closing(StowedOptimizer(torch.optim.SGD, [weight], lr=0.1, **given)) as optimizer:
+        optimizer.step()
+
+
 def generic(kind: type[Optimizer] = torch.optim.SGD, size: int = 8, **given: Any) -> None:  # noqa: ANN401
     weight = nn.Parameter(torch.ones(size, 8))
     with closing(
@@ -825,6 +833,24 @@ CASES = [
         {"Leave threads out": {"policy": PipelinePolicy()}},
     ),
     Case(
+        "a stowed class's states have the format",
+        generic,
+        {"state_format": "split"},
+        {
+            "(leave it out)": {"state_format": OUT},
+            'state_format="fp32"': {"state_format": "fp32"},
+        },
+    ),
+    Case(
+        "a class of torch's steps by gradients of the",
+        summed,
+        {},
+        {
+            'Use state_format="fp32"': {"state_format": "fp32"},
+            "or train fp32 parameters": {"dtype": torch.float32},
+        },
+    ),
+    Case(
         "keeps its states in scratch files, which end",
         committed,
         {"call": "generic"},
@@ -845,6 +871,7 @@ ELSEWHERE = {
     ", which do not have it. Name a snapshot": "two ranks: test_reshard",
     "parameters are in host memory, and": "an accelerator: test_optimizer_links",
     "of a slice of": "the probe finds such a class first: test_packing",
+    " of its own, which is the name of fp32 masters": "a class that has one: test_masters",
     "generate() was given compile_config=": "the model without it: test_gpu_generation",
     "inside of GatheredParameters without a modifier_rank": "ranks: test_deepspeed_zero",
 }

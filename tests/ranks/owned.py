@@ -24,6 +24,7 @@ from parity.problem import one_torch_thread
 from ranks.stowed import InFours
 from ranks.twin import Twins
 from tensorstow import AdamW, Plan, StowedOptimizer, stow
+from tensorstow.fsdp.sharding import current_device
 from tensorstow.optim.generic.owners import MatrixOwners
 
 SHAPES = ((31, 20), (5, 9), (1, 7), (64, 70), (130, 40))
@@ -51,8 +52,8 @@ class Shampoo(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"], state["moment"] = 0, torch.zeros_like(parameter)
-            state["sums"] = [torch.eye(n) for n in parameter.shape]
-            state["roots"] = [torch.eye(n) for n in parameter.shape]
+            for name in ("sums", "roots"):
+                state[name] = [torch.eye(n, device=parameter.device) for n in parameter.shape]
         state["step"] += 1
         state["moment"].mul_(0.5).add_(gradient)
         rows, columns = state["sums"]
@@ -316,19 +317,26 @@ def loss_of(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
     """Return the loss of what a rank sees."""
     generator = torch.Generator().manual_seed(100 * rank + batch)
     x = torch.randn(3, 12, generator=generator)
-    return model(x.to(next(model.parameters()).dtype)).float().square().mean()
+    like = next(model.parameters())
+    return model(x.to(current_device(), like.dtype)).float().square().mean()
 
 
 @one_torch_thread()
 def through_stow(case: OwnedCase, plan: Plan, dtype: torch.dtype) -> list[int]:
     """Train a model by ``stow`` and alone, clipped; return the bytes of states here and wholly."""
     both = Twins(
-        lambda: Tower().to(dtype), loss_of, plan, partial(_of_case, case, plan.states == "disk")
+        lambda: Tower().to(current_device(), dtype),
+        loss_of,
+        plan,
+        _factory(case),
     )
     for step in range(3):
         for micro in range(plan.accumulation_steps):
             both.backward(10 * step + micro)
-        if both.world != 3:  # sums of thirds depend on their order
+        norms = both.each(lambda _, optimizer: optimizer.grad_norm())
+        torch.testing.assert_close(*norms)
+        if both.world != 3 and current_device().type == "cpu":
+            # Sums of thirds, and roots of parts that an accelerator takes, differ by an ulp.
             norms = both.each(lambda _, optimizer: optimizer.clip_grad_norm_(3.0))
             assert norms[0] == norms[1]
         both.step()
@@ -338,11 +346,9 @@ def through_stow(case: OwnedCase, plan: Plan, dtype: torch.dtype) -> list[int]:
     return bytes_of
 
 
-def _of_case(case: OwnedCase, on_disk: bool, named: Any, **placement: Any) -> StowedOptimizer:  # noqa: ANN401, FBT001
-    placement.pop("module", None)
-    placement.setdefault("states", "disk" if on_disk else "host")
+def _factory(case: OwnedCase) -> Callable[..., StowedOptimizer]:
     kind, options, declared = CLASSES[case.name]
-    return StowedOptimizer(kind, named, **{**options, **declared, **case.options, **placement})
+    return partial(StowedOptimizer, kind, **{**options, **declared, **case.options})
 
 
 # --- figures and errors ---

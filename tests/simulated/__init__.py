@@ -19,8 +19,8 @@ that behaves as CUDA does where offload can go wrong, on any machine with a C++ 
   with what touched the same memory before. Does an event, the same stream, or a wait of the host
   put it behind that? The answer does not depend on timing.
 * ``take_counts()``: bytes over the link in each direction, and how often the host has waited.
-* Collectives of FSDP2: "simulated_gloo", gloo in the thread of a stream. torch.compile in "eager"
-  and "aot_eager". torch.autocast casts what it casts on CUDA.
+* Collectives of FSDP2, and all-to-all: "simulated_gloo", gloo in the thread of a stream.
+  torch.compile in "eager" and "aot_eager". torch.autocast casts what it casts on CUDA.
 
 It has one device in a process, no graphs, and no memory that processes share.
 What the host does to pinned memory is not in the vector clocks: lateness alone shows that.

@@ -107,8 +107,12 @@ class StowRequest:
 
     @property
     def gradients_wait_on_host(self) -> bool:
-        """Whether gradients leave the device during backward, and wait in host memory."""
-        return self.plan.timing.allows_clipping and not reaches_device(self.plan.update_on)
+        """Whether gradients leave the device during backward, and wait in host memory.
+
+        A class of torch's steps parameters where they are.
+        """
+        on_host = self.plan.timing.allows_clipping and not reaches_device(self.plan.update_on)
+        return on_host and not is_of_class(self.optimizer)
 
     @property
     def is_plain(self) -> bool:

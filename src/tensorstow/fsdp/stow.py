@@ -135,8 +135,8 @@ def stow(  # noqa: PLR0913  # the one function for everything
     Args:
         model: The model. It may be on the meta device.
         optimizer: ``tensorstow.AdamW`` or ``Adam``, or ``partial(tensorstow.StowedOptimizer,
-            torch.optim.SGD)`` (on the CPU, by a ``Plan``, with parameters in memory), or a function
-            that makes parameter groups. It is called with the named parameters,
+            torch.optim.SGD)`` (by a ``Plan``, with parameters in the memory that computes), or a
+            function that makes parameter groups. It is called with the named parameters,
             ``optimizer_options``, and the keywords that place the states (``states``, ``overlap``,
             ``module``, ``dir``, ...; ``StowedOptimizer``: ``states``, ``dir``, ``ram_budget``), and
             returns an optimizer of tensorstow. None: the model is only read.

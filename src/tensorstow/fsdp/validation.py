@@ -527,7 +527,7 @@ def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOp
     return optimizer
 
 
-_OF_TORCH = "classes of torch's step in step(), on the CPU, parameters in host memory"
+_OF_TORCH = "classes of torch's step in step(), parameters in the memory that computes"
 
 
 def validate_class(
@@ -549,7 +549,9 @@ def _class_obstacle(plan: Plan, device: torch.device) -> str | None:
     """Return why a class of torch's cannot update by a plan, or None."""
     tiers = plan.parameter_tiers
     obstacles = {
-        f"an accelerator ({device})": device.type != "cpu",
+        f"parameters in host memory beside an accelerator ({device})": (
+            device.type != "cpu" and Tier.HOST in tiers
+        ),
         "parameters on disk": Tier.DISK in tiers,
         plan.timing.keyword: plan.timing.is_overlapped,
         f"update_on={plan.update_on!r}": plan.update_on is not None,

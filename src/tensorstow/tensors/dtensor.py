@@ -450,7 +450,7 @@ def _by_group(parameters: Sequence[torch.Tensor]) -> dict[dist.ProcessGroup, lis
 
 def numbers_of_ranks(group: dist.ProcessGroup, values: Sequence[float]) -> list[list[float]]:
     """Return every rank's ``values``, as many on each, by rank in ``group``; collective."""
-    mine = torch.tensor(values, dtype=torch.float64, device=_device_of(group))
+    mine = torch.tensor(values, dtype=torch.float64, device=device_of(group))
     all_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(all_ranks, mine, group=group)
     return [rank.tolist() for rank in all_ranks]
@@ -460,7 +460,7 @@ def _sum(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
     return [sum(parts) for parts in zip(*numbers_of_ranks(group, values), strict=True)]
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return the device of the group's collectives: the CPU if it is supported."""
     devices = group._device_types  # noqa: SLF001  # no public way
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]

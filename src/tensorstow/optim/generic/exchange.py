@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError, RankError
 from tensorstow.base.sizes import round_up
 from tensorstow.optim.generic.leaves import leaf_of, leaf_with_gradient
 from tensorstow.optim.generic.packing import map_leaves
-from tensorstow.tensors.dtensor import rows_of_rank, sharded_like
+from tensorstow.tensors.dtensor import device_of, rows_of_rank, sharded_like
 from tensorstow.tensors.shares import share_of
 
 _ALIGN = 16
@@ -210,17 +210,17 @@ def spread(matrix: OwnedMatrix, entry: Mapping[str, Any]) -> dict[str, Any]:
         tensors.append(leaf)
         return _Absent(len(tensors) - 1, leaf.dtype, leaf.shape)
 
+    device = device_of(matrix.group)
     frame = [map_leaves(dict(entry), put)] if matrix.is_here else [None]
-    dist.broadcast_object_list(
-        frame, group=matrix.group, group_src=matrix.owner, device=torch.device("cpu")
-    )
+    dist.broadcast_object_list(frame, group=matrix.group, group_src=matrix.owner, device=device)
 
     def get(leaf: object) -> object:
         if not isinstance(leaf, _Absent):
             return leaf
         tensor = tensors[leaf.index].contiguous() if matrix.is_here else leaf.empty()
+        tensor = tensor.to(device)
         dist.broadcast(tensor, group=matrix.group, group_src=matrix.owner)
-        return tensor
+        return tensor.to("cpu")
 
     states: dict[str, Any] = {}
     for name, value in (frame[0] or {}).items():
@@ -241,10 +241,10 @@ def _spread_part(
     if matrix.is_here:
         views = [matrix.part(tensors[absent.index], r) for r in range(ranks)]
     numbers = [sent.add(r, view.shape, view.dtype) for r, view in enumerate(views)]
-    device = torch.device("cpu")
+    device = device_of(matrix.group)
     sent.allocate(device)
     received.allocate(device)
     for index, view in zip(numbers, views, strict=True):
         sent[index].copy_(view)
     sent.send(received, matrix.group)
-    return sharded_like(matrix.parameter, received[number].clone())
+    return sharded_like(matrix.parameter, received[number].to("cpu", copy=True))

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from tensorstow.io.device_link import is_remote
 from tensorstow.tensors.dtensor import (
     gradient_of,
+    has_offloaded_gradient,
     is_sharded,
     layout_of,
     part_of,
+    set_gradient,
     shard_of,
     sharded_like,
 )
@@ -33,14 +36,17 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def leaf_with_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor to step, with its gradient; None: this rank has none to step by."""
-    if layout_of(parameter) is None:
+    if layout_of(parameter) is None and not has_offloaded_gradient(parameter):
         return None if parameter.grad is None else parameter
     gradient = gradient_of(parameter)
     if gradient is None:
         return None
-    leaf = leaf_of(parameter)
-    leaf.grad_dtype = None  # check_gradient raises an error if it does not fit
-    leaf.grad = gradient
+    leaf = leaf_of(parameter) if layout_of(parameter) is not None else parameter.detach()
+    if is_remote(leaf):  # gradients that wait in host memory come back
+        gradient = gradient.to(leaf.device)
+    set_gradient(
+        leaf.requires_grad_(), gradient
+    )  # check_gradient raises an error if it does not fit
     return leaf
 
 

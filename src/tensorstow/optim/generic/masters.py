@@ -45,7 +45,7 @@ def take_master(
         master = weight.detach().float()
     elif not torch.equal(rounded := master.to(weight.dtype), weight):
         master.copy_(torch.where(rounded == weight, master, weight.float()))
-    parameter = master.detach().requires_grad_(weight.requires_grad)
+    parameter = master.detach().requires_grad_(weight.requires_grad)  # the same memory
     parameter.grad = None if weight.grad is None else weight.grad.detach().float()
     return parameter, states
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tensorstow.io.device_link import is_remote
 from tensorstow.optim.generic.packing import (
     PackedEntry,
     cloned,
@@ -205,6 +206,12 @@ def read_ahead(transfers: Transfers, pieces: Sequence[Piece], first: int = 0) ->
 
 def step_in_ram(stepper: Stepper, jobs: Sequence[Job]) -> None:
     """Step parameters whose states stay in RAM: those of a group in one call."""
+    away = [job for job in jobs if is_remote(job.leaf)]
+    if len(jobs) > 1 and away:  # the device holds the states of one at a time
+        for job in away:
+            step_in_ram(stepper, [job])
+        step_in_ram(stepper, [job for job in jobs if not is_remote(job.leaf)])
+        return
     groups: dict[int, list[Job]] = {}
     for job in jobs:
         groups.setdefault(id(job.group), []).append(job)

@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.errors import OptimizerError, OptionError, StowError
+from tensorstow.io.device_link import is_remote
+from tensorstow.optim.generic.device_states import to_device, to_host
 from tensorstow.optim.generic.known_classes import keeps_nothing_over_all
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.masters import MASTER, has_master, put_master, stand_ins, take_master
@@ -27,6 +30,24 @@ from tensorstow.tensors.dtensor import layout_of, shard_of
 
 MODES = ("train", "eval")
 """Methods of schedule-free classes that move parameters between two sets of values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A weight whose states, or itself, are others while the class steps it."""
+
+    weight: torch.Tensor
+    stepped: torch.Tensor
+    """The weight, or its master."""
+    states: dict[str, Any]
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Of states in host memory: (copy, original) by the copy's id."""
+
+    def put(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Return the states that the step left, where they are kept."""
+        if self.stepped is not self.weight:
+            entry = put_master(self.weight, self.stepped, entry)
+        return to_host(entry, self.weight, self.copies) if is_remote(self.weight) else entry
 
 
 class Stepper:
@@ -135,22 +156,25 @@ class Stepper:
 
     def run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         """Step the parameters of ``runs`` by their gradients; return their new entries."""
-        if not self._masters:
+        if not self._masters and not any(is_remote(p) for run in runs for p, _ in run.entries):
             return self._run(runs)
-        taken = [
-            [take_master(p, e) if has_master(p) else (p, e) for p, e in run.entries] for run in runs
-        ]
+        taken = [[self._take(*pair) for pair in run.entries] for run in runs]
         batches = [
-            StepBatch(run.group, entries, run.names)
-            for run, entries in zip(runs, taken, strict=True)
+            StepBatch(run.group, [(one.stepped, one.states) for one in ones], run.names)
+            for run, ones in zip(runs, taken, strict=True)
         ]
         return [
-            [
-                entry if stepped is weight else put_master(weight, stepped, entry)
-                for (weight, _), (stepped, _), entry in zip(run.entries, entries, new, strict=True)
-            ]
-            for run, entries, new in zip(runs, taken, self._run(batches), strict=True)
+            [one.put(entry) for one, entry in zip(ones, entries, strict=True)]
+            for ones, entries in zip(taken, self._run(batches), strict=True)
         ]
+
+    def _take(self, weight: torch.Tensor, entry: dict[str, Any]) -> "_Taken":
+        """Return what is stepped of a weight: itself or its master, with states where it is."""
+        states, copies = to_device(entry, weight.device) if is_remote(weight) else (entry, {})
+        if self._masters and has_master(weight):
+            master, states = take_master(weight, states)
+            return _Taken(weight, master, states, copies)
+        return _Taken(weight, weight, states, copies)
 
     def _run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         inner = self.inner
@@ -199,7 +223,9 @@ class Stepper:
         with self._naming("was constructed", OptionError):
             new = self.optimizer_class([{**options_of(group), "params": params}], **self._options)
         entry: dict[str, Any] = new.state.get(parameter, {})
-        return entry if parameter is weight else {**entry, MASTER: parameter.detach()}
+        if parameter is not weight:
+            entry = {**entry, MASTER: parameter.detach()}
+        return to_host(entry, weight, {}) if is_remote(weight) else entry
 
     def expected_entry(
         self, group: Mapping[str, Any], parameter: torch.Tensor, shape: Sequence[int] | None = None

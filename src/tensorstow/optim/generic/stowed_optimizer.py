@@ -68,6 +68,9 @@ class StowedOptimizer(PlacedOptimizer):
     ``state_dict()`` and ``load_state_dict()`` are then collective, and ``states_of()`` returns none
     on other ranks. The bits are those of one rank with the same gradients.
 
+    Parameters on an accelerator are stepped there, with the bits that the class has there. Their
+    states are in CPU memory or on disk, and one parameter's, or chunk's, on the device at a time.
+
     Args:
         optimizer_class: The class.
         params: Parameters, named parameters, or parameter groups, as for the class.

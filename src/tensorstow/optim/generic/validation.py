@@ -10,6 +10,7 @@ from tensorstow.base.errors import DTypeError, OptionError
 from tensorstow.base.fields import read_value
 from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.io.device_link import is_remote
 from tensorstow.optim.generic.leaves import leaf_of
 from tensorstow.optim.generic.masters import MASTER, has_master
 from tensorstow.optim.generic.pieces import PartitionedParam
@@ -120,11 +121,12 @@ def check_policy(policy: PipelinePolicy | None) -> PipelinePolicy:
 def check_parameter(parameter: torch.Tensor, name: str) -> None:
     """Raise DTypeError for a parameter, or this rank's part of one, that cannot be stepped here."""
     parameter = leaf_of(parameter)
-    if parameter.device.type != "cpu":
+    if not (parameter.is_cpu or is_remote(parameter)):
         message = (
-            f"{name} is on {parameter.device}: its states would be stepped on the CPU."
+            f"{name} is on {parameter.device}: parameters must be on the CPU or on torch's current"
+            " accelerator."
             + (" Give it memory first: model.to_empty(device='cpu')." if parameter.is_meta else "")
-            + " Move it to the CPU, or leave it to torch.optim."
+            + " Move it there, or leave it to torch.optim."
         )
         raise DTypeError(message)
     if parameter.layout != torch.strided:
@@ -159,6 +161,12 @@ def check_gradient(
             f" the parameter is {parameter.dtype}: a class of torch's steps by gradients of the"
             ' parameter\'s dtype. Use state_format="fp32", which keeps fp32 masters of 16-bit'
             " parameters, or train fp32 parameters."
+        )
+        raise DTypeError(message)
+    if gradient.device != parameter.device:
+        message = (
+            f"The gradient of {name} is on {gradient.device}, and the parameter on"
+            f" {parameter.device}: it was moved since. Compute the gradient again."
         )
         raise DTypeError(message)
     if gradient.shape != parameter.shape:
