@@ -62,6 +62,8 @@ examples:
   tensorstow run clean /nvme/run       what would be removed; --yes removes it
   tensorstow run push /nvme/run s3://bucket/run    copy its newest commit there
   tensorstow run pull s3://bucket/run /nvme/run    copy a snapshot back
+  tensorstow run scrub s3://bucket/run             read all copies and verify checksums
+  tensorstow run clean s3://bucket/run --snapshot old    what would be removed there
 """,
 }
 
@@ -260,7 +262,12 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        type=_place,
+        help="the run's first directory, or the address that it was pushed to",
+    )
     parser.add_argument(
         "--generation",
         metavar="NAME",
@@ -312,13 +319,26 @@ def _clean(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directories",
         metavar="DIR",
-        type=Path,
+        type=_place,
         nargs="+",
-        help="directories of the run, the first one first: no other is changed",
+        help="directories of the run, the first one first: no other is changed; or an address, of"
+        " which objects are removed that no snapshot lists",
+    )
+    parser.add_argument(
+        "--snapshot",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="of an address: remove this snapshot too; may be given several times",
     )
     parser.add_argument(
         "--yes", action="store_true", help="remove the files (default: only print which)"
     )
+
+
+def _place(text: str) -> str | Path:
+    """Return a path, or an address as it is."""
+    return text if "://" in text else Path(text)
 
 
 def _steps(text: str) -> int | None:
@@ -353,9 +373,9 @@ RUN_COMMANDS = tuple(
     Command(name, summary, f"tensorstow.cli.{name}", declare_own, _JSON_BY_RANK)
     for name, summary, declare_own in (
         ("inspect", "print what a run's directory holds, also while the run is live", _inspect),
-        ("scrub", "read everything in a run's directory, and report damage", _scrub),
+        ("scrub", "read everything of a run or its copies, and report damage", _scrub),
         ("recover", "print what is intact of a damaged run, and repair it with --yes", _recover),
-        ("clean", "print the files of a dead run, and remove them with --yes", _clean),
+        ("clean", "print what a dead run or a killed push left, remove it with --yes", _clean),
         ("push", "copy a commit of a run to a bucket or another folder", _push),
         ("pull", "copy a snapshot back from a bucket or another folder", _pull),
     )

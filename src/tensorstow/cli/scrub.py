@@ -1,4 +1,4 @@
-"""`tensorstow run scrub`: read everything in a run's directory, and report damage."""
+"""`tensorstow run scrub`: read everything of a run or its copies, and report damage."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -10,10 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from tensorstow.base.sizes import format_bytes
-from tensorstow.cli.output import make_console, print_by_rank, print_line
+from tensorstow.cli.output import make_console, print_by_rank, print_json, print_line
 from tensorstow.store.contents import StoreContents, open_contents
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.records import Generation
+from tensorstow.store.remote import Remote, address_of
+from tensorstow.store.remote_scrub import RemoteDamage, RemoteProgress, scrub_remote
+from tensorstow.store.remote_snapshots import unfinished_snapshots
 from tensorstow.store.retention import find
 from tensorstow.store.scrub import Damage, ScrubProgress, scrub
 
@@ -44,6 +47,8 @@ class Reading:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status: 1 if something is damaged."""
+    if (remote := address_of(options.directory)) is not None:
+        return _scrub_copies(remote, options)
     directories = stores_in(options.directory)
     console = make_console(to_stderr=options.json)  # JSON has standard output for itself
     readings = []
@@ -56,6 +61,30 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_by_rank([asdict(reading) for reading in readings], directories, options.directory)
     return DAMAGED if any(reading.is_damaged for reading in readings) else 0
+
+
+def _scrub_copies(remote: Remote, options: argparse.Namespace) -> int:
+    """Read back what snapshots elsewhere list; return the exit status."""
+    console = make_console(to_stderr=options.json)
+    damages: list[RemoteDamage] = []
+    done = 0
+    with reading_bar(console) as show_progress:
+        for progress in scrub_remote(remote, options.generation):
+            show_progress(progress)
+            done = progress.done_bytes
+            damages += progress.damages
+            for damage in () if options.json else progress.damages:
+                print_line(console, str(damage))
+    unfinished = unfinished_snapshots(remote)
+    if options.json:
+        facts = {"damages": [asdict(damage) for damage in damages], "unfinished": unfinished}
+        print_json({"address": remote.url, "read_bytes": done, **facts})
+    else:
+        for name, lists in unfinished.items():
+            print_line(console, f"{name} is not complete: it has {', '.join(lists)} alone")
+        outcome = f"{len(damages):,} damaged" if damages else "all as written"
+        print_line(console, f"{remote.url}: {format_bytes(done)} read back: {outcome}")
+    return DAMAGED if damages else 0
 
 
 def _chosen(generations: Sequence[Generation], wanted: str | None) -> Sequence[Generation]:
@@ -80,7 +109,7 @@ def _read_back(store: StoreContents, options: argparse.Namespace, console: Conso
 
 
 @contextmanager
-def reading_bar(console: Console) -> Iterator[Callable[[ScrubProgress], None]]:
+def reading_bar(console: Console) -> Iterator[Callable[[ScrubProgress | RemoteProgress], None]]:
     """Show a progress bar on a terminal; yield the function that updates it."""
     columns = (BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
     with Progress(

@@ -3,11 +3,14 @@
 import importlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tensorstow.base.errors import OptionError, RemoteError
+from tensorstow.store.schema import MANIFEST_NAME
 
 logger = logging.getLogger("tensorstow")
 
@@ -18,6 +21,14 @@ _OBJECT_STORES = frozenset(
     ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "memory"]
 )
 """Where a write is whole or not there; elsewhere it is renamed when it is whole."""
+
+
+def address_of(place: str | Path) -> "Remote | None":
+    """Return what a command's argument reaches: an address, or a folder of copies; else None."""
+    if isinstance(place, str):
+        return Remote(place)
+    is_run = (place / MANIFEST_NAME).exists()
+    return Remote(str(place)) if not is_run and (place / "objects").is_dir() else None
 
 
 class Remote:
@@ -64,7 +75,7 @@ class Remote:
                 self._files.pipe_file(path, data)
                 return
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-            part = f"{path}.{time.time_ns():x}.part"
+            part = f"{path}.{uuid.uuid4().hex}.part"
             try:
                 self._files.pipe_file(part, data)
                 self._files.mv(part, path)
@@ -89,12 +100,26 @@ class Remote:
 
         return self._repeated(f"The list of {folder}", find)
 
+    def remove(self, name: str, *, repeats: bool = True) -> None:
+        """Remove an object, if there is one; ``repeats``: repeat the request after errors."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(self._path(name))
+
+        self._repeated(f"The removal of {name}", remove, None if repeats else ())
+
     def _path(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
-    def _repeated(self, request: str, act: Callable[[], _T]) -> _T:
-        """Return the result of ``act``, repeated after errors; raise RemoteError after the last."""
-        for pause in (*_PAUSES, None):
+    def _repeated(
+        self, request: str, act: Callable[[], _T], pauses: Sequence[float] | None = None
+    ) -> _T:
+        """Return the result of ``act``, repeated after errors; raise RemoteError after the last.
+
+        ``pauses``: seconds before each repeat; None: the usual ones.
+        """
+        for pause in (*(_PAUSES if pauses is None else pauses), None):
             try:
                 return act()
             except (PermissionError, NotADirectoryError) as error:
@@ -107,8 +132,14 @@ class Remote:
         raise AssertionError
 
     def _refuse(self, request: str, error: Exception) -> NoReturn:
+        if "TimeTooSkewed" in f"{error!r}{error.__cause__!r}":
+            advice = "This machine's clock is wrong: set it"
+        elif isinstance(error, PermissionError):
+            advice = "Check that these credentials may read, write, list and delete"
+        else:
+            advice = "Check the address, the credentials and the network"
         message = (
-            f"{request} at {self.url} failed: {error!r}. Check the address, the credentials and the"
-            " network, then push or pull again: it goes on where it stopped."
+            f"{request} at {self.url} failed: {error!r}. {advice}, then push or pull again: it goes"
+            " on where it stopped."
         )
         raise RemoteError(message) from error

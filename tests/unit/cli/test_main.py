@@ -33,7 +33,7 @@ OF_A_RUN = {
     "inspect": ["--help", "--json", "-h"],
     "scrub": ["--generation", "--help", "--json", "-h"],
     "recover": ["--accept-loss", "--help", "--json", "--yes", "-h"],
-    "clean": ["--help", "--json", "--yes", "-h"],
+    "clean": ["--help", "--json", "--snapshot", "--yes", "-h"],
 }
 SINCE = {
     "push": ["--help", "--json", "--name", "--snapshot", "-h"],

@@ -10,10 +10,9 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 
 import children
-import tensorstow
+from pushed import Run, is_same, names_in, trained
 from tensorstow.base.errors import (
     DamageError,
     OptionError,
@@ -24,8 +23,6 @@ from tensorstow.cli.main import main
 from tensorstow.store import remote, remote_snapshots
 from tensorstow.store.contents import open_contents
 from tensorstow.store.remote import Remote
-
-Weights = list[torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -40,58 +37,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         return
     yield f"memory://{tmp_path.name}"
     fsspec.filesystem("memory").store.clear()
-
-
-class Run:
-    """A run of a small model: two trained layers, a frozen one, and a buffer."""
-
-    def __init__(self, directory: Path) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 64)]
-        self.model = torch.nn.Sequential(*layers).to(torch.bfloat16)
-        layers[2].requires_grad_(requires_grad=False)
-        self.optimizer = tensorstow.AdamW(
-            self.model.parameters(),
-            states="disk",
-            dir=directory,
-            module=self.model,
-            commit_every=None,
-            extra=lambda: {"noise": torch.ones(3), "word": "said"},
-        )
-
-    def step(self) -> None:
-        batch = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
-        self.model(batch.to(torch.bfloat16)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> Weights:
-        self.optimizer.wait()
-        states = self.optimizer.state_dict()["state"]
-        values = [v.clone() for _, entry in sorted(states.items()) for v in entry.values()]
-        return [*(v.clone() for v in self.model.state_dict().values()), *values]
-
-
-def trained(directory: Path, *names: str) -> Weights:
-    """Train a step before each snapshot; return what the last one has."""
-    run = Run(directory)
-    with run.optimizer:
-        for name in names:
-            run.step()
-            run.optimizer.snapshot(name)
-        return run.state()
-
-
-def is_same(directory: Path, wanted: Weights, which: str | None = None) -> bool:
-    run = Run(directory)
-    with run.optimizer:
-        assert run.optimizer.resume(which) is not None
-        assert run.optimizer.extra["word"] == "said"
-        return all(map(torch.equal, run.state(), wanted))
-
-
-def names_in(url: str, folder: str = "objects") -> set[str]:
-    return set(Remote(url).list(folder))
 
 
 def test_a_snapshot_goes_there_and_comes_back(tmp_path: Path, url: str) -> None:
@@ -299,7 +244,7 @@ def test_a_name_is_of_one_number_of_ranks(tmp_path: Path, url: str) -> None:
     assert main(["run", "push", str(tmp_path / "run"), url, "--snapshot=one"]) == 0
     with open_contents(tmp_path / "run", "A test") as store:
         given: dict[str, Any] = {"rank": 0, "world": 2, "commit": "id"}
-        with pytest.raises(OptionError, match=r"delete .*one.json and the folder .*one first"):
+        with pytest.raises(OptionError, match=r"tensorstow run clean .* --snapshot one --yes"):
             remote_snapshots.push(Remote(url), store.files, store.generations[-1], "one", **given)
 
 

@@ -1,0 +1,137 @@
+"""Removes objects elsewhere that no snapshot lists, and snapshots that a user names."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tensorstow.base.errors import DamageError, LockedError, OptionError
+from tensorstow.store.remote import Remote
+from tensorstow.store.remote_marks import Mark, clean_marked, marks
+from tensorstow.store.remote_objects import KEY, check_format, in_threads, object_names, reading
+from tensorstow.store.remote_snapshots import check_name, find_snapshot, snapshot_names
+
+_PART = re.compile(r".*\.[0-9a-f]+\.part")
+"""Matches a file that a killed push had not written to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRemoval:
+    """What is removed, in this order, and what stays."""
+
+    snapshots: tuple[str, ...]
+    """Names of the snapshots."""
+    files: tuple[str, ...]
+    """Lists, marks, and files that were not written to their end."""
+    objects: tuple[str, ...]
+    """Objects that no snapshot lists."""
+    nbytes: int
+    """The bytes of both."""
+    kept_objects: int
+    foreign: tuple[str, ...]
+    """What has no name of an object, and stays."""
+
+
+def find_unlisted(remote: Remote, names: Sequence[str] = ()) -> RemoteRemoval:
+    """Return what ``clean_remote`` would remove. A push under way makes it less."""
+    return _plan(remote, names, marks(remote))
+
+
+def clean_remote(remote: Remote, names: Sequence[str] = ()) -> RemoteRemoval:
+    """Remove the snapshots ``names``, and the objects that no other snapshot lists.
+
+    A snapshot that a killed push left unfinished is one too. Pushes that begin meanwhile wait
+    ([Note: Marks]). Raises LockedError if a push is under way, OptionError if there is no such
+    snapshot, DamageError or StoreFormatError if a list of another one cannot be read: nothing is
+    removed then.
+    """
+    with clean_marked(remote) as others:
+        _refuse_live(remote, others, names)
+        removal = _plan(remote, names, others)
+        for path in removal.files:  # the list of lists first: without it a snapshot is not there
+            remote.remove(path)
+        for _ in in_threads(remote.remove, removal.objects, size=lambda _: 0):
+            pass
+    return removal
+
+
+def _refuse_live(remote: Remote, others: Sequence[Mark], names: Sequence[str]) -> None:
+    for mark in others:
+        if mark.is_gone or (mark.is_gone is None and mark.snapshot in names):
+            continue
+        if mark.snapshot:
+            message = (
+                f"A clean of {remote.url} was requested, and snapshot {mark.snapshot!r} is being"
+                f" pushed there by {mark.who}. Wait until that is over. If that process was killed,"
+                f" push the snapshot again, or give it up: tensorstow run clean {remote.url}"
+                f" --snapshot {mark.snapshot} --yes"
+            )
+        else:
+            message = (
+                f"A clean of {remote.url} was requested, and it is being cleaned by {mark.who}."
+                " Wait until that is over. If that process was killed, delete"
+                f" {remote.url}/{mark.path}."
+            )
+        raise LockedError(message)
+
+
+def _plan(remote: Remote, names: Sequence[str], all_marks: Iterable[Mark]) -> RemoteRemoval:
+    lists, objects = remote.list("snapshots"), remote.list("objects")
+    left = [mark for mark in all_marks if mark.is_gone or mark.snapshot in names]
+    _check_names(remote, names, {*map(_snapshot_of, lists), *(m.snapshot for m in all_marks)})
+    # Those of a snapshot in this order: NAME.json, NAME/rank-...
+    removed = [p for p in sorted(lists) if _snapshot_of(p) in names or _PART.fullmatch(p)]
+    listed = _listed(remote, [path for path in lists if path not in removed])
+    unlisted = {
+        name: nbytes
+        for name, nbytes in objects.items()
+        if _PART.fullmatch(name) or (KEY.fullmatch(name) and name not in listed)
+    }
+    foreign = [n for n in objects if n not in unlisted and n not in listed]
+    return RemoteRemoval(
+        snapshots=tuple(sorted(set(names))),
+        files=(*(f"snapshots/{path}" for path in removed), *(mark.path for mark in left)),
+        objects=tuple(f"objects/{name}" for name in sorted(unlisted)),
+        nbytes=sum(unlisted.values()) + sum(lists[path] for path in removed),
+        kept_objects=len(objects) - len(unlisted) - len(foreign),
+        foreign=tuple(f"objects/{name}" for name in sorted(foreign)),
+    )
+
+
+def _snapshot_of(path: str) -> str:
+    folder, separator, _ = path.partition("/")
+    return folder if separator else path.removesuffix(".json")
+
+
+def _check_names(remote: Remote, names: Iterable[str], existing: Iterable[str]) -> None:
+    for name in names:
+        check_name(name)
+        if name not in existing:
+            message = (
+                f"The removal of snapshot {name!r} was requested, and {remote.url} does not have"
+                f" it. It has: {', '.join(snapshot_names(remote)) or 'none'}."
+            )
+            raise OptionError(message)
+
+
+def _listed(remote: Remote, paths: Iterable[str]) -> set[str]:
+    """Return the names of the objects that lists have; raise if one of them cannot be read."""
+    listed: set[str] = set()
+    for path in paths:
+        try:
+            if "/" not in path:
+                find_snapshot(remote, path.removesuffix(".json"))  # all of its ranks' lists exist
+                continue
+            with reading(remote.url, f"snapshots/{path}"):
+                of_rank = json.loads(remote.get(f"snapshots/{path}") or b"")
+                check_format(of_rank, remote.url, f"snapshots/{path}")
+                listed.update(object_names(of_rank))
+        except DamageError as error:
+            name = _snapshot_of(path)
+            message = (
+                f"A clean of {remote.url} was requested, and nothing was removed: which objects"
+                f" snapshot {name!r} needs is not known. {error} Or push it again, or give it up:"
+                f" tensorstow run clean {remote.url} --snapshot {name} --yes"
+            )
+            raise DamageError(message) from error
+    return listed
