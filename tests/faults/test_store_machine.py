@@ -3,6 +3,7 @@
 import itertools
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -19,6 +20,7 @@ from hypothesis.stateful import (
 
 from powerloss.contents import SHAPE, damages_in, layout_of, write_chunk
 from tensorstow.io.engine import open_engine
+from tensorstow.store.contents import open_pinned
 from tensorstow.store.records import (
     HEADER_BYTES,
     ChunkRecord,
@@ -43,6 +45,7 @@ class Machine(RuleBasedStateMachine):
         self.held: dict[Extent, ChunkRecord] = {}
         self.kept: dict[int, tuple[ChunkRecord, ...]] = {}
         self.names: dict[str, int] = {}
+        self.readers: dict[int, ExitStack] = {}
 
     @initialize(files=st.integers(1, 2))
     def begin(self, files: int) -> None:
@@ -77,7 +80,7 @@ class Machine(RuleBasedStateMachine):
         content = Content(self.seed, layout, None, None, list(usable.values()))
         keep = data.draw(st.sampled_from([None, *sorted(self.kept)]))
         number = self.store.commit(content, keep=keep).number
-        for old in [n for n in self.kept if n not in {keep, *self.names.values()}]:
+        for old in [n for n in self.kept if n not in {keep, *self.names.values(), *self.readers}]:
             del self.kept[old]
         self.kept[number] = tuple(content.chunks)
 
@@ -87,12 +90,23 @@ class Machine(RuleBasedStateMachine):
         if name in self.names:
             self.store.drop_snapshot(name)
             number = self.names.pop(name)
-            if number not in self.names.values() and number != max(self.kept):
+            if number not in {*self.names.values(), *self.readers, max(self.kept)}:
                 del self.kept[number]
         else:
             number = data.draw(st.sampled_from(sorted(self.kept)))
             self.store.add_snapshot(name, number)
             self.names[name] = number
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        """Begin to read a generation, as another process does; or end it."""
+        number = data.draw(st.sampled_from(sorted(self.kept)))
+        if number in self.readers:
+            self.readers.pop(number).close()
+            return
+        self.readers[number] = reader = ExitStack()
+        assert reader.enter_context(open_pinned(self.directories[0], "A test", number))
 
     @rule()
     def reopen(self) -> None:
@@ -103,6 +117,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def crash(self) -> None:
         """Go on with what a killed process would have left."""
+        self.end_reads()
         after = self.root.with_name(f"{self.root.name}-after")
         shutil.copytree(self.root, after)
         self.store.close()
@@ -146,7 +161,12 @@ class Machine(RuleBasedStateMachine):
         kept = (r for records in self.kept.values() for r in records)
         return self.held.get(record.extent) == record or record in kept
 
+    def end_reads(self) -> None:
+        while self.readers:
+            self.readers.popitem()[1].close()
+
     def teardown(self) -> None:
+        self.end_reads()
         if hasattr(self, "store"):
             damages = damages_in(self.store)
             self.store.close()

@@ -1,5 +1,7 @@
 """A run that goes on with other numbers of ranks: what tests call in each of them."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from ranks.durable import SMALL, WIDTH, DurableRun, digest, patched
 from tensorstow.base.errors import CommitError
+from tensorstow.cli.main import main
+from tensorstow.store.remote import Remote
 from tensorstow.store.store import Store
 
 Facts = dict[str, str]
@@ -92,6 +96,38 @@ def snapshot(directory: Path, name: str) -> Facts:
     facts = whole_facts(run.model, run.optimizer)
     run.optimizer.snapshot(name)
     run.train(run.step + 1)
+    run.optimizer.close()
+    return facts
+
+
+def push_while_live(directory: Path, url: str) -> Facts:
+    """Push the newest commit by the command while the run commits more; return what it has."""
+    run = DurableRun(directory, commit_every=None, extra=lambda: {"step": run.step})
+    run.resume()
+    run.train(2)
+    run.optimizer.commit()
+    facts = whole_facts(run.model, run.optimizer)
+    put = Remote.put
+
+    def put_while_others_commit(remote: Remote, name: str, data: bytes) -> None:
+        if name.startswith("objects/") and run.step == 2:
+            begun.set()
+            assert go_on.wait(60)
+        put(remote, name, data)
+
+    begun, go_on = threading.Event(), threading.Event()
+    command = ["run", "push", str(directory), url]
+    with patched(Remote, "put", put_while_others_commit), ThreadPoolExecutor(1) as threads:
+        dist.barrier()
+        push = threads.submit(main, command) if dist.get_rank() == 0 else None
+        if push is not None:
+            assert begun.wait(60)
+        dist.barrier()
+        for _ in range(3):
+            run.train(run.step + 1)
+            run.optimizer.commit()
+        go_on.set()
+        assert push is None or push.result() == 0
     run.optimizer.close()
     return facts
 

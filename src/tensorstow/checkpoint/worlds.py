@@ -181,15 +181,20 @@ def _choose(
 
 
 def read_worlds(base: Path, asked: str) -> list[World]:
-    """Return the commits in ``base`` by numbers of ranks; ``asked``: the request, for errors."""
+    """Return the commits in ``base`` by numbers of ranks, also of a run that is live.
+
+    ``asked``: the request, for errors.
+    """
     found = sorted(worlds_in(base).items())
-    return [World(size, _listed(paths, asked), paths) for size, paths in found]
+    return [World(size, _listed(paths, asked, live=True), paths) for size, paths in found]
 
 
-def _listed(paths: Mapping[int, Path], asked: str = "A resume") -> list[list[RankGeneration]]:
+def _listed(
+    paths: Mapping[int, Path], asked: str = "A resume", *, live: bool = False
+) -> list[list[RankGeneration]]:
     listed = []
     for _, path in sorted(paths.items()):
-        generations = map(exchanged, read_generations(path, asked))
+        generations = map(exchanged, read_generations(path, asked, live=live))
         listed.append([replace(g, id=g.id or str(g.number)) for g in generations])
     return listed
 

@@ -1,40 +1,39 @@
 """`tensorstow run push`: copy a commit to a bucket or another folder."""
 
 import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import LockedError, OptionError
 from tensorstow.base.sizes import format_bytes
-from tensorstow.checkpoint.agreement import exchanged
+from tensorstow.checkpoint.agreement import RankGeneration, exchanged
 from tensorstow.checkpoint.worlds import World, read_worlds
 from tensorstow.cli.output import print_by_rank
-from tensorstow.store.contents import StoreContents, open_contents
+from tensorstow.io.files import File
+from tensorstow.store.contents import open_pinned
 from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import Transferred, push
-from tensorstow.store.retention import find
+
+_ASKED = "A push"
+_TRIES = 20
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
-    world = _chosen(options.directory, options.snapshot)
     remote = Remote(options.url)
     results = []
-    for rank, path in sorted(world.paths.items()):
-        with open_contents(path, "A push") as store:
-            generation = _generation(world, store, options.snapshot)
+    with ExitStack() as pins:
+        world, pinned = _pinned(options.directory, options.snapshot, pins)
+        _, first = pinned[min(pinned)]
+        name = options.name or options.snapshot or _name_of(first)
+        for rank, (files, generation) in sorted(pinned.items()):
+            commit = exchanged(generation).id
             results.append(
-                push(
-                    remote,
-                    store.files,
-                    generation,
-                    options.name or options.snapshot or _name_of(generation),
-                    rank=rank,
-                    world=world.size,
-                    commit=exchanged(generation).id,
-                )
+                push(remote, files, generation, name, rank=rank, world=world.size, commit=commit)
             )
     directories = [path for _, path in sorted(world.paths.items())]
     if options.json:
@@ -53,14 +52,40 @@ def describe(result: Transferred) -> str:
     return f"{result.snapshot}, step {result.step}: moved {moved} of {total}"
 
 
-def _chosen(directory: Path, name: str | None) -> World:
-    """Return the ranks whose commit is to be pushed: the newest that has it."""
+def _pinned(
+    directory: Path, name: str | None, pins: ExitStack
+) -> tuple[World, dict[int, tuple[tuple[File, ...], Generation]]]:
+    """Return the commit to push of each rank; a live run keeps them until ``pins`` are closed."""
     base = inspect_directory(directory).path
-    worlds = [world for world in read_worlds(base, "A push") if _has(world, name)]
+    for _ in range(_TRIES):
+        world = _chosen(base, name)
+        pinned = {}
+        with ExitStack() as attempt:
+            for (rank, path), of_rank in zip(
+                sorted(world.paths.items()), world.listed, strict=True
+            ):
+                number = _number(world, of_rank, name)
+                store = attempt.enter_context(open_pinned(path, _ASKED, number))
+                if store is None:  # the run has committed since
+                    break
+                pinned[rank] = store
+            else:
+                pins.enter_context(attempt.pop_all())
+                return world, pinned
+    message = (
+        f"A push of {directory} was requested, and its run drops each commit before it can be kept."
+        " Let it commit less often, or make a snapshot and push that."
+    )
+    raise LockedError(message)
+
+
+def _chosen(base: Path, name: str | None) -> World:
+    """Return the ranks whose commit is to be pushed: the newest that has it."""
+    worlds = [world for world in read_worlds(base, _ASKED) if _has(world, name)]
     if not worlds:
         what = "no commit of all ranks" if name is None else f"no snapshot {name!r}"
         message = (
-            f"A push of {directory} was requested, and there is {what}. Where the ranks' stores are"
+            f"A push of {base} was requested, and there is {what}. Where the ranks' stores are"
             " on several machines, name a snapshot, and push on each of them."
         )
         raise OptionError(message)
@@ -74,11 +99,10 @@ def _has(world: World, name: str | None) -> bool:
     return all(any(g.called(name) for g in of_rank) for of_rank in world.listed)
 
 
-def _generation(world: World, store: StoreContents, name: str | None) -> Generation:
-    if name is not None:
-        return find(store.generations, name)
-    wanted = world.common[-1].id
-    return next(g for g in store.generations if wanted == (exchanged(g).id or str(g.number)))
+def _number(world: World, of_rank: Sequence[RankGeneration], name: str | None) -> int:
+    """Return the number that the commit to push has on one rank."""
+    wanted = None if name is not None else world.common[-1].id
+    return next(g.number for g in of_rank if (g.called(name) if name else g.id == wanted))
 
 
 def _name_of(generation: Generation) -> str:

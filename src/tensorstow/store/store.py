@@ -114,8 +114,9 @@ class Store:
         """Drop unpinned generations but the newest one."""
         self._transactions.check_sound()
         with self._transactions.lock:
-            gone = droppable(self._manifest.summaries()[:-1])
-            self._transactions.change(lambda: self._manifest.drop(gone), gone)
+            older = droppable(self._manifest.summaries()[:-1])
+            with self._transactions.dropping(older) as gone:
+                self._transactions.change(lambda: self._manifest.drop(gone), gone)
 
     def generation(self, which: str | int | None = None) -> Generation | None:
         """Return a generation by snapshot's name or number; without one the newest.
@@ -158,13 +159,17 @@ class Store:
         return replace(summary, names=tuple(sorted((*summary.names, name))))
 
     def drop_snapshot(self, name: str) -> None:
-        """Drop a snapshot, and its generation if that has no other name and is not the newest."""
+        """Drop a snapshot, and its generation if that has no other name and is not the newest.
+
+        A generation that another process reads goes with the first commit after that.
+        """
         self._transactions.check_sound()
         with self._transactions.lock:
             summaries = self._manifest.summaries()
             summary = find(summaries, name)
-            gone = [] if len(summary.names) > 1 or summary == summaries[-1] else [summary.number]
-            self._transactions.change(lambda: self._manifest.drop_snapshot(name, gone), gone)
+            stays = len(summary.names) > 1 or summary == summaries[-1]
+            with self._transactions.dropping([] if stays else [summary.number]) as gone:
+                self._transactions.change(lambda: self._manifest.drop_snapshot(name, gone), gone)
 
     def copy(self, other: "Store", content: Content) -> Content:
         """Copy the extents of ``content`` in ``other`` to extents here, which the caller holds.

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tensorstow.base.errors import (
@@ -20,6 +21,7 @@ from tensorstow.base.errors import (
 from tensorstow.base.health import Health
 from tensorstow.store.heads import sync_heads
 from tensorstow.store.opening import Parts
+from tensorstow.store.pins import dropping
 from tensorstow.store.records import Content, Extent, Generation
 from tensorstow.store.retention import droppable
 from tensorstow.store.space import StoreSpace
@@ -53,20 +55,20 @@ class Transactions:
     def commit(self, content: Content, extents: Sequence[Extent], keep: int | None) -> Generation:
         """Make ``content`` in ``extents`` the newest generation, durably.
 
-        Older ones that no snapshot pins go, but for the one with number ``keep``.
+        Older ones that no snapshot and no reader pins go, but for the one with number ``keep``.
         """
         self.check_sound()  # again: another thread's commit may have failed meanwhile
         self._links.check()
-        gone = droppable(self._manifest.summaries(), keep)
         self._sync_files()
         created = time.time()
+        with self.dropping(droppable(self._manifest.summaries(), keep)) as gone:
 
-        def record() -> int:
-            number = self._manifest.add(content, created, gone)
-            self._space.refer(number, extents)
-            return number
+            def record() -> int:
+                number = self._manifest.add(content, created, gone)
+                self._space.refer(number, extents)
+                return number
 
-        number = self.change(record, gone)
+            number = self.change(record, gone)
         self._shorten_log()
         generation = Generation(
             step=content.step,
@@ -84,6 +86,10 @@ class Transactions:
             error.committed = generation
             raise
         return generation
+
+    def dropping(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
+        """Return a context of those of ``numbers`` that no process reads: [Note: Pins]."""
+        return dropping(self._files[0], numbers)
 
     def _write_heads(self) -> None:
         """Write the new transaction's number to the data files: [Note: Heads]."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ranks.pool import Ranks
-from ranks.resharded import go_on, snapshot_to
+from ranks.resharded import go_on, push_while_live, snapshot_to
 from tensorstow.cli.main import main
 
 
@@ -30,6 +30,16 @@ def test_ranks_are_pushed_when_the_run_is_over(
     url = str(tmp_path / "bucket")
     (_, _, wanted), _ = ranks(2).run(go_on, tmp_path / "run", 2, None, {})
     assert main(["run", "push", str(tmp_path / "run"), url]) == 0
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    ((start, before, _),) = ranks(1).run(go_on, tmp_path / "back", 0, None, {})
+    assert (start, before) == (2, wanted)
+
+
+def test_the_command_pushes_a_live_run_of_all_ranks(
+    tmp_path: Path, ranks: Callable[[int], Ranks]
+) -> None:
+    url = str(tmp_path / "bucket")
+    wanted, _ = ranks(2).run(push_while_live, tmp_path / "run", url)
     assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
     ((start, before, _),) = ranks(1).run(go_on, tmp_path / "back", 0, None, {})
     assert (start, before) == (2, wanted)

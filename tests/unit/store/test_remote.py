@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from tensorstow.base.errors import (
     StoreFormatError,
 )
 from tensorstow.cli.main import main
-from tensorstow.store import remote, remote_snapshots
+from tensorstow.store import contents, remote, remote_snapshots
 from tensorstow.store.contents import open_contents
+from tensorstow.store.inspect import inspect_store
 from tensorstow.store.remote import Remote
 
 
@@ -83,6 +86,47 @@ def test_it_is_copied_while_the_run_goes_on(tmp_path: Path, url: str) -> None:
     for name, state in (("one", wanted), ("two", last)):
         assert main(["run", "pull", url, str(tmp_path / name), "--snapshot", name]) == 0
         assert is_same(tmp_path / name, state, name)
+
+
+def test_the_command_pushes_a_live_run(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, put = threading.Event(), threading.Event(), Remote.put
+
+    def put_late(there: Remote, name: str, data: bytes) -> None:
+        if name.startswith("objects/"):
+            begun.set()
+            assert go_on.wait(60)
+        put(there, name, data)
+
+    monkeypatch.setattr(Remote, "put", put_late)
+    run = Run(tmp_path / "run")
+    with run.optimizer, ThreadPoolExecutor(1) as threads:
+        run.step()
+        run.optimizer.commit()
+        wanted = run.state()
+        push = threads.submit(main, ["run", "push", str(tmp_path / "run"), url])
+        assert begun.wait(60)
+        for _ in range(3):  # each would write where the one before the last was
+            run.step()
+            run.optimizer.commit()
+        go_on.set()
+        assert push.result() == 0
+        run.step()
+        run.optimizer.commit()
+        assert len(inspect_store(tmp_path / "run").generations) == 1
+    assert names_in(url, "snapshots") == {"step-1.json", "step-1/rank-0-of-1.json"}
+    assert main(["run", "pull", url, str(tmp_path / "back")]) == 0
+    assert is_same(tmp_path / "back", wanted)
+
+
+def test_a_run_that_commits_too_often_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path / "run", "one")
+    monkeypatch.setattr(contents, "pin", lambda *_: False)
+    assert main(["run", "push", str(tmp_path / "run"), str(tmp_path / "bucket")]) == 2
+    assert "make a snapshot and push that" in capsys.readouterr().err
 
 
 Fault = Callable[[str, object], None]
