@@ -1,5 +1,7 @@
 """A run that goes on with other numbers of ranks: what tests call in each of them."""
 
+import io
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -130,6 +132,20 @@ def push_while_live(directory: Path, url: str) -> Facts:
         assert push is None or push.result() == 0
     run.optimizer.close()
     return facts
+
+
+def warnings_of_resume(directory: Path) -> str:
+    """Return what a resume logs."""
+    text = io.StringIO()
+    handler, logger = logging.StreamHandler(text), logging.getLogger("tensorstow")
+    run = DurableRun(directory, commit_every=None)
+    logger.addHandler(handler)
+    try:
+        run.resume()
+    finally:
+        logger.removeHandler(handler)
+        run.optimizer.close()
+    return text.getvalue()
 
 
 def fail_in_commit(directory: Path, rank: int) -> str:

@@ -37,18 +37,18 @@ class NewFile:
         path: The name that it will have. Whatever has that name stays until then.
         nameless: Whether it has no name until then, if the filesystem can do that. Such a file
             takes a descriptor until it is published. Default: True.
+        mode: Its permissions, of which the umask takes some. Default: 0o666, as of ``open``.
 
     Raises:
         DirectoryError: No file can be created there.
     """
 
-    def __init__(self, path: Path, *, nameless: bool = True) -> None:
+    def __init__(self, path: Path, *, nameless: bool = True, mode: int = 0o666) -> None:
         """Create the file; the class documents the arguments."""
         self.path = path
         self._is_sealed = self._is_kept = False
         with named("File", path):
-            # As open() does: the umask decides who may read it.
-            self.fd, self._made = open_new(path.parent, 0o666, nameless=nameless)
+            self.fd, self._made = open_new(path.parent, mode, nameless=nameless)
 
     @contextmanager
     def stream(self) -> Iterator[BinaryIO]:

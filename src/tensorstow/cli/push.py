@@ -17,6 +17,7 @@ from tensorstow.store.contents import open_pinned
 from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import Transferred, push
+from tensorstow.store.upload_notes import remove_note
 
 _ASKED = "A push"
 _TRIES = 20
@@ -35,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
             results.append(
                 push(remote, files, generation, name, rank=rank, world=world.size, commit=commit)
             )
+            if name in generation.names:
+                remove_note(world.paths[rank], name, remote.url)
     directories = [path for _, path in sorted(world.paths.items())]
     if options.json:
         print_by_rank([asdict(result) for result in results], directories, options.directory)

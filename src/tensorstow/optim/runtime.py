@@ -33,7 +33,8 @@ from tensorstow.checkpoint.commits import Commits, in_commit_thread, storage_of
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
-from tensorstow.checkpoint.uploads import Uploads
+from tensorstow.checkpoint.uploads import Uploads, log_unsent
+from tensorstow.checkpoint.worlds import Worlds
 from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim.memory_release import MemoryRelease
 from tensorstow.optim.step_runner import ParamFilter, StepRunner
@@ -183,6 +184,13 @@ class OptimizerRuntime:
         """Begin to copy a snapshot to ``remote``."""
         self.uploads = self.uploads or Uploads()
         self.uploads.start(remote, name, storage_of(self.params).store, self.ranks)
+
+    def go_on_uploading(self, worlds: Worlds | None) -> None:
+        """Go on with copies that an earlier process did not complete; log those of old ranks."""
+        self.uploads = self.uploads or Uploads()
+        self.uploads.go_on(storage_of(self.params).store, self.ranks)
+        if worlds is not None and self.ranks.rank == 0:
+            log_unsent(worlds)
 
     def wait_uploaded(self) -> None:
         """Wait for the copy of a snapshot under way, if any; raise its error if it failed."""

@@ -27,6 +27,7 @@ from tensorstow.checkpoint.reshard import move_rows
 from tensorstow.checkpoint.resume import resume
 from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra, is_checked
+from tensorstow.checkpoint.uploads import noted
 from tensorstow.checkpoint.worlds import remove_stores, survey
 from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim import one_optimizer, options
@@ -53,6 +54,7 @@ from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import check_name
+from tensorstow.store.upload_notes import remove_note
 from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
 from tensorstow.tensors.placeholder import ConsumedGradient
 
@@ -326,11 +328,13 @@ class StowedAdam(PlacedOptimizer):
         generation = agreement.choose(store, which, ranks)
         if generation is None:
             commits.begin_anew(store)
+            self._runtime.go_on_uploading(worlds)
             return None
         ranks.run_on_all("resume()", partial(self._go_on_from, generation))
         self._call_resume_hooks()
         if worlds is not None:
             remove_stores(worlds, ranks)
+        self._runtime.go_on_uploading(worlds)
         return generation.step
 
     @property
@@ -441,6 +445,7 @@ class StowedAdam(PlacedOptimizer):
             to: A folder, or an address that fsspec reaches, such as "s3://bucket/run": the snapshot
                 is copied there while the run goes on. ``tensorstow run pull`` copies it back. The
                 next such call, ``drop()`` and ``close()`` wait for the copy and raise its error.
+                ``resume()`` goes on with a copy that was not complete when a process ended.
                 Default: None, it stays in the run's directory alone.
 
         Raises:
@@ -450,9 +455,10 @@ class StowedAdam(PlacedOptimizer):
             self._snapshot(name, extra)
             return
         check_name(name)
-        remote = Remote(to)
+        remote, store = Remote(to), storage_of(self._params(), "snapshot()").store
         self._runtime.wait_uploaded()
-        self._snapshot(name, extra)
+        with noted(name, remote, store, self._runtime.ranks):
+            self._snapshot(name, extra)
         self._runtime.upload(name, remote)
 
     def _snapshot(self, name: str, extra: Mapping[str, Any] | None) -> None:
@@ -488,6 +494,7 @@ class StowedAdam(PlacedOptimizer):
         self._runtime.wait_uploaded()
         self._runtime.commits.join(self._params())
         agreement.drop_snapshot(storage.store, name, self._runtime.ranks)
+        remove_note(storage.store.directories[0], name)
 
     @exclusive_call("save_safetensors")
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:

@@ -36,10 +36,12 @@ class Remote:
 
     def __init__(self, url: str) -> None:
         """Reach ``url``, such as "s3://bucket/run"; raise OptionError if nothing here can."""
-        self.url = url.rstrip("/")
-        if not self.url:
+        if not url:
             message = f"{url!r} was named for a snapshot: name a folder, or an address."
             raise OptionError(message)
+        if "://" not in url and "::" not in url:  # the same, whatever the working directory is
+            url = str(Path(url).expanduser().absolute())
+        self.url = url.rstrip("/")
         try:
             fsspec: Any = importlib.import_module("fsspec")  # it comes with torch
             self._files, self._root = fsspec.core.url_to_fs(url)

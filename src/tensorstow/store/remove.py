@@ -16,6 +16,7 @@ from tensorstow.store.manifest_copy import COPY_NAME
 from tensorstow.store.records import Summary
 from tensorstow.store.rows import read_directories, read_summaries
 from tensorstow.store.schema import MANIFEST_NAME, SUFFIXES, read_meta, with_suffix
+from tensorstow.store.upload_notes import is_note, note_files
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def _plan(run: str, generations: list[Summary], paths: dict[Label, Path]) -> Rem
     manifest = next(iter(paths.values())).with_name(MANIFEST_NAME)
     databases = (manifest.with_name(COPY_NAME), manifest)  # last: it lists what is left
     ours += [with_suffix(path, end) for path in databases for end in reversed(SUFFIXES)]
+    ours += [path for path in note_files(manifest.parent) if is_note(path)]
     parents = dict.fromkeys(p.parent for p in paths.values() if p.parent.is_dir())
     # Last, and not if another store may be there: a run that waits for it sees it go.
     ours += [parent / LOCK_NAME for parent in parents if not _has_another(parent, ours)]
