@@ -377,25 +377,3 @@ def test_several_ranks_make_one_snapshot(tmp_path: Path, url: str) -> None:
     assert [path.name for path in (tmp_path / "back").iterdir()] == ["rank-1-of-2"]
     assert is_same(tmp_path / "back" / "rank-1-of-2", wanted)
     assert main(["run", "pull", url, str(tmp_path / "back"), "--rank=2"]) != 0
-
-
-def test_a_server_that_speaks_s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moto = pytest.importorskip("moto.server")
-    s3fs = pytest.importorskip("s3fs")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(name, "testing")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("bucket")
-        wanted = trained(tmp_path / "run", "one")
-        assert main(["run", "push", str(tmp_path / "run"), "s3://bucket/run"]) == 0
-        assert main(["run", "pull", "s3://bucket/run", str(tmp_path / "back")]) == 0
-        assert is_same(tmp_path / "back", wanted)
-        assert main(["run", "push", str(tmp_path / "run"), "s3://no-such-bucket/run"]) != 0
-    finally:
-        server.stop()
