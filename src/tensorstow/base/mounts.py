@@ -19,6 +19,12 @@ _KERNEL_FILESYSTEMS = frozenset(
     }
 )
 
+_SHARED_LOCKS = ("fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.mfs", "fuse.moosefs")
+_OF_ONE_MACHINE = ("fuse.mergerfs", "fuse.fuse-overlayfs", "fuse.gocryptfs", "fuse.encfs")
+_LOCAL_LOCKS = frozenset(
+    {"nolock", "local_lock=all", "local_lock=flock", "localflock", "noflock", "nobrl"}
+)
+
 
 class Mount(NamedTuple):
     """A mounted filesystem."""
@@ -36,6 +42,13 @@ class Mount(NamedTuple):
     def has_barriers(self) -> bool:
         """Return whether a sync of a file reaches the drive, as long as the drive flushes."""
         return not self.options & {"nobarrier", "barrier=0"}
+
+    @property
+    def has_local_locks(self) -> bool:
+        """Return whether other machines may have this mounted and do not see this one's locks."""
+        is_fuse = self.filesystem == "fuse" or self.filesystem.startswith("fuse.")
+        is_exempt = self.filesystem.startswith((*_SHARED_LOCKS, *_OF_ONE_MACHINE))
+        return (is_fuse and not is_exempt) or bool(self.options & _LOCAL_LOCKS)
 
     @property
     def is_memory(self) -> bool:

@@ -46,6 +46,7 @@ _CACHES = {
     "write back": ", its cache is flushed by each commit",
     "write through": ", never flushed: it must keep its cache when power is lost",
 }
+_LOCAL_LOCKS = ", locks do not reach other machines: use it on one"
 _LABEL_COLUMNS = 16
 _CANDIDATE_COLUMNS = 6
 
@@ -72,6 +73,8 @@ class DirectoryReport:
     """Whether the directory is worth offloading to."""
     has_barriers: bool | None = None
     """Whether the filesystem passes a sync on to its drive."""
+    has_local_locks: bool = False
+    """Whether other machines that have it mounted do not see this one's locks."""
     write_cache: str | None = None
     """What the kernel believes of the drive: "write back" caches are flushed by a sync, "write
     through" ones are not. None: it is not one drive."""
@@ -166,6 +169,7 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
         mixed_bytes_per_second=None if rates is None else rates.mixed,
         verdict=None if rates is None else rates.verdict,
         has_barriers=mount.has_barriers,
+        has_local_locks=mount.has_local_locks,
         write_cache=write_cache_of(mount),
     )
 
@@ -352,6 +356,7 @@ def _describe(report: dict[str, Any]) -> str:
         f"{report['path']}  {report['filesystem']} on {report['device']},"
         f" {format_bytes(report['free_bytes'])} free, {direct[report['takes_direct_io']]}"
         f"{_CACHES.get(report['write_cache'], '')}"
+        f"{_LOCAL_LOCKS if report['has_local_locks'] else ''}"
     )
     if report["objection"] is not None:
         return f"{facts}\n      {report['objection']}"

@@ -1,9 +1,15 @@
-"""The lock of a directory: one process at a time, named in the refusal."""
+"""The lock of a directory: one process at a time, named in the refusal.
+
+[Note: Local locks] On some shared filesystems, such as sshfs, a lock holds on its own machine
+alone. There the name that a holder writes to the file is believed too: it is removed when the
+holder ends, and what a killed one of another machine left has to be removed by hand.
+"""
 
 import contextlib
 import errno as codes
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -11,11 +17,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, named
+from tensorstow.base.mounts import mount_of
 from tensorstow.base.regular_file import open_regular, read_regular
 from tensorstow.store import at_fork
 
 LOCK_NAME = "lock"
 _TEXT_BYTES = 400  # more than a host name may have
+_HOLDER = re.compile(r"pid (\d+) on (\S+) since ")
 _MOST_BYTES = 1 << 20  # a lock is a line of text
 _PATIENCE_SECONDS = 1.0  # `peek` holds a shared lock for a few milliseconds
 
@@ -27,6 +35,8 @@ class DirectoryLock:
         """Take it, or raise LockedError, which names the holder."""
         self.path = directory / LOCK_NAME
         self._fd = -1
+        self._is_signed = False
+        """Whether the file has this process's name."""
         try:
             self._acquire(directory)
         except BaseException:
@@ -45,15 +55,34 @@ class DirectoryLock:
                 raise LockedError(message)
             time.sleep(0.02)
         self._check_is_ours()
+        is_local = mount_of(directory.resolve()).has_local_locks
+        if is_local:
+            self._refuse_holder_elsewhere(directory)
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         # Over the one before, so that it needs no room; and a courtesy, which a full disk that is
         # opened for reading may do without.
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, text.encode().ljust(_TEXT_BYTES), 0)
+            self._is_signed = True
+            if is_local:
+                os.fsync(self._fd)  # other machines read it
+
+    def _refuse_holder_elsewhere(self, directory: Path) -> None:
+        """Raise LockedError if the file names a holder that may be alive: [Note: Local locks]."""
+        holder = os.pread(self._fd, _TEXT_BYTES, 0).decode(errors="replace").strip()
+        match = _HOLDER.match(holder)
+        if match is None or (match[2] == socket.gethostname() and not is_alive(int(match[1]))):
+            return
+        message = (
+            f"The store in {directory} was requested but is held by {holder}, or that process was"
+            f" killed: locks of this filesystem do not reach other machines. If it is over, delete"
+            f" {self.path}; else wait, or name another directory."
+        )
+        raise LockedError(message)
 
     def _check_is_ours(self) -> None:
         mark = os.pread(self._fd, 4, 0)
-        if mark not in {b"", b"pid "}:
+        if mark not in {b"", b"pid ", b"    "}:
             message = (
                 f"The lock {self.path} was requested and there is another program's file of that"
                 " name. It was not touched: name another directory."
@@ -66,12 +95,17 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Release the lock. Idempotent; the file stays, since another process may wait for it."""
+        if self._is_signed:
+            self._is_signed = False
+            with contextlib.suppress(OSError):
+                os.pwrite(self._fd, b" ".ljust(_TEXT_BYTES), 0)
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def abandon(self) -> None:
         """Close a child's copy, so that only the parent keeps the lock alive."""
+        self._is_signed = False
         self.release()
 
     def _try(self) -> bool:
@@ -103,6 +137,11 @@ def peek(directory: Path) -> Iterator[str | None]:
         yield None if _lock(fd, fcntl.LOCK_SH, path) else read_holder(path)
     finally:
         os.close(fd)
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine is alive."""
+    return Path(f"/proc/{pid}").exists()
 
 
 def read_holder(path: Path) -> str:

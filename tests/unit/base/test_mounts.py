@@ -76,3 +76,25 @@ def test_the_cache_of_a_partition_is_its_drives(tmp_path: Path) -> None:
     for number in ("259:0", "259:2"):
         assert write_cache_of(Mount("/", "ext4", "/dev/x", number), numbers) == "write back"
     assert write_cache_of(Mount("/", "btrfs", "/dev/x", "0:44"), numbers) is None
+
+
+@pytest.mark.parametrize(
+    ("filesystem", "options", "is_local"),
+    [
+        ("ext4", "rw", False),
+        ("nfs4", "rw,hard,local_lock=none", False),
+        ("nfs", "rw,nolock,local_lock=all", True),
+        ("lustre", "rw,localflock", True),
+        ("cifs", "rw,nobrl", True),
+        ("fuse", "rw", True),
+        ("fuse.sshfs", "rw", True),
+        ("fuse.glusterfs", "rw", False),
+        ("fuse.mergerfs", "rw", False),
+        ("fuseblk", "rw", False),
+    ],
+)
+def test_whether_locks_reach_other_machines(
+    filesystem: str, options: str, *, is_local: bool
+) -> None:
+    mount = Mount("/x", filesystem, "x", "", frozenset(options.split(",")))
+    assert mount.has_local_locks is is_local

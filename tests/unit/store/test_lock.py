@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError
+from tensorstow.base.mounts import Mount
 from tensorstow.store import lock as lock_module
 from tensorstow.store.lock import DirectoryLock, peek, read_holder
 
@@ -112,3 +113,39 @@ def test_a_link_is_neither_followed_nor_written_to(tmp_path: Path, target: str) 
         DirectoryLock(tmp_path)
     assert not (tmp_path / "nowhere").exists()
     assert (tmp_path / "another").read_text() == "pid of another program"
+
+
+@pytest.fixture
+def local_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every filesystem count as one whose locks do not reach other machines."""
+    monkeypatch.setattr(Mount, "has_local_locks", property(lambda _: True))
+
+
+@pytest.mark.usefixtures("local_locks")
+def test_the_name_of_a_holder_elsewhere_is_believed_where_locks_are_local(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text().strip() == ""
+    (tmp_path / "lock").write_text("pid 7 on far since then")
+    with pytest.raises(LockedError, match=r"held by pid 7 on far since then, or .* was killed"):
+        DirectoryLock(tmp_path)
+    (tmp_path / "lock").unlink()
+    held = DirectoryLock(tmp_path)
+    text = (tmp_path / "lock").read_text()
+    held.release()
+    (tmp_path / "lock").write_text(text)  # this process, by another mount
+    with pytest.raises(LockedError, match="locks of this filesystem do not reach"):
+        DirectoryLock(tmp_path)
+    here = text.replace(str(os.getpid()), "4194305")  # above the largest that there is
+    (tmp_path / "lock").write_text(here)
+    DirectoryLock(tmp_path).release()
+
+
+def test_the_lock_is_believed_where_it_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("pid 7 on far since then")
+    DirectoryLock(tmp_path).release()
+
+
+def test_a_child_does_not_remove_its_parents_name(tmp_path: Path) -> None:
+    held = DirectoryLock(tmp_path)
+    held.abandon()
+    assert (tmp_path / "lock").read_text().startswith(f"pid {os.getpid()} ")

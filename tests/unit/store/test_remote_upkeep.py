@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -200,8 +201,8 @@ def test_a_push_waits_for_a_clean(pushed: str, tmp_path: Path) -> None:
     with clean_marked(there):
         thread = threading.Thread(target=lambda: done.append(main(command)))
         thread.start()
-        while not names_in(pushed, "pushes"):
-            pass
+        while thread.is_alive() and not names_in(pushed, "pushes"):
+            time.sleep(0.01)
         # What it would have found there is removed before it looks.
         for name in sizes:
             there.remove(f"objects/{name}")
