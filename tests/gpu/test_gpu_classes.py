@@ -65,6 +65,7 @@ def test_a_class_has_the_bits_that_it_has_there(
     ours.close()
 
 
+@pytest.mark.usefixtures("garbage_apart")
 def test_the_device_holds_the_states_of_one_parameter_at_a_time(device: torch.device) -> None:
     weights = [nn.Parameter(torch.ones(256, 1024, device=device)) for _ in range(8)]
     one = weights[0].nbytes
