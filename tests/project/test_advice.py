@@ -864,6 +864,7 @@ ELSEWHERE = {
     "and all parameters were replaced by sharded ones after that": "two ranks: test_accelerate",
     "Updates on the device were requested during the next": "an accelerator: test_gradient_feed",
     "was given with checkpoints=": "test_stop_signals",
+    ", and FSDP2 makes a DTensor of it, that": "bitsandbytes: test_coded_bases",
     "and the one of stop_signals= would lack it": "test_stop_signals",
     "was given outside of the main thread": "test_stop_signals",
     "which takes no steps. Leave it out": "test_stop_point",

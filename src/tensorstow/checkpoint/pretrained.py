@@ -5,8 +5,7 @@ checkpoints have: experts as one tensor, vision towers under other names. Its ow
 tensors of a file to those of the model; they are applied tensor by tensor, so that memory is that
 of one tensor and its sources. For other models the names in the files are the model's.
 
-[Note: Weights in int8] An int8 tensor may have scales: a tensor with its name and ``SCALE`` at the
-end. For a parameter of floating point it is read as the values that the two stand for.
+[Note: Coded weights] Codes of ``coded_weights`` are read as the values that they stand for.
 """
 
 import json
@@ -29,8 +28,8 @@ from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.adapters import Adapters
+from tensorstow.checkpoint.coded_weights import SCALE, CodedWeight, coded_weights, entry_in_file
 from tensorstow.checkpoint.weight_files import INDEX, SeenFile
-from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.io.digest_list import verify_each
 from tensorstow.io.mapped import Mapped
 from tensorstow.io.safetensors import NAME_OF, Entry, read_table
@@ -39,8 +38,8 @@ RowReader = Callable[[int, int], torch.Tensor]
 """Returns rows of a parameter from the first to before the second number, on the CPU."""
 Read = Callable[[str], torch.Tensor]
 """Returns a tensor of the files by its name in the files."""
-SCALE = "_scale"
-"""Ends the name of the scales of a tensor's rows."""
+_OTHER_SCALE = "_scale_inv"
+"""Ends the name of scales of blocks of a matrix, which are not read here."""
 
 
 class PretrainedFiles:
@@ -71,12 +70,15 @@ class PretrainedFiles:
                 entries = read_table(file).entries
             self._of |= dict.fromkeys(entries, file)
             self.entries |= entries
+        self.path = path
+        self.coded = coded_weights(self.entries, self.stored)
+        """The weights that are stored as codes, by the names of their codes in the files."""
         shapes = {name: entry.shape for name, entry in self.entries.items()}
+        shapes |= {name: weight.shape for name, weight in self.coded.items()}
         self._origins = {
-            name: replace(origin, scale=self._scale_of(origin))
+            name: replace(origin, coded=None if origin.make else self.coded.get(origin.sources[0]))
             for name, origin in origins_of(model, shapes).items()
         }
-        self.path = path
 
     def validate_unchanged(self) -> None:
         """Raise DamageError if a file was changed or replaced since; call it after the last read.
@@ -103,16 +105,38 @@ class PretrainedFiles:
         origin = self.origin(names, like)
 
         def read(start: int, stop: int) -> torch.Tensor:
-            make = origin.make
-            whole = self.stored(origin.sources[0]) if make is None else make(self.stored)
-            part = whole[start:stop] if like.ndim else whole
-            if origin.scale is None or not like.is_floating_point():
-                return part.to(like.dtype)
-            values = torch.empty(part.shape, dtype=like.dtype, device="cpu")
-            dequantize_rows(part, self.stored(origin.scale)[start:stop], values)
-            return values
+            make, coded = origin.make, origin.coded
+            if coded is not None and like.is_floating_point():
+                return self._decoded(coded, start, stop, like.dtype)
+            whole = self.stored(origin.sources[0]) if make is None else make(self._values)
+            return (whole[start:stop] if like.ndim else whole).to(like.dtype)
 
         return read
+
+    def parts(self, coded: CodedWeight, start: int, stop: int) -> list[tuple[Path, Entry]]:
+        """Return what is read of the files for rows of a coded weight, with offsets in them."""
+        return [
+            (self._of[part.source], entry_in_file(part, self.entries[part.source]))
+            for part in coded.parts(start, stop)
+        ]
+
+    def read_parts(self, coded: CodedWeight, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the tensors that rows of a coded weight are computed from, over mappings."""
+        return [_mapped(path, entry) for path, entry in self.parts(coded, start, stop)]
+
+    def _decoded(
+        self, coded: CodedWeight, start: int, stop: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        values = torch.empty((stop - start, *coded.shape[1:]), dtype=dtype, device="cpu")
+        coded.decode(self.read_parts(coded, start, stop), start, stop, values)
+        return values
+
+    def _values(self, source: str) -> torch.Tensor:
+        """Return a tensor of the files; the values of a coded one, in fp32."""
+        coded = self.coded.get(source)
+        if coded is None:
+            return self.stored(source)
+        return self._decoded(coded, 0, coded.shape[0], torch.float32)
 
     def origin(self, names: Sequence[str], like: torch.Tensor) -> "Origin":
         """Return the tensors of the files that a tensor is made of.
@@ -151,41 +175,34 @@ class PretrainedFiles:
     def unused(self, names: Iterable[str]) -> list[str]:
         """Return the tensors of the files that no tensor called one of ``names`` is made of."""
         used = [self._origins[name] for name in names if name in self._origins]
-        taken = {source for origin in used for source in (*origin.sources, origin.scale)}
-        return sorted(set(self._of) - taken)
+        taken = {source for origin in used for source in origin.sources}
+        codes = [self.coded[source].sources for source in taken if source in self.coded]
+        return sorted(set(self._of) - taken.union(*codes))
 
     def _validate_floating(self, origin: "Origin") -> None:
-        """Raise StoreFormatError if a tensor is of integers without a scale for each row."""
-        dtype = NAME_OF[self.entries[origin.sources[0]].dtype]
-        if origin.make is None and origin.scale is None and dtype[0] in "IU":
+        """Raise StoreFormatError if a tensor is of codes that are not read here."""
+        for source in origin.sources:
+            dtype = NAME_OF[self.entries[source].dtype]
+            has_scale = any(source + end in self.entries for end in (SCALE, _OTHER_SCALE))
+            is_coded = dtype[0] in "IU" or (dtype.startswith("F8") and has_scale)
+            if source in self.coded or not is_coded:
+                continue
+            scales = " with other scales than one for each row" if has_scale else ""
             message = (
-                f"{origin.sources[0]!r} in {self.path} is of integers ({dtype}), and the model's is"
-                " of floating point: it is quantized in a way that is not read here. Take the"
-                " original, or tensorstow.quantize_to_int8() of that."
+                f"{source!r} in {self.path} is of {dtype}{scales}, and the model's is of floating"
+                " point: it is quantized in a way that is not read here. Take the original, and"
+                " `tensorstow quantize` that."
             )
             raise StoreFormatError(message)
-        if origin.scale is None:
-            return
-        shape = self.entries[origin.scale].shape
-        if len(origin.shape) != 2 or shape not in {origin.shape[:1], (origin.shape[0], 1)}:
-            message = (
-                f"{origin.scale!r} in {self.path} is {shape}, and {origin.sources[0]!r} in int8 is"
-                f" {origin.shape}: scales are read that are one for each row of a matrix."
-            )
-            raise StoreFormatError(message)
-
-    def _scale_of(self, origin: "Origin") -> str | None:
-        """Return the name of the scales of an origin that is one of the tensors in int8."""
-        source = self.entries.get(origin.sources[0])
-        is_coded = origin.make is None and source is not None and source.dtype == torch.int8
-        scale = origin.sources[0] + SCALE
-        return scale if is_coded and scale in self.entries else None
 
     def stored(self, source: str) -> torch.Tensor:
         """Return a tensor of the files, over a mapping of its own: it reads no byte yet."""
-        file, entry = self._of[source], self.entries[source]
-        with _readable(file):
-            return Mapped.read(file).tensor(entry.offset, entry.shape, entry.dtype)
+        return _mapped(self._of[source], self.entries[source])
+
+
+def _mapped(file: Path, entry: Entry) -> torch.Tensor:
+    with _readable(file):
+        return Mapped.read(file).tensor(entry.offset, entry.shape, entry.dtype)
 
 
 def _files_of(path: Path) -> list[Path]:
@@ -246,8 +263,8 @@ class Origin:
     """Names in the files."""
     make: Callable[[Read], torch.Tensor] | None = None
     """None: it is the one source."""
-    scale: str | None = None
-    """The name in the files of the scales of the one source, which is int8."""
+    coded: CodedWeight | None = None
+    """The one source, if it is stored as codes."""
     pieces: tuple[str, ...] = ()
     """The sources, if their bytes one after the other are those of the tensor; else empty."""
 

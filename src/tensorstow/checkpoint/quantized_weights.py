@@ -1,8 +1,4 @@
-"""``quantize_to_int8``: a copy of a model's files with the weights of its linear layers in int8.
-
-[Note: Names] A weight ``x.weight`` is int8 in the copy, and ``x.weight_scale`` has the scales of
-its rows: the names that compressed-tensors has for such weights.
-"""
+"""``quantize_to_int8``: a copy of a model's files with the weights of its linear layers in int8."""
 
 import fcntl
 import hashlib
@@ -12,23 +8,22 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from tensorstow.base.directories import make_folder
-from tensorstow.base.errors import DamageError, OptionError, StoreFormatError, named
+from tensorstow.base.errors import DamageError, OptionError, named
 from tensorstow.base.keywords import names_keywords
-from tensorstow.checkpoint.pretrained import SCALE, PretrainedFiles
-from tensorstow.formats.row_scales import quantize_rows
+from tensorstow.checkpoint.coded_weights import SCALE
+from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.checkpoint.weight_encoders import ENCODERS, pieces_of
 from tensorstow.io.digest_list import DigestList, verify
-from tensorstow.io.mapped import NewSafetensors, new_safetensors
-from tensorstow.io.safetensors import METADATA, Entry, lay_out, read_table
+from tensorstow.io.mapped import new_safetensors
+from tensorstow.io.safetensors import METADATA, lay_out, read_table
 
 _FILE = "model.safetensors"
 _SOURCE = "tensorstow.int8_of"
 """The metadata key for a digest of the source files."""
-_PIECE = 4 << 20
-"""Elements that are in memory at once."""
+_ENCODER = ENCODERS["int8"]
 
 
 @names_keywords
@@ -65,7 +60,7 @@ def quantize_to_int8(
         raise _refuse_other(foreign_files[0])
     chosen = {
         name
-        for name in _linear_weights(model, files)
+        for name in linear_weights(model, files)
         if files.entries[name].dtype.is_floating_point and name + SCALE not in files.entries
     }
     source, listed = _describe(files.paths, chosen), DigestList(target)
@@ -80,13 +75,15 @@ def quantize_to_int8(
         files.verify()
         entries = dict(files.entries)
         for name in sorted(chosen):
-            shape = entries[name].shape
-            entries[name] = Entry(torch.int8, shape)
-            entries[name + SCALE] = Entry(torch.float32, shape[:1])
+            entries |= _ENCODER.entries(name, entries[name])
         table = lay_out(entries, {**METADATA, _SOURCE: source})
         with new_safetensors(target, table, listed) as copy:
             for name in files.entries:
-                _copy(files, name, copy, is_chosen=name in chosen)
+                if name in chosen:
+                    _ENCODER.write(name, files.stored(name), copy.put)
+                    continue
+                for start, piece in pieces_of(files.stored(name)):
+                    copy.put(name, piece, start)
             files.validate_unchanged()
         listed.write()
     return folder
@@ -126,8 +123,10 @@ def _refuse_other(path: Path) -> OptionError:
     return OptionError(message)
 
 
-def _linear_weights(model: nn.Module, files: PretrainedFiles) -> set[str]:
-    """Return the files' names of weights that linear layers alone have."""
+def linear_weights(
+    model: nn.Module, files: PretrainedFiles, but: nn.Module | None = None
+) -> set[str]:
+    """Return the files' names of weights that linear layers alone have, without one layer's."""
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
     other: set[int] = set()
@@ -135,12 +134,12 @@ def _linear_weights(model: nn.Module, files: PretrainedFiles) -> set[str]:
         for name, parameter in module._parameters.items():  # noqa: SLF001  # tied ones too
             if parameter is None:
                 continue
-            if not (isinstance(module, nn.Linear) and name == "weight"):
+            if not (isinstance(module, nn.Linear) and name == "weight") or module is but:
                 other.add(id(parameter))
             parameters[id(parameter)] = parameter
             names.setdefault(id(parameter), []).append(f"{prefix}.{name}" if prefix else name)
     origins = [files.origin(names[key], p) for key, p in parameters.items() if key not in other]
-    return {o.sources[0] for o in origins if o.make is None and o.scale is None}
+    return {o.sources[0] for o in origins if o.make is None and o.coded is None}
 
 
 def _describe(paths: Iterable[Path], chosen: set[str]) -> str:
@@ -148,27 +147,3 @@ def _describe(paths: Iterable[Path], chosen: set[str]) -> str:
     seen = [(path.name, path.stat()) for path in sorted(paths)]
     facts = [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in seen]
     return hashlib.sha256(json.dumps([facts, sorted(chosen)]).encode()).hexdigest()
-
-
-def _copy(files: PretrainedFiles, name: str, copy: NewSafetensors, *, is_chosen: bool) -> None:
-    """Write a tensor, a piece at a time; in int8 if it ``is_chosen``."""
-    values = files.stored(name)
-    if not is_chosen:
-        flat = values.reshape(-1)
-        for start in range(0, flat.numel(), _PIECE):
-            copy.put(name, flat[start : start + _PIECE], start)
-        return
-    columns = values.shape[1]
-    count = max(1, _PIECE // max(1, columns))
-    for start in range(0, len(values), count):
-        rows = values[start : start + count].float()
-        if not rows.isfinite().all():
-            message = (
-                f"{name!r} in {files.path_of(name)} has a value that is not finite, for which int8"
-                " has no scale: the file is damaged, or its training was. Take the original, or the"
-                " weights as they are."
-            )
-            raise StoreFormatError(message)
-        codes, scale = quantize_rows(rows)
-        copy.put(name, codes, start * columns)
-        copy.put(name + SCALE, scale, start)

@@ -44,6 +44,11 @@ words:
   unit          a block of the model, such as a layer, whose weights move together
   host          the machine's CPU memory; device: a GPU's memory
 """,
+    "quantize": """\
+examples:
+  tensorstow quantize /nvme/llama /nvme/llama-int8 --int8   half of bf16's bytes
+  tensorstow quantize /nvme/llama /nvme/llama-nf4 --nf4     a quarter; bitsandbytes reads it too
+""",
     "verify": """\
 examples:
   tensorstow verify /nvme                    a small transformer
@@ -261,6 +266,19 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
 
 
+def _quantize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source", metavar="FOLDER", type=Path, help="config.json and safetensors of a model"
+    )
+    parser.add_argument("target", metavar="OUT", type=Path, help="the new folder")
+    kind = parser.add_mutually_exclusive_group(required=True)
+    for name, text in (
+        ("int8", "8 bits, and a scale for each row of a matrix"),
+        ("nf4", "4 bits with double quantization, as bitsandbytes has them"),
+    ):
+        kind.add_argument(f"--{name}", dest="encoder", action="store_const", const=name, help=text)
+
+
 def _scrub(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory",
@@ -400,6 +418,12 @@ COMMANDS = (
         "say whether a model fits, where its parts go, and how long a step takes",
         "tensorstow.cli.plan",
         _plan,
+    ),
+    Command(
+        "quantize",
+        "write a copy of a model's folder in 8 or 4 bits, to be read or adapted",
+        "tensorstow.cli.quantize",
+        _quantize,
     ),
     Command(
         "verify",

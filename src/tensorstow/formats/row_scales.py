@@ -28,7 +28,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(codes: Tensor, scale: Tensor, into: Tensor) -> None:
     """Compute the values of ``quantize_rows`` in fp32, and round them to the dtype of ``into``."""
     count = max(1, _BLOCK // max(1, codes.shape[1]))
-    block = torch.empty((count, codes.shape[1]))
+    block = torch.empty((count, codes.shape[1]), device=codes.device)
     factors = torch.split(scale.float().reshape(-1, 1), count)
     for some, factor, target in zip(
         torch.split(codes, count), factors, torch.split(into, count), strict=True

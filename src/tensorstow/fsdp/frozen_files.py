@@ -6,6 +6,7 @@ attribute shows that. So its bytes are compared with the file's. A weight that d
 """
 
 import logging
+import math
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import nn
 
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import format_bytes
+from tensorstow.checkpoint.coded_weights import CodedWeight, Memory, PlacedCodes
 from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.shard_storage import FrozenLayout
@@ -32,6 +34,10 @@ _PIECE = 4 << 20
 """Bytes that are compared at once."""
 
 
+_Part = tuple[Path, Entry]
+"""A file and the bytes of it that are read."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """The file and offset of the first byte of a whole weight."""
@@ -40,12 +46,52 @@ class _Place:
     offset: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _HeldCodes:
+    """Rows of a coded weight whose codes stay in host memory."""
+
+    weight: CodedWeight
+    start: int
+    stop: int
+    parts: Sequence[torch.Tensor]
+
+    def decode(self, _: Memory, into: torch.Tensor) -> None:
+        """Compute the values."""
+        self.weight.decode(self.parts, self.start, self.stop, into)
+
+
+class _UnitDecoder:
+    """Decodes the weights of a unit that are stored as codes."""
+
+    def __init__(self) -> None:
+        """Begin without weights."""
+        self.held_bytes = 0
+        self._coded: list[tuple[PlacedCodes | _HeldCodes, Entry]] = []
+
+    def add(self, codes: PlacedCodes | _HeldCodes, values: Entry) -> None:
+        """Decode a weight too; ``values``: the place of its rows in the buffer."""
+        self._coded.append((codes, values))
+        if isinstance(codes, _HeldCodes):
+            self.held_bytes += sum(part.nbytes for part in codes.parts)
+
+    def decode(self, memory: Memory) -> None:
+        """Compute the values of all of them."""
+        for codes, values in self._coded:
+            flat = memory(values.offset, math.prod(values.shape), values.dtype)
+            codes.decode(memory, flat.view(values.shape))
+
+
 class FrozenFiles:
-    """The frozen weights of a model's units on disk that are in the user's files."""
+    """The frozen weights of a model's units that are in the user's files."""
 
     def __init__(self, units: Sequence[Unit], values: InitialValues) -> None:
-        """Find each frozen weight in ``weights=``, or in the file that it is mapped from."""
+        """Find each frozen weight in ``weights=``, or in the file that it is mapped from.
+
+        ``units``: those on disk.
+        """
         self._places: dict[str, _Place] = {}
+        self._coded = coded_in(units, values)
+        self._values = values
         self._files: Mapping[Path, WeightFile] = {}
         frozen = {
             name: parameter
@@ -64,19 +110,22 @@ class FrozenFiles:
         if files is not None:
             for name in frozen.keys() - mapped.keys():
                 # One that is computed from other values is in no file as it is.
+                if name in self._coded:
+                    continue
                 origin = files.origin(values.names_of(name), frozen[name])
                 path = files.path_of(origin.sources[0])
                 entry = self._files[path].entries[origin.sources[0]]
-                is_same = origin.make is None and origin.scale is None
-                if is_same and entry.dtype == frozen[name].dtype:
+                if origin.make is None and entry.dtype == frozen[name].dtype:
                     self._places[name] = _Place(path, entry.offset)
-        _log_copied({n: p for n, p in frozen.items() if n not in self._places})
+        in_files = self._places.keys() | self._coded.keys()
+        _log_copied({n: p for n, p in frozen.items() if n not in in_files})
 
     def layout(self, unit: Unit, rank: int, ranks: int) -> FrozenLayout:
         """Return the buffer for one rank's rows of the weights of a unit that are in files."""
         layout = BufferLayout()
         at: dict[str, int] = {}
-        stored: list[tuple[WeightFile, Entry, int]] = []
+        coded = self._parts_of(unit, rank, ranks)
+        stored, places = self._place_codes(coded, layout)
         placed = [(self._places[name], name) for name in unit.parameters if name in self._places]
         for place, name in sorted(placed, key=lambda pair: (pair[0].path, pair[0].offset)):
             parameter = unit.parameters[name]
@@ -87,7 +136,69 @@ class FrozenFiles:
             at[name], _ = layout.place(padded, dtype)
             rows = Entry(dtype, (stop - start, *rest), offset)
             stored.append((self._files[place.path], rows, at[name]))
-        return FrozenLayout(at, layout.nbytes, runs_of(stored))
+        decoder = _UnitDecoder()
+        for name, parts in coded.items():
+            start, stop = rows_of_rank(unit.parameters[name].shape[0], rank, ranks)
+            values = _append_values(layout, unit.parameters[name], rank, ranks)
+            at[name] = values.offset
+            codes = [(places[part], part[1]) for part in parts]
+            decoder.add(PlacedCodes(self._coded[name], start, stop, codes), values)
+        return FrozenLayout(at, layout.nbytes, runs_of(stored), decoder if coded else None)
+
+    def _parts_of(self, unit: Unit, rank: int, ranks: int) -> dict[str, list[_Part]]:
+        """Return what is read of files for one rank's rows of a unit's coded weights, by name."""
+        files = self._values.files
+        return {
+            name: files.parts(self._coded[name], *rows_of_rank(p.shape[0], rank, ranks))
+            for name, p in unit.parameters.items()
+            if name in self._coded and files is not None
+        }
+
+    def _place_codes(
+        self, coded: Mapping[str, Sequence[_Part]], layout: BufferLayout
+    ) -> tuple[list[tuple[WeightFile, Entry, int]], dict[_Part, int]]:
+        """Place the codes of a unit's weights; return what is read, and the place of each part."""
+        stored: list[tuple[WeightFile, Entry, int]] = []
+        places: dict[_Part, int] = {}
+        every = {part for parts in coded.values() for part in parts}
+        for path, entry in sorted(every, key=lambda part: (part[0], part[1].offset)):
+            places[path, entry], _ = layout.place(entry, entry.dtype)
+            stored.append((self._files[path], entry, places[path, entry]))
+        return stored, places
+
+
+def coded_in(units: Iterable[Unit], values: InitialValues) -> dict[str, CodedWeight]:
+    """Return the frozen weights of units that the files of ``weights=`` have as codes, by name."""
+    coded: dict[str, CodedWeight] = {}
+    for unit in units if values.files is not None else ():
+        for name, parameter in unit.parameters.items():
+            is_read = not parameter.requires_grad and parameter.is_floating_point()
+            if is_read and values.files is not None and values.in_files(name):
+                origin = values.files.origin(values.names_of(name), parameter)
+                if origin.coded is not None:
+                    coded[name] = origin.coded
+    return coded
+
+
+def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) -> FrozenLayout:
+    """Return a buffer for the values of a unit's coded weights, whose codes are read now."""
+    layout, decoder, at = BufferLayout(), _UnitDecoder(), {}
+    for name, coded in coded_in([unit], values).items():
+        start, stop = rows_of_rank(unit.parameters[name].shape[0], rank, ranks)
+        held = _append_values(layout, unit.parameters[name], rank, ranks)
+        at[name] = held.offset
+        files = values.files
+        parts = [] if files is None else files.read_parts(coded, start, stop)
+        decoder.add(_HeldCodes(coded, start, stop, [part.clone() for part in parts]), held)
+    return FrozenLayout(at, layout.nbytes, (), decoder if at else None)
+
+
+def _append_values(layout: BufferLayout, like: torch.Tensor, rank: int, ranks: int) -> Entry:
+    """Return the place of one rank's rows of a weight, with room for padding behind them."""
+    start, stop = rows_of_rank(like.shape[0], rank, ranks)
+    dtype, rest = like.dtype, like.shape[1:]
+    begin = layout.append(Entry(dtype, (rows_per_rank(like.shape[0], ranks), *rest)).nbytes)
+    return Entry(dtype, (stop - start, *rest), begin)
 
 
 def _log_copied(copied: Mapping[str, nn.Parameter]) -> None:

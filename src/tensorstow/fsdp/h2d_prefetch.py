@@ -71,8 +71,8 @@ class _Unit:
 
     @property
     def pagers(self) -> Sequence[PooledBuffer]:
-        """Return the buffers of shards on disk; empty: the shards stay in host memory."""
-        return self.shards[0].unit
+        """Return the buffers of shards that have some; empty: all of them stay in host memory."""
+        return next((shard.unit for shard in self.shards if shard.unit), ())
 
     @property
     def sizes(self) -> list[int]:

@@ -13,7 +13,7 @@ from tensorstow.fsdp.full_tensors import resharded
 from tensorstow.fsdp.gathered import records_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.stowed_parameter import storage_of
-from tensorstow.memory.buffer_pool import BufferPool
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.step.call_lock import refuse_released
 from tensorstow.tensors.dtensor import to_local
 
@@ -42,12 +42,16 @@ class ModelMemory:
                 )
                 raise OptionError(message)
         on_device = on_host = 0
+        codes: dict[PooledBuffer, int] = {}
         for parameter in resharded(model).parameters():
             storage, local = storage_of(parameter), to_local(parameter)
             if storage is None and local.device.type != "cpu":
                 on_device += local.nbytes
             elif parameter.ndim and (storage is None or storage.pager is None):
                 on_host += local.nbytes
+            elif storage is not None and storage.pager is not None and storage.pager.decoder:
+                codes[storage.pager] = storage.pager.decoder.held_bytes
+        on_host += sum(codes.values())
         if on_device:
             message = (
                 f"release() was called, and {format_bytes(on_device)} of weights live on the"

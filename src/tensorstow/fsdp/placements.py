@@ -33,8 +33,9 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, meant, reaches_device
+from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
-from tensorstow.fsdp.frozen_files import FrozenFiles, watch_mapped_files
+from tensorstow.fsdp.frozen_files import FrozenFiles, coded_in, codes_in_memory, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.gradient_reduction import Reduction
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
@@ -246,7 +247,19 @@ def _stays_whole(request: StowRequest) -> bool:
         and request.compute_dtype is None  # FSDP2 also casts what goes into forward
         and request.plan.micro_batches == 1  # which FSDP2 sums
         and request.tiers <= ({Tier.DEVICE} if away else {Tier.DEVICE, Tier.HOST})
+        and not _holds_codes(request)
     )
+
+
+def _holds_codes(request: StowRequest) -> bool:
+    """Return whether frozen weights in host memory stay codes, as their files have them.
+
+    They are decoded whenever their unit is unsharded, which is for good below stage 3.
+    """
+    if request.weights is None or Tier.HOST not in request.tiers or request.plan.stage < 3:
+        return False
+    is_frozen = any(not p.requires_grad for u in request.units for p in u.parameters.values())
+    return is_frozen and bool(PretrainedFiles(request.weights).coded)
 
 
 def _is_shared(request: StowRequest) -> bool:
@@ -415,23 +428,31 @@ def _shard_all(
 def _make_disk_pool(
     request: StowRequest, sharding: Sharding, values: InitialValues
 ) -> DiskPool | None:
-    """Allocate disk space for units on DISK, and bound their buffers in host memory."""
-    plan = request.plan
+    """Allocate disk space for units on DISK, and bound their buffers in host memory.
+
+    Codes of weights on HOST are decoded to such buffers, too.
+    """
+    plan, rank, ranks = request.plan, sharding.rank, sharding.ranks
     on_disk = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.DISK]
-    if not on_disk:
-        return None
+    on_host = [unit for unit in request.units if plan.tier_of(unit.name) == Tier.HOST]
     frozen = {unit.name: FrozenLayout({}) for unit in on_disk}
     if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
         files = FrozenFiles(on_disk, values)
-        frozen = {u.name: files.layout(u, sharding.rank, sharding.ranks) for u in on_disk}
+        frozen = {unit.name: files.layout(unit, rank, ranks) for unit in on_disk}
+    coded = [unit for unit in on_host if coded_in([unit], values)]
+    frozen |= {unit.name: codes_in_memory(unit, values, rank, ranks) for unit in coded}
+    if not frozen:
+        return None
     units, total = [], 0
-    for unit in on_disk:
+    for unit in (*on_disk, *coded):
         read = frozen[unit.name]
-        unread = {n: p for n, p in unit.parameters.items() if n not in read.at}
-        stored = UnitSizes.of(replace(unit, parameters=unread), sharding.ranks).share_bytes
+        is_kept = unit in on_disk
+        unread = {n: p for n, p in unit.parameters.items() if is_kept and n not in read.at}
+        stored = UnitSizes.of(replace(unit, parameters=unread), ranks).share_bytes
         whole = stored + round_up(read.nbytes, ALIGN)
-        units.append(replace(UnitSizes.of(unit, sharding.ranks), share_bytes=whole))
-        total += round_up(stored, ALIGN) + (0 if read.runs else round_up(read.nbytes, ALIGN))
+        units.append(replace(UnitSizes.of(unit, ranks), share_bytes=whole))
+        in_files = bool(read.runs) or read.decoder is not None
+        total += round_up(stored, ALIGN) + (0 if in_files else round_up(read.nbytes, ALIGN))
     sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
     least = least_in_memory(sizes, around)
     capacity = int(plan.weight_ram_budget or 0) or most_in_memory(sizes, plan.prefetch, around)

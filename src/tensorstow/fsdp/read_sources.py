@@ -5,7 +5,7 @@ modules that get them.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from torch import nn
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
+from tensorstow.checkpoint.coded_weights import CodedWeight, PlacedCodes
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
 from tensorstow.fsdp.read_units import ReadUnit
-from tensorstow.fsdp.weight_stream import FileTensor, RowScale, StreamedUnit
+from tensorstow.fsdp.weight_stream import FileTensor, StreamedUnit
 from tensorstow.io.arena import PAGE
 from tensorstow.io.device_link import DeviceLink, is_away
 from tensorstow.io.file_runs import BufferLayout, runs_of
@@ -89,40 +90,64 @@ class Sources:
         origins = {n: files.origin(self.values.names_of(n), p) for n, p in read.items()}
         if any(origin.make is not None and not origin.pieces for origin in origins.values()):
             return None
-        of_scale = {
-            name: origin.scale
+        codes = {
+            name: (origin.coded, files.parts(origin.coded, 0, read[name].shape[0]))
             for name, origin in origins.items()
-            if origin.scale is not None and read[name].is_floating_point()
+            if origin.coded is not None and read[name].is_floating_point()
         }
-        located = [
-            *((n, self._pieces(files, o.pieces or o.sources[:1])) for n, o in origins.items()),
-            *((scale, self._pieces(files, [scale])) for scale in of_scale.values()),
-        ]
+        located: list[tuple[str, list[_Piece]]] = []
+        for name, origin in origins.items():
+            if name in codes:
+                _, parts = codes[name]
+                located += [(name, [(self._opened.by_path[path], part)]) for path, part in parts]
+            else:
+                located.append((name, self._pieces(files, origin.pieces or origin.sources[:1])))
         if any(len({entry.dtype for _, entry in pieces}) > 1 for _, pieces in located):
             return None
+        return self._laid_out(unit, read, located, codes)
+
+    def _laid_out(
+        self,
+        unit: ReadUnit,
+        read: Mapping[str, nn.Parameter],
+        located: Iterable[tuple[str, list[_Piece]]],
+        codes: Mapping[str, tuple[CodedWeight, Sequence[tuple[Path, Entry]]]],
+    ) -> StreamedUnit:
+        """Return a unit of the tensors ``read``, with places in a buffer for what is in files.
+
+        ``codes``: those that are stored as codes, with the parts of each in the files.
+        """
         layout = BufferLayout()
         placed: dict[str, tuple[Entry, int, int | None]] = {}
+        places: dict[tuple[Path, Entry], int] = {}
         stored: list[tuple[WeightFile, Entry, int]] = []
         # In the order of the files: tensors next to each other are read at once.
-        for called, pieces in sorted(located, key=_place_in_files):
-            weight = unit.parameters.get(called)
+        for name, pieces in sorted(located, key=_place_in_files):
             entry = pieces[0][1]
-            if len(pieces) > 1 and weight is not None:
-                entry = Entry(entry.dtype, tuple(weight.shape))
-            dtype = entry.dtype if weight is None else self._options.dtype_of(weight)
+            if len(pieces) > 1:
+                entry = Entry(entry.dtype, tuple(read[name].shape))
+            dtype = entry.dtype if name in codes else self._options.dtype_of(read[name])
             at, cast_at = layout.place(entry, dtype)
-            placed[called] = (entry, at, cast_at)
+            if name in codes:
+                places[pieces[0][0].path, entry] = at
+            else:
+                placed[name] = (entry, at, cast_at)
             for file, piece in pieces:
                 stored.append((file, piece, at))
                 at += piece.nbytes
-        tensors: list[FileTensor] = []
-        for name, parameter in read.items():
-            scale = None
-            if name in of_scale:
-                entry, at, _ = placed[of_scale[name]]
-                scale = RowScale(entry.dtype, at)
-            tensors.append(replace(self._tensor(name, parameter, *placed[name]), scale=scale))
-        nbytes, experts = round_up(layout.nbytes, PAGE), 0 if of_scale else unit.experts
+        decoded: dict[str, PlacedCodes] = {}
+        for name, (weight, parts) in codes.items():
+            entry = Entry(self._options.dtype_of(read[name]), tuple(read[name].shape))
+            at = layout.append(entry.nbytes)
+            placed[name] = (entry, at, at)
+            rows = 0, read[name].shape[0]
+            read_to = [(places[part], part[1]) for part in parts]
+            decoded[name] = PlacedCodes(weight, *rows, read_to)
+        tensors = [
+            replace(self._tensor(name, parameter, *placed[name]), codes=decoded.get(name))
+            for name, parameter in read.items()
+        ]
+        nbytes, experts = round_up(layout.nbytes, PAGE), 0 if codes else unit.experts
         return StreamedUnit(unit.name, tensors, nbytes, runs_of(stored), experts=experts)
 
     def _pieces(self, files: PretrainedFiles, names: Iterable[str]) -> list[_Piece]:

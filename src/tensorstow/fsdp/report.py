@@ -70,14 +70,19 @@ def parameter_bytes(model: nn.Module) -> ParameterBytes:
 def _bytes_of_trained(model: nn.Module) -> ParameterBytes:
     """Return the counts of a model that is trained."""
     shards = [s for p in model.parameters() if (s := storage_of(p)) is not None]
-    on_disk = [shard for shard in shards if shard.pager is not None]
+    on_disk = [s for s in shards if s.pager is not None and not s.pager.is_in_files]
     pools = _pools_of(shards)
+    read = {s.pager for s in shards if s.pager is not None and s.pager.is_in_files}
+    decoders = [pager.decoder for pager in read if pager.decoder is not None]
+    file_bytes = sum(pager.file_bytes for pager in read)
     blocks = {s.block for s in shards if s.block is not None}
     h2d, gradients = h2d_prefetcher_of(model), gradient_offload_of(model)
     plain = _own_bytes(p for p in model.parameters() if storage_of(p) is None)
     return ParameterBytes(
-        host_bytes=plain.host + sum(s.padded.nbytes for s in shards if s.pager is None),
-        disk_bytes=sum(shard.padded.nbytes for shard in on_disk),
+        host_bytes=plain.host
+        + sum(s.padded.nbytes for s in shards if s.pager is None)
+        + sum(decoder.held_bytes for decoder in decoders),
+        disk_bytes=sum(shard.padded.nbytes for shard in on_disk) + file_bytes,
         buffer_pool_bytes=sum(pool.memory.held for pool in pools),
         most_buffer_pool_bytes=sum(pool.memory.peak for pool in pools),
         bytes_read=sum(pool.bytes_read for pool in pools),
@@ -91,7 +96,7 @@ def _bytes_of_trained(model: nn.Module) -> ParameterBytes:
         device_bytes=0 if h2d is None else h2d.buffers.device_bytes,
         device_cache_bytes=0 if h2d is None else h2d.buffers.own_bytes,
         device_parameter_bytes=plain.device,
-        file_bytes=sum(c.padded.nbytes for c in on_disk if c.pager and c.pager.is_in_files),
+        file_bytes=file_bytes,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tensorstow.io.file_runs import Run
 from tensorstow.io.pinned import PinnedBlock
-from tensorstow.memory.buffer_pool import PooledBuffer
+from tensorstow.memory.buffer_pool import Decoder, PooledBuffer
 from tensorstow.memory.use_order import UseOrder
 from tensorstow.tensors.dtensor import pinned_by
 
@@ -30,6 +30,8 @@ class FrozenLayout:
     """Where each weight begins in the buffer, by the model's names."""
     nbytes: int = 0
     runs: Sequence[Run] = ()
+    decoder: Decoder | None = None
+    """Computes the values of weights that the files have as codes; None: they have none."""
 
 
 class ShardStorage:
@@ -114,7 +116,7 @@ class HostShard(ShardStorage):
 
 
 class DiskShard(ShardStorage):
-    """A shard that is on disk, and in memory while it is pinned."""
+    """A shard that is on disk, or decoded when it is used, and in memory while it is pinned."""
 
     pager: PooledBuffer
 

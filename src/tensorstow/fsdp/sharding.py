@@ -5,7 +5,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -269,7 +269,7 @@ class DiskPool:
     buffers: BufferPool
     prefetcher: Prefetcher
     frozen: Mapping[str, FrozenLayout]
-    """Weights that stay in the user's files, by the units' names."""
+    """Weights that stay in the user's files, and codes in host memory, by the units' names."""
 
 
 def shard_unit(
@@ -288,8 +288,8 @@ def shard_unit(
         _place_on_device(unit, sharding.device, values)
         _fully_shard(unit, sharding)
         return []
-    pool = pool if tier == Tier.DISK else None
-    storages = _allocate(unit, sharding, pool)
+    pool = pool if pool is not None and unit.name in pool.frozen else None
+    storages = _allocate(unit, tier, sharding, pool)
     _read_values(unit, storages, sharding, values, pool)
     for name, parameter in unit.parameters.items():
         alias = UnshardedAlias(storages[name]) if sharding.is_in_place else None
@@ -332,18 +332,34 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)  # noqa: SLF001
 
 
-def _allocate(unit: Unit, sharding: Sharding, pool: DiskPool | None) -> dict[str, ShardStorage]:
-    """Return zeroed storage of each parameter, in one block or buffer for all of a unit's."""
-    if pool is not None:
+def _allocate(
+    unit: Unit, tier: Tier, sharding: Sharding, pool: DiskPool | None
+) -> dict[str, ShardStorage]:
+    """Return storage of each parameter: in host memory, in the user's files, or of zeros."""
+    if pool is None:
+        return _allocate_on_host(unit.parameters, sharding)
+    if tier == Tier.DISK:
         return _allocate_on_disk(unit, sharding, pool)
+    frozen = pool.frozen[unit.name]
+    coded = {n: p for n, p in unit.parameters.items() if n in frozen.at}
+    plain = {n: p for n, p in unit.parameters.items() if n not in frozen.at}
+    decoded = _allocate_on_disk(replace(unit, parameters=coded), sharding, pool)
+    both = _allocate_on_host(plain, sharding) | decoded
+    return {name: both[name] for name in unit.parameters}
+
+
+def _allocate_on_host(
+    parameters: Mapping[str, nn.Parameter], sharding: Sharding
+) -> dict[str, ShardStorage]:
+    """Return zeroed storage of each parameter, in one block for all."""
     storages: dict[str, ShardStorage] = {}
-    nbytes = sum(padded_bytes(p, sharding.ranks) for p in unit.parameters.values())
+    nbytes = sum(padded_bytes(p, sharding.ranks) for p in parameters.values())
     block = None
     if sharding.h2d_prefetcher is not None:
         link = sharding.h2d_prefetcher.link
         block = PinnedBlock(nbytes, link.device, link.synchronize)
     at = 0
-    for name, parameter in unit.parameters.items():
+    for name, parameter in parameters.items():
         start, stop, length = sharding.rows(parameter.shape)
         shape = (length, *parameter.shape[1:])
         if block is not None:
@@ -366,7 +382,9 @@ def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[st
             places[name] = at
             at += padded_bytes(parameter, sharding.ranks)
     written = pool.buffers.add(at) if at else None
-    read = pool.buffers.add(frozen.nbytes, frozen.runs) if frozen.at else None
+    read = None
+    if frozen.at:
+        read = pool.buffers.add(frozen.nbytes, frozen.runs, frozen.decoder)
     both = [buffer for buffer in (written, read) if buffer is not None]
     storages: dict[str, ShardStorage] = {}
     for name, parameter in unit.parameters.items():

@@ -284,7 +284,9 @@ def validate_parameters(units: Iterable[Unit], *, scalars: bool = False) -> None
                 message = (
                     f"{name} is a {type(parameter).__name__}, and FSDP2 makes a DTensor of it, that"
                     " lacks what the class knows (how to unpack its bytes, say). Place the model"
-                    " whole, on one rank with its parameters where they are computed with."
+                    " whole, on one rank with its parameters where they are computed with. For a"
+                    " base of bitsandbytes, make the plain model on the meta device instead, and"
+                    " pass weights= with the folder."
                 )
                 raise OptionError(message)
             if not parameter.is_contiguous():

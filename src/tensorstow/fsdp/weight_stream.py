@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.formats.row_scales import dequantize_rows
+from tensorstow.checkpoint.coded_weights import PlacedCodes
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import DeviceEvent, DeviceLink, DeviceMemory
 from tensorstow.io.file_runs import Run, cut_runs
@@ -39,15 +39,6 @@ from tensorstow.io.pinned import HostMemory, PinnedBlock
 from tensorstow.io.safetensors import Entry
 from tensorstow.memory.moving_bytes import ByteState, MovingBytes
 from tensorstow.memory.unit_buffers import UnitBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class RowScale:
-    """The scales of the rows of a weight in int8."""
-
-    dtype: torch.dtype
-    at: int
-    """Where they begin in the buffer."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,19 +57,16 @@ class FileTensor:
     """Where its bytes begin in the buffer."""
     cast_at: int | None
     """Where its values in the dtype of ``absent`` begin; None: it is stored in that dtype."""
-    scale: "RowScale | None" = None
-    """The scales of a weight that is stored in int8."""
+    codes: PlacedCodes | None = None
+    """The codes of a weight that is stored so."""
 
     def cast(self, memory: HostMemory, experts: Iterable[int] | None = None) -> None:
         """Compute the values in the parameter's dtype, if they are stored in another one.
 
         ``experts``: of these alone; None: all values.
         """
-        if self.scale is not None:
-            shape, scale = self.absent.shape, self.scale
-            codes = memory.tensor(self.at, self.absent.numel(), torch.int8).view(shape)
-            scales = memory.tensor(scale.at, shape[0], scale.dtype)
-            dequantize_rows(codes, scales, self.values(memory).view(shape))
+        if self.codes is not None:
+            self.codes.decode(memory.tensor, self.values(memory).view(self.absent.shape))
         elif self.cast_at is not None:
             stored = memory.tensor(self.at, self.absent.numel(), self.entry.dtype)
             values = self.values(memory)

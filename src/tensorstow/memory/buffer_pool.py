@@ -17,16 +17,20 @@ room. None of them loses its memory to one that is needed later: it would be rea
 [Note: Files that are only read] A buffer of frozen weights may have its bytes in the user's files.
 It takes no room in the pool's own file, and is read from the user's. Dirty bytes never go to the
 user's files: the whole buffer then gets room in the pool's file, and is like any other.
+
+[Note: Decoders] Files may have weights as codes. A decoder computes the values, in the same buffer,
+when a read is settled. Codes that stay in host memory need no read.
 """
 
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -53,6 +57,16 @@ _FAILED = "Weights on disk failed before: {} Make the model anew and resume() th
 _KEPT = 2
 
 
+class Decoder(Protocol):
+    """Computes the values of weights that files have as codes ([Note: Decoders])."""
+
+    held_bytes: int
+    """Bytes of codes that stay in host memory."""
+
+    def decode(self, memory: Callable[[int, int, torch.dtype], torch.Tensor]) -> None:
+        """Compute them in a buffer: ``memory`` has elements by their place, number and dtype."""
+
+
 class PooledBuffer(MovingBytes):
     """Tensors that move as one: on disk, and in memory while they are pinned."""
 
@@ -62,6 +76,7 @@ class PooledBuffer(MovingBytes):
         nbytes: int,
         stripes: Sequence[FileStripe] = (),
         runs: Sequence[Run] = (),
+        decoder: Decoder | None = None,
     ) -> None:
         """Take ``stripes`` of the pool's files; hold none of its memory yet.
 
@@ -73,6 +88,8 @@ class PooledBuffer(MovingBytes):
         """Where it is in the pool's files."""
         self.runs = tuple(runs)
         """Bytes of files that are only read; none: they are in the pool's files."""
+        self.decoder = decoder
+        """Computes values of what was read; None: they are read as they are."""
         self.pool = pool
         self._arena = Arena(nbytes, in_children=False, on_demand=True)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
@@ -87,8 +104,13 @@ class PooledBuffer(MovingBytes):
 
     @property
     def is_in_files(self) -> bool:
-        """Return whether the bytes are in files that are only read."""
-        return bool(self.runs)
+        """Return whether the bytes are of files that are only read."""
+        return bool(self.runs) or self.decoder is not None
+
+    @property
+    def file_bytes(self) -> int:
+        """Return the bytes that are read from files that are only read, each time."""
+        return sum(run.nbytes for run in self.runs)
 
     @property
     def is_stored(self) -> bool:
@@ -101,6 +123,11 @@ class PooledBuffer(MovingBytes):
         Each has a version counter of its own.
         """
         return self._arena.tensor(at, torch.Size(shape).numel(), dtype).view(shape)
+
+    def decode(self) -> None:
+        """Compute the values of codes that were read; no-op if there are none."""
+        if self.decoder is not None:
+            self.decoder.decode(self._arena.tensor)
 
     def expect(self, following: "Sequence[PooledBuffer]") -> None:
         """Read what is used after this buffer, in its order, as soon as there is room."""
@@ -191,13 +218,18 @@ class BufferPool:
                 return
             self._wait(busy)
 
-    def add(self, nbytes: int, runs: Sequence[Run] = ()) -> PooledBuffer:
+    def add(
+        self, nbytes: int, runs: Sequence[Run] = (), decoder: Decoder | None = None
+    ) -> PooledBuffer:
         """Return a buffer of ``nbytes`` rounded up: of zeros, or of what ``runs`` have.
 
-        ``runs``: bytes of files that are only read ([Note: Files that are only read]).
+        ``runs``: bytes of files that are only read ([Note: Files that are only read]);
+        ``decoder``: as in [Note: Decoders].
         """
         padded = round_up(nbytes, ALIGN)
-        buffer = PooledBuffer(self, padded, [] if runs else self._files.allocate(padded), runs)
+        is_own = not runs and decoder is None
+        stripes = self._files.allocate(padded) if is_own else []
+        buffer = PooledBuffer(self, padded, stripes, runs, decoder)
         self.total_bytes += buffer.nbytes
         self._buffers.append(buffer)
         return buffer
@@ -222,7 +254,7 @@ class BufferPool:
                 self.memory.capacity = self.memory.held
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
-        if buffer.transfers and (for_write or buffer.state is ByteState.READING):
+        if buffer.state is ByteState.READING or (for_write and buffer.transfers):
             self._wait(buffer)
             with self._poisoning():
                 self._settle(buffer)
@@ -328,7 +360,7 @@ class BufferPool:
 
     def _settle(self, buffer: PooledBuffer) -> None:
         """Settle transfers that are over; raise their errors, and those of what was read."""
-        if not buffer.transfers:
+        if buffer.state not in {ByteState.READING, ByteState.WRITING}:
             return
         end = time.monotonic() if buffer.seen_over is None else buffer.seen_over
         name = f"weights {_operation(buffer)}"
@@ -346,9 +378,9 @@ class BufferPool:
         buffer.stripes = self._files.allocate(buffer.nbytes)
         logger.info(
             "%s of weights that were frozen were written to: they are copied from %s to %s",
-            *(format_bytes(buffer.nbytes), buffer.runs[0].file.path.parent, self._where),
+            *(format_bytes(buffer.nbytes), _source_of(buffer), self._where),
         )
-        buffer.runs = ()
+        buffer.runs, buffer.decoder = (), None
 
     def _wait(self, buffer: PooledBuffer) -> None:
         """Wait for the transfers of a buffer; called without the lock, so that others go on."""
@@ -423,6 +455,7 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
     for file in {run.file for run in buffer.runs}:
         file.validate_unchanged()
     if buffer.is_in_files:
+        buffer.decode()
         return
     if _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
         message = (
@@ -431,6 +464,10 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
             " health; go on from the last commit."
         )
         raise DamageError(message)
+
+
+def _source_of(buffer: PooledBuffer) -> str:
+    return str(buffer.runs[0].file.path.parent) if buffer.runs else "codes in memory"
 
 
 def _operation(buffer: PooledBuffer) -> str:

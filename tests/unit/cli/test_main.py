@@ -78,6 +78,7 @@ def test_the_command_line_is_frozen() -> None:
             "--world-size",
             "-h",
         ],
+        "quantize": ["--help", "--int8", "--json", "--nf4", "-h"],
         "verify": ["--device", "--help", "--json", "--model", "-h"],
         "run": ["--help", "-h"],
         **OF_A_RUN,
@@ -122,7 +123,7 @@ def test_help_lists_commands_by_their_new_names_alone(capsys: pytest.CaptureFixt
         (["run", "inspekt", "x"], "there is no command 'inspekt': did you mean inspect?"),
         (
             ["xyzzy"],
-            "there is no command 'xyzzy'; the commands are doctor, calibrate, plan, verify",
+            "no command 'xyzzy'; the commands are doctor, calibrate, plan, quantize, verify",
         ),
         (["plan", "gpt2", "--devic", "0"], "arguments: --devic 0: did you mean --device?"),
         (["plan", "gpt2", "--accumulation=2"], "did you mean --accumulation-steps?"),
