@@ -17,6 +17,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
 from tensorstow.base.new_file import new_stream, replace_files
+from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
 from tensorstow.fsdp.stow import plan_of, stow
@@ -122,6 +123,8 @@ class Stowed(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Leave the weights to the reference, if there is one, else to ``stow``."""
         if hasattr(self.model, "peft_config"):
+            if self.optimizer is None and isinstance(self.model, torch.nn.Module):
+                Adapters(self.model).initialize()  # peft loads nothing to the meta device
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif (
             reference := reference_in(Path(resume_from_checkpoint))
