@@ -35,6 +35,7 @@ SUBJECTS = {
     "cross_entropy": "a loss over 131,072 classes in chunks, in fresh processes",
     "generation": "generation with weights on disk: accelerate's offload, and a raw read",
     "experts": "generation by a mixture of experts on disk: routed experts, and whole layers",
+    "lora_large": "adapters over a base of 7 billion parameters on disk, in bf16, int8 and NF4",
     "lora": "adapters over a frozen base on disk, and the same without stow: memory and losses",
     "trainer": "a step of transformers' Trainer with our optimizer, and the same loop by hand",
     "deepspeed_step": "a step at stage 2 on two ranks, and DeepSpeed's, where installed",

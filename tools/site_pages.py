@@ -44,6 +44,7 @@ TITLES = {
     "kernels": "The update's kernels",
     "lecture": "No offload, ZeRO-Offload and ZeRO-Infinity",
     "lora": "LoRA over a base on disk",
+    "lora_large": "LoRA over 7 billion parameters on disk",
     "offload": "The offloaded step against disk and kernel alone",
     "optimizer": "optimizer.step() with states in memory",
     "overlap": "Updates during forward and backward",
