@@ -58,6 +58,14 @@ def test_rows_are_those_of_the_whole(kind: str) -> None:
         assert torch.equal(rows(weight, tensors, start, stop), whole[start:stop])
 
 
+def test_rows_behind_the_first_scale_of_scales() -> None:
+    tensors = tensors_of("nf4", (600, 64))  # a block for each row, and 256 of them in a group
+    (weight,) = coded(tensors).values()
+    whole = rows(weight, tensors, 0, 600)
+    for start, stop in ((200, 300), (300, 500), (599, 600)):
+        assert torch.equal(rows(weight, tensors, start, stop), whole[start:stop])
+
+
 def test_what_is_read_is_no_more_than_the_rows() -> None:
     (weight,) = coded(tensors_of("int8")).values()
     assert sum(part.entry.nbytes for part in weight.parts(3, 5)) == 2 * (44 + 4)

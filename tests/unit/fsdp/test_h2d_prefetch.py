@@ -363,6 +363,26 @@ def test_a_buffer_is_pinned_for_the_copy_alone(tmp_path: Path) -> None:
     assert shards[0].bytes_up == 3 * 2 * ROWS  # the last ahead of a third round
 
 
+def test_a_unit_partly_in_buffers_pins_them_too(tmp_path: Path) -> None:
+    pool = BufferPool([tmp_path], 1 << 20, 4096)  # room for one: a buffer that is not read is lost
+    disk = Prefetcher(0)
+    prefetcher = H2DPrefetcher(Counted(), ahead=0, timing=timing_of("none"))
+    units = []
+    for number in range(3):
+        buffer = pool.add(4096)
+        read = DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, disk)
+        with read.access(write=True):
+            read.local_shard.fill_(number)
+        units.append([HostShard(torch.full((ROWS,), 7.0), ROWS), read])
+        prefetcher.add_unit(units[-1], [torch.bfloat16] * 2, disk)
+    for _ in range(2):
+        for number, unit in enumerate(units):
+            for shard, value in zip(unit, (7, number), strict=True):
+                assert prefetcher.all_gather_input(shard, torch.bfloat16).eq(value).all()
+            for shard in unit:
+                prefetcher.record_copied(shard)
+
+
 # --- a gather that another thread makes, of a backward that has raised ---
 
 
