@@ -134,9 +134,8 @@ class OrderedReduceScatter:
             return
         total = gradient.to_local()
         start = self._offset
-        self._offset += rows_per_rank(parameter.shape[0], len(rest) + 1) * (
-            parameter.numel() // parameter.shape[0]
-        )
+        count = parameter.shape[0]
+        self._offset += rows_per_rank(count, len(rest) + 1) * parameter.numel() // max(1, count)
         if not isinstance(total, OffloadedGradient) and total.dtype != torch.float32:
             total = total.float()
             set_gradient(parameter, sharded_like(parameter, total))

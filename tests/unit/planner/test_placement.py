@@ -107,6 +107,15 @@ def test_ordered_gradients_of_a_unit_come_from_all_ranks() -> None:
     assert alone == bytes_of(Plan(Tier.HOST), sizes(1), HERE)
 
 
+def test_ordered_gradients_of_16_bit_weights_wait_in_fp32() -> None:
+    trained = ((torch.bfloat16, UNIT // 2),)
+    units = tuple(UnitSizes(str(n), 4 * UNIT, UNIT, trained) for n in range(COUNT))
+    for order, width in ((None, 1), ("sum", 2)):
+        held = items_of(Plan(Tier.HOST, ordered_reduce=order), Sizes(units, 4), AWAY)
+        (gradients,) = [i.nbytes for i in held if i.purpose == "gradients"]
+        assert gradients == width * COUNT * UNIT
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_below_stage_3_all_parameters_stay_unsharded(stage: int) -> None:
     found = bytes_of(Plan(Tier.DEVICE, stage=stage), sizes(4), AWAY)
