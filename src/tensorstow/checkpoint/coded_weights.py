@@ -3,7 +3,7 @@
 [Note: Weights in int8] An int8 tensor may have scales: a tensor with its name and ``SCALE`` at the
 end, one for each row. These are the names of compressed-tensors.
 
-[Note: Weights in 4 bits] A tensor of bytes has ``quant_state.bitsandbytes__nf4`` behind its name:
+[Note: Weights in 4 bits] A tensor of bytes has ``quant_state.bitsandbytes__nf4`` after its name:
 JSON in a tensor of bytes, with the shape. ``absmax`` has the scales of the blocks, or their codes;
 then ``nested_absmax`` and ``nested_quant_map`` give their values. What is as small as a table is
 kept in memory; codes are read wherever values are needed.

@@ -104,7 +104,7 @@ class Nf4Encoder(Encoder):
 
 
 ENCODERS: Mapping[str, Encoder] = {e.name: e for e in (Int8Encoder(), Nf4Encoder())}
-"""By name."""
+"""The encoders by their names."""
 
 
 def pieces_of(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

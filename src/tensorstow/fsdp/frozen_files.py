@@ -194,7 +194,7 @@ def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) ->
 
 
 def _append_values(layout: BufferLayout, like: torch.Tensor, rank: int, ranks: int) -> Entry:
-    """Return the place of one rank's rows of a weight, with room for padding behind them."""
+    """Return the place of one rank's rows of a weight, with room for padding after them."""
     start, stop = rows_of_rank(like.shape[0], rank, ranks)
     dtype, rest = like.dtype, like.shape[1:]
     begin = layout.append(Entry(dtype, (rows_per_rank(like.shape[0], ranks), *rest)).nbytes)

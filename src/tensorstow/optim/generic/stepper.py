@@ -41,7 +41,7 @@ class _Taken:
     """The weight, or its master."""
     states: dict[str, Any]
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]]
-    """Of states in host memory: (copy, original) by the copy's id."""
+    """Copies of states in host memory, as (copy, original) by the id of the copy."""
 
     def put(self, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the states that the step left, where they are kept."""
