@@ -21,7 +21,7 @@ MICRO_BATCHES = 24
 class Tied(nn.Module):
     """An embedding that is the head too, blocks with odd rows, and a scalar."""
 
-    def __init__(self, *, scalar: bool) -> None:
+    def __init__(self, *, scalar: bool, branches: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(19, 12)
         self.blocks = nn.ModuleList(
@@ -30,19 +30,26 @@ class Tied(nn.Module):
         )
         self.head = nn.Linear(12, 19, bias=False)
         self.head.weight = self.embedding.weight
+        self.even, self.odd = (nn.Linear(12, 12) if branches else None for _ in range(2))
+        self.number = 0
+        """Of the micro-batch, which decides on a branch."""
         self.scale = nn.Parameter(torch.tensor(0.7)) if scalar else 0.7
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = x + block(x)
+        branch = self.odd if self.number % 2 else self.even
+        if branch is not None:
+            x = x + branch(x)
         return self.head(x) * self.scale
 
 
-def loss_of(model: nn.Module, number: int, device: torch.device) -> torch.Tensor:
+def loss_of(model: Tied, number: int, device: torch.device) -> torch.Tensor:
     """Return the loss of the micro-batch of this number, whichever rank it is on."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, 19, (3, 7), generator=generator).to(device)
+    model.number = number
     logits = model(tokens[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -54,12 +61,13 @@ def ordered(
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     scalar: bool = False,
+    branches: bool = False,
     **options: Any,  # noqa: ANN401  # AdamW's
 ) -> dict[str, str]:
     """Train on this rank's micro-batches of each step; return digests, and the last norm."""
     torch.manual_seed(3)
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), current_device()
-    model: Any = Tied(scalar=scalar).to(dtype)
+    model: Any = Tied(scalar=scalar, branches=branches).to(dtype)
     per_rank = MICRO_BATCHES // ranks
     plan = (plan or Plan()).but(accumulation_steps=per_rank)
     model, optimizer = tensorstow.stow(model, tensorstow.AdamW, lr=1e-2, plan=plan, **options)

@@ -6,6 +6,7 @@ thread, and Python runs the handler in the main one all the same.
 """
 
 import _signal  # type: ignore[import-not-found]  # signal.py wraps its results in enumerations
+import os
 import signal
 import threading
 import weakref
@@ -135,6 +136,7 @@ class StopHandlers:
         self._commits = weakref.ref(commits)  # a handler stays as long as the process
         self._before: dict[int, Any] = {}
         self._is_closed = False
+        self._process = os.getpid()
         if statuses and threading.current_thread() is not threading.main_thread():
             message = (
                 "stop_signals= was given outside of the main thread, and Python handles signals"
@@ -166,7 +168,7 @@ class StopHandlers:
     def _ask(self, number: int) -> bool:
         """Request a commit of this run and of those whose handlers were there before."""
         before, commits = self._before[number], self._commits()
-        is_alive = commits is not None and not self._is_closed
+        is_alive = commits is not None and not self._is_closed and self._process == os.getpid()
         if commits is not None and is_alive:
             commits.requested, self.status = True, self._statuses[number]
         return (isinstance(before, StopHandlers) and before._ask(number)) or is_alive  # noqa: SLF001

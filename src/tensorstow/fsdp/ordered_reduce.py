@@ -30,13 +30,17 @@ from tensorstow.tensors.dtensor import (
 
 TWICE = (
     "With ordered_reduce= the gradients of a unit were reduced twice for one forward of the model:"
-    " backward went through its graph twice, or reentrant checkpointing did. Call backward once for"
-    " each forward, and checkpoint with use_reentrant=False."
+    " backward went through its graph twice, or forwards of several micro-batches came before their"
+    " backwards. Call backward once for each forward, before the next forward."
 )
 UNREDUCED = (
     "With ordered_reduce= gradients were to stay unreduced after a backward"
     " (set_requires_gradient_sync(False), or no_sync()): then micro-batches would not be added in"
     " their order. Call backward without it."
+)
+_OLD_TORCH = (
+    "ordered_reduce= was given for weights that FSDP2 shards, and this torch's FSDP2 has no"
+    " set_reduce_scatter_unused_params(): use torch 2.13, or leave it out."
 )
 _SUM = (
     "set_force_sum_reduction_for_comms() was called on a model with ordered_reduce=, which uses"
@@ -57,8 +61,21 @@ class OrderedReductions:
     def register(self, model: nn.Module) -> None:
         """Reduce the gradients of ``model`` in order from now on; before other hooks are added."""
         model.register_forward_pre_hook(ModelHook(self._pre_forward, model))
+        root: Any = model
+        state = root._get_fsdp_state()  # noqa: SLF001  # nothing public does
+        pre_forward = state._pre_forward  # noqa: SLF001  # torch has hooked it in before
+
+        def pre_method(*arguments: Any) -> Any:  # noqa: ANN401  # torch's
+            self._pre_forward()  # a method of register_fsdp_forward_method() calls no hooks
+            return pre_forward(*arguments)
+
+        state._pre_forward = pre_method  # noqa: SLF001
         for module in model.modules():
             if isinstance(module, FSDPModule):
+                if not hasattr(module, "set_reduce_scatter_unused_params"):
+                    raise OptionError(_OLD_TORCH)
+                # Ranks may use other parameters: each sends rows of all.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
                 if not self._averages:
                     module.set_gradient_divide_factor(1.0)
                 self._all.append(OrderedReduceScatter(module, self))

@@ -279,7 +279,7 @@ class StopCheckpoint(OnExceptionCheckpoint):
             trainer, pl_module, stage: Lightning's.
         """
         del pl_module
-        if stage == "fit":
+        if stage == "fit" and not trainer.fast_dev_run:  # which tries a few batches
             trainer.strategy.remove_checkpoint(self.ckpt_path)
 
     def _close(self) -> None:

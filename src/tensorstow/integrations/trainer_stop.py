@@ -75,10 +75,6 @@ class StopCallback(transformers.TrainerCallback):
         """End the run before another step."""
         self._end()
 
-    def on_epoch_end(self, *_: Any, **__: Any) -> None:
-        """End the run after the last step of an epoch."""
-        self._end()
-
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the handlers that were there."""
         self._close()

@@ -56,8 +56,12 @@ class DirectoryLock:
             time.sleep(0.02)
         self._check_is_ours()
         is_local = mount_of(directory.resolve()).has_local_locks
-        if is_local:
-            self._refuse_holder_elsewhere(directory)
+        if (holder := _holder_elsewhere(self._fd, directory)) is not None:
+            message = (
+                f"The store in {directory} was requested but is held by {holder}; else wait, or"
+                " name another directory."
+            )
+            raise LockedError(message)
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         # Over the one before, so that it needs no room; and a courtesy, which a full disk that is
         # opened for reading may do without.
@@ -66,19 +70,6 @@ class DirectoryLock:
             self._is_signed = True
             if is_local:
                 os.fsync(self._fd)  # other machines read it
-
-    def _refuse_holder_elsewhere(self, directory: Path) -> None:
-        """Raise LockedError if the file names a holder that may be alive: [Note: Local locks]."""
-        holder = os.pread(self._fd, _TEXT_BYTES, 0).decode(errors="replace").strip()
-        match = _HOLDER.match(holder)
-        if match is None or (match[2] == socket.gethostname() and not is_alive(int(match[1]))):
-            return
-        message = (
-            f"The store in {directory} was requested but is held by {holder}, or that process was"
-            f" killed: locks of this filesystem do not reach other machines. If it is over, delete"
-            f" {self.path}; else wait, or name another directory."
-        )
-        raise LockedError(message)
 
     def _check_is_ours(self) -> None:
         mark = os.pread(self._fd, 4, 0)
@@ -134,9 +125,24 @@ def peek(directory: Path) -> Iterator[str | None]:
         yield None  # no lock was ever taken here
         return
     try:
-        yield None if _lock(fd, fcntl.LOCK_SH, path) else read_holder(path)
+        is_free = _lock(fd, fcntl.LOCK_SH, path)
+        yield _holder_elsewhere(fd, directory) if is_free else read_holder(path)
     finally:
         os.close(fd)
+
+
+def _holder_elsewhere(fd: int, directory: Path) -> str | None:
+    """Return the holder that a locked file names and that may be alive: [Note: Local locks]."""
+    if not mount_of(directory.resolve()).has_local_locks:
+        return None
+    holder = os.pread(fd, _TEXT_BYTES, 0).decode(errors="replace").strip()
+    match = _HOLDER.match(holder)
+    if match is None or (match[2] == socket.gethostname() and not is_alive(int(match[1]))):
+        return None
+    return (
+        f"{holder}, or that process was killed: locks of this filesystem do not reach other"
+        f" machines. If it is over, delete {directory / LOCK_NAME}"
+    )
 
 
 def is_alive(pid: int) -> bool:

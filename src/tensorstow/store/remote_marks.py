@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +44,7 @@ class Mark:
 
 
 @contextmanager
-def push_marked(remote: Remote, name: str, rank: int, world: int) -> Iterator[None]:
+def push_marked(remote: Remote, name: str, rank: int, world: int) -> Iterator[Callable[[], None]]:
     """Mark a push while the block runs; wait for a clean under way before it.
 
     When the block ends, the list of the rank is written, and marks that killed pushes of the same
@@ -53,9 +53,18 @@ def push_marked(remote: Remote, name: str, rank: int, world: int) -> Iterator[No
     folder = f"{_PUSHES}/{name}"
     prefix = f"rank-{rank}-of-{world}-"
     path = _put(remote, f"{folder}/{prefix}")
+
+    def check() -> None:
+        if remote.get(path) is None:
+            message = (
+                f"The push of snapshot {name!r} to {remote.url} was given up by a clean, which may"
+                " have removed what it had found there. Push it again."
+            )
+            raise RemoteError(message)
+
     try:
         _wait_for_cleans(remote)
-        yield
+        yield check
     except BaseException:
         with suppress(StowError):
             remote.remove(path, repeats=False)

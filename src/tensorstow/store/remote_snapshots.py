@@ -77,12 +77,9 @@ def push(
     check_name(name)
     parts = parts_of_store(generation, files)
     body = _as_json(generation, parts, rank, world, commit)
-    with push_marked(remote, name, rank, world):
+    with push_marked(remote, name, rank, world) as check_mark:
         path = f"snapshots/{name}/rank-{rank}-of-{world}.json"
-        before, listed = remote.get(path), remote.get(f"snapshots/{name}.json")
-        is_other = listed is not None if before is None else before != body and _is_list(before)
-        if is_other:
-            _refuse_name(remote, name)
+        _refuse_other(remote, name, path, body)
         existing = remote.list("objects")
         missing = {part.key: part for part in parts if existing.get(part.key) != part.nbytes}
 
@@ -91,6 +88,8 @@ def push(
 
         for _ in in_threads(upload, missing.values(), size=lambda part: part.nbytes):
             pass
+        check_mark()
+        _refuse_other(remote, name, path, body)  # again: another run may have pushed meanwhile
         remote.put(path, body)
         is_complete = _complete(remote, name, generation.step, world, commit)
     return Transferred(
@@ -100,6 +99,13 @@ def push(
         sum(part.nbytes for part in parts),
         is_complete,
     )
+
+
+def _refuse_other(remote: Remote, name: str, path: str, body: bytes) -> None:
+    """Raise OptionError if a snapshot's list of a rank is of another commit than ``body``."""
+    before, listed = remote.get(path), remote.get(f"snapshots/{name}.json")
+    if listed is not None if before is None else before != body and _is_list(before):
+        _refuse_name(remote, name)
 
 
 def _complete(remote: Remote, name: str, step: int, world: int, commit: str | None) -> bool:

@@ -54,6 +54,11 @@ def test_clipping_does_not_depend_on_the_number_of_ranks(ranks: Pool, plan: Plan
     check(ranks, [2, 3], plan, clip=0.05, scalar=plan.stage == 1)
 
 
+@pytest.mark.parametrize("plan", [Plan(ordered_reduce="sum", stage=2), DISK], ids=str)
+def test_micro_batches_may_use_other_parameters(ranks: Pool, plan: Plan) -> None:
+    check(ranks, [2, 3], plan, clip=0.05, branches=True)
+
+
 def test_autocast_weights_do_not_depend_on_the_number_of_ranks(ranks: Pool) -> None:
     check(ranks, [2, 3], DISK, compute_dtype=torch.bfloat16)
 
