@@ -75,6 +75,14 @@ class StopCallback(transformers.TrainerCallback):
         """End the run before another step."""
         self._end()
 
+    def on_epoch_end(self, args: transformers.TrainingArguments, *_: Any, **__: Any) -> None:
+        """End the run after the last step of an epoch, unless an evaluation of the epoch follows.
+
+        Then it ends before the next step, and after the last epoch as if no signal had come.
+        """
+        if args.eval_strategy != "epoch":
+            self._end()
+
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the handlers that were there."""
         self._close()

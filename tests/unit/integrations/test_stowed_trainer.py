@@ -478,3 +478,13 @@ def test_a_misspelled_keyword_of_stow_is_found_at_once(tmp_path: Path) -> None:
     for keyword, meant in (("plam", "plan"), ("state_fromat", "state_format")):
         with pytest.raises(KeywordError, match=f"{keyword}=.*Did you mean {meant}="):
             Stowed(trainers.model(), arguments(tmp_path), stow={keyword: ON_DISK})
+
+
+def test_a_stop_leaves_an_epoch_its_evaluation() -> None:
+    stops = StopCallback()
+    ended: list[str] = []
+    stops._end = lambda: ended.append("ended")  # type: ignore[method-assign]
+    for strategy, wanted in (("epoch", 0), ("steps", 1), ("no", 2)):
+        args = transformers.TrainingArguments("nowhere", eval_strategy=strategy, use_cpu=True)
+        stops.on_epoch_end(args)
+        assert len(ended) == wanted
