@@ -2,6 +2,7 @@
 
 import importlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,8 @@ def address_of(place: str | Path) -> "Remote | None":
     """Return what a command's argument reaches: an address, or a folder of copies; else None."""
     if isinstance(place, str):
         return Remote(place)
-    is_run = (place / MANIFEST_NAME).exists()
-    return Remote(str(place)) if not is_run and (place / "objects").is_dir() else None
+    is_run = os.path.exists(place / MANIFEST_NAME)  # noqa: PTH110  # False for a name too long
+    return Remote(str(place)) if not is_run and os.path.isdir(place / "objects") else None  # noqa: PTH112
 
 
 class Remote:
