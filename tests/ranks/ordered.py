@@ -62,12 +62,14 @@ def ordered(
     clip: float | None = None,
     scalar: bool = False,
     branches: bool = False,
+    frozen: bool = False,
     **options: Any,  # noqa: ANN401  # AdamW's
 ) -> dict[str, str]:
     """Train on this rank's micro-batches of each step; return digests, and the last norm."""
     torch.manual_seed(3)
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), current_device()
     model: Any = Tied(scalar=scalar, branches=branches).to(dtype)
+    model.blocks[0].requires_grad_(not frozen)
     per_rank = MICRO_BATCHES // ranks
     plan = (plan or Plan()).but(accumulation_steps=per_rank)
     model, optimizer = tensorstow.stow(model, tensorstow.AdamW, lr=1e-2, plan=plan, **options)

@@ -55,8 +55,10 @@ def test_clipping_does_not_depend_on_the_number_of_ranks(ranks: Pool, plan: Plan
 
 
 @pytest.mark.parametrize("plan", [Plan(ordered_reduce="sum", stage=2), DISK], ids=str)
-def test_micro_batches_may_use_other_parameters(ranks: Pool, plan: Plan) -> None:
-    check(ranks, [2, 3], plan, clip=0.05, branches=True)
+def test_micro_batches_may_use_other_parameters_and_some_are_frozen(
+    ranks: Pool, plan: Plan
+) -> None:
+    check(ranks, [2, 3], plan, clip=0.05, branches=True, frozen=True)
 
 
 def test_autocast_weights_do_not_depend_on_the_number_of_ranks(ranks: Pool) -> None:
