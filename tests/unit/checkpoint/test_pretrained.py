@@ -13,7 +13,12 @@ from torch import nn
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.checkpoint.pretrained import PretrainedFiles, is_of_transformers, origins_of
+from tensorstow.checkpoint.pretrained import (
+    PretrainedFiles,
+    _pieces_of,
+    is_of_transformers,
+    origins_of,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -244,3 +249,20 @@ def test_what_is_not_there_is_told_with_the_nearest(tmp_path: Path) -> None:
         files.reader(["x"], torch.empty(2, 2))
     with pytest.raises(StoreFormatError, match=r"is \(2, 2\) and the model's is \(2, 3\)"):
         files.reader(["layer.weight"], torch.empty(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("join", "order"),
+    [
+        (lambda a, b: torch.cat([a, b]), ("a", "b")),
+        (lambda a, b: torch.cat([b, a]), ("b", "a")),
+        (lambda a, b: torch.stack([b, a]), ("b", "a")),
+        (lambda a, b: torch.cat([a, b], dim=1), ()),  # row by row of both
+        (lambda a, b: torch.cat([a, b]).T, ()),
+    ],
+)
+def test_pieces_are_tensors_whose_bytes_follow_one_another(join: Any, order: Any) -> None:  # noqa: ANN401
+    def convert(read: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+        return {"joined": join(read("a"), read("b"))}
+
+    assert _pieces_of(("a", "b"), {"a": (3, 4), "b": (3, 4)}, convert) == order
