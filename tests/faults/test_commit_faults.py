@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from tensorstow.base.errors import (
 )
 from tensorstow.base.update_on import Overlap
 from tensorstow.io.files import File
+from tensorstow.states.native_pipeline import UpdatePipeline
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import ChunkShape, StreamShape, TensorRecord
 from tensorstow.store.store import Store
@@ -84,6 +86,31 @@ def test_a_write_of_states_fails(overlap: Overlap, code: int, after: int, tmp_pa
             world.train(8)
     assert_poisoned(world)
     world.optimizer.close()
+    assert_whole(tmp_path, case=case)
+
+
+def test_closing_does_not_raise_what_a_call_raised_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit under way fails by what the caller has seen, after the caller has seen it."""
+    case = replace(CASE, overlap="forward")
+    world = World(case, tmp_path)
+    world.train(5)
+    world.optimizer.synchronize()
+    seen, wait_written = threading.Event(), UpdatePipeline.wait_written
+
+    def wait_until_seen(pipeline: UpdatePipeline) -> None:
+        assert seen.wait(60)
+        wait_written(pipeline)
+
+    monkeypatch.setattr(UpdatePipeline, "wait_written", wait_until_seen)
+    world.train(6)
+    failure = (errno.EIO, "write", 0, 0, 0, 4096)
+    with pytest.raises(TransferError, match=os.strerror(errno.EIO)):
+        world.optimizer._states().pipeline.handle.check(failure)
+    seen.set()
+    world.optimizer.close()
+    monkeypatch.undo()
     assert_whole(tmp_path, case=case)
 
 

@@ -138,7 +138,8 @@ class OptimizerRuntime:
 
         Unless it was ``asked`` for, the commit is of the last step's end ([Note: One moment] in
         checkpoint.small_values), and none is made with other ranks, which may not finish now.
-        Raises an error of background work when everything is closed. Idempotent.
+        Raises an error of background work when everything is closed, unless a call has raised it
+        before. Idempotent.
         """
         if self._finished:
             return
@@ -147,7 +148,10 @@ class OptimizerRuntime:
             why = "what was under way failed"
             try:
                 self.schedule.finish()
-                self.commits.join(self.params)
+                if self.params.store.pipeline.handle.failure_was_raised:
+                    self.commits.abandon()
+                else:
+                    self.commits.join(self.params)
                 refusal = self._why_not(asked=asked)
                 why = refusal or "the commit of them failed"
                 if refusal is None:

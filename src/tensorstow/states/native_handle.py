@@ -1,5 +1,6 @@
 """The holder of the native pipeline: raises its failures, and refuses use after one or a fork."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,7 @@ class NativeHandle:
         self._health = Health(OPTIMIZER_FORKED, f"{OPTIMIZER_FAILED}; {_RESUME}")
         self._unreported: BaseException | None = None
         """A failure in a background thread that no caller has seen yet."""
+        self._reporting = threading.Lock()
         self._is_closed = False
 
     @property
@@ -64,6 +66,11 @@ class NativeHandle:
     def is_poisoned(self) -> bool:
         """Whether something failed in the middle of a step, so that states are half updated."""
         return self._health.failure is not None
+
+    @property
+    def failure_was_raised(self) -> bool:
+        """Whether something failed, and a caller has got its error."""
+        return self.is_poisoned and self._unreported is None
 
     def live(self) -> _native.Pipeline:
         """Return the pipeline; raise PoisonedError or ForkError if it must not be used.
@@ -93,9 +100,12 @@ class NativeHandle:
         if not failure[0]:
             return
         error = self._error_of(failure)
-        if in_background and not self.is_poisoned:
-            self._unreported = error
-        self.poison(error)
+        with self._reporting:
+            if not in_background:
+                self._unreported = None  # the caller sees it now
+            elif not self.is_poisoned:
+                self._unreported = error
+            self.poison(error)
         raise error
 
     def damage(self, file: int, offset: int, length: int) -> DamageError:
