@@ -8,8 +8,8 @@ holder ends, and what a killed one of another machine left has to be removed by 
 import contextlib
 import errno as codes
 import fcntl
+import json
 import os
-import re
 import socket
 import time
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensorstow.base.errors import DirectoryError, LockedError, StoreFormatError, named
+from tensorstow.base.machine import is_gone, process_id
 from tensorstow.base.mounts import mount_of
 from tensorstow.base.regular_file import open_regular, read_regular
 from tensorstow.store import at_fork
 
 LOCK_NAME = "lock"
 _TEXT_BYTES = 400  # more than a host name may have
-_HOLDER = re.compile(r"pid (\d+) on (\S+) since ")
-_MOST_BYTES = 1 << 20  # a lock is a line of text
+_MOST_BYTES = 1 << 20  # a lock is two lines of text: the holder in words, and as JSON
 _PATIENCE_SECONDS = 1.0  # `peek` holds a shared lock for a few milliseconds
 
 
@@ -65,6 +65,7 @@ class DirectoryLock:
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         # Over the one before, so that it needs no room; and a courtesy, which a full disk that is
         # opened for reading may do without.
+        text += f"\n{json.dumps(process_id())}\n"
         with contextlib.suppress(OSError):
             os.pwrite(self._fd, text.encode().ljust(_TEXT_BYTES), 0)
             self._is_signed = True
@@ -135,26 +136,28 @@ def _holder_elsewhere(fd: int, directory: Path) -> str | None:
     """Return the holder that a locked file names and that may be alive: [Note: Local locks]."""
     if not mount_of(directory.resolve()).has_local_locks:
         return None
-    holder = os.pread(fd, _TEXT_BYTES, 0).decode(errors="replace").strip()
-    match = _HOLDER.match(holder)
-    if match is None or (match[2] == socket.gethostname() and not is_alive(int(match[1]))):
+    holder, _, process = os.pread(fd, _TEXT_BYTES, 0).decode(errors="replace").partition("\n")
+    if not holder.strip() or _is_gone(process):
         return None
     return (
-        f"{holder}, or that process was killed: locks of this filesystem do not reach other"
+        f"{holder.strip()}, or that process was killed: locks of this filesystem do not reach other"
         f" machines. If it is over, delete {directory / LOCK_NAME}"
     )
 
 
-def is_alive(pid: int) -> bool:
-    """Return whether a process of this machine is alive."""
-    return os.path.exists(f"/proc/{pid}")  # noqa: PTH110  # never an error
+def _is_gone(process: str) -> bool:
+    """Return whether a process has ended; False if nobody knows."""
+    try:
+        return bool(is_gone(json.loads(process)))
+    except (LookupError, TypeError, ValueError):
+        return False
 
 
 def read_holder(path: Path) -> str:
     """Return the text that the holder wrote to the lock file ``path``."""
     try:
         data = read_regular(path, _MOST_BYTES, os.O_RDONLY | os.O_NOFOLLOW)
-        text = data.decode(errors="replace").strip()
+        text = data.decode(errors="replace").partition("\n")[0].strip()
     except OSError:
         text = ""
     if text.startswith(f"pid {os.getpid()} on {socket.gethostname()} "):

@@ -2,14 +2,14 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorstow.base.errors import DamageError, LockedError, OptionError
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_marks import Mark, clean_marked, marks
 from tensorstow.store.remote_objects import KEY, check_format, in_threads, object_names, reading
-from tensorstow.store.remote_snapshots import check_name, find_snapshot, snapshot_names
+from tensorstow.store.remote_snapshots import check_name, find_snapshot, snapshot_names, snapshot_of
 
 _PART = re.compile(r".*\.[0-9a-f]+\.part")
 """Matches a file that a killed push had not written to its end."""
@@ -29,7 +29,7 @@ class RemoteRemoval:
     """The bytes of both."""
     kept_objects: int
     foreign: tuple[str, ...]
-    """What has no name of an object, and stays."""
+    """What has no name of an object or a list, and stays."""
 
 
 def find_unlisted(remote: Remote, names: Sequence[str] = ()) -> RemoteRemoval:
@@ -76,34 +76,36 @@ def _refuse_live(remote: Remote, others: Sequence[Mark], names: Sequence[str]) -
 
 
 def _plan(remote: Remote, names: Sequence[str], all_marks: Iterable[Mark]) -> RemoteRemoval:
-    lists, objects = remote.list("snapshots"), remote.list("objects")
+    objects, sizes = remote.list("objects"), remote.list("snapshots")
+    lists = {path: snapshot_of(path) for path in sizes}
     left = [mark for mark in all_marks if mark.is_gone or mark.snapshot in names]
-    _check_names(remote, names, {*map(_snapshot_of, lists), *(m.snapshot for m in all_marks)})
+    _check_names(remote, names, {*lists.values(), *(m.snapshot for m in all_marks)})
     # Those of a snapshot in this order: NAME.json, NAME/rank-...
-    removed = [p for p in sorted(lists) if _snapshot_of(p) in names or _PART.fullmatch(p)]
-    listed = _listed(remote, [path for path in lists if path not in removed])
+    removed = [p for p, name in sorted(lists.items()) if name in names or _PART.fullmatch(p)]
+    kept = [path for path in lists if path not in removed]
+    listed = _listed(remote, {path: name for path in kept if (name := lists[path])})
     unlisted = {
         name: nbytes
         for name, nbytes in objects.items()
         if _PART.fullmatch(name) or (KEY.fullmatch(name) and name not in listed)
     }
     foreign = [n for n in objects if n not in unlisted and n not in listed]
+    marked = [f"{f}/{path}" for f in ("pushes", "cleans") for path in remote.list(f)]
+    parts = [path for path in marked if _PART.fullmatch(path)]
     return RemoteRemoval(
         snapshots=tuple(sorted(set(names))),
-        files=(*(f"snapshots/{path}" for path in removed), *(mark.path for mark in left)),
+        files=(*(f"snapshots/{path}" for path in removed), *(mark.path for mark in left), *parts),
         objects=tuple(f"objects/{name}" for name in sorted(unlisted)),
-        nbytes=sum(unlisted.values()) + sum(lists[path] for path in removed),
+        nbytes=sum(unlisted.values()) + sum(sizes[path] for path in removed),
         kept_objects=len(objects) - len(unlisted) - len(foreign),
-        foreign=tuple(f"objects/{name}" for name in sorted(foreign)),
+        foreign=(
+            *(f"objects/{name}" for name in sorted(foreign)),
+            *(f"snapshots/{path}" for path in sorted(kept) if lists[path] is None),
+        ),
     )
 
 
-def _snapshot_of(path: str) -> str:
-    folder, separator, _ = path.partition("/")
-    return folder if separator else path.removesuffix(".json")
-
-
-def _check_names(remote: Remote, names: Iterable[str], existing: Iterable[str]) -> None:
+def _check_names(remote: Remote, names: Iterable[str], existing: Collection[str | None]) -> None:
     for name in names:
         check_name(name)
         if name not in existing:
@@ -114,20 +116,22 @@ def _check_names(remote: Remote, names: Iterable[str], existing: Iterable[str]) 
             raise OptionError(message)
 
 
-def _listed(remote: Remote, paths: Iterable[str]) -> set[str]:
-    """Return the names of the objects that lists have; raise if one of them cannot be read."""
+def _listed(remote: Remote, lists: Mapping[str, str]) -> set[str]:
+    """Return the names of the objects that lists have; raise if one of them cannot be read.
+
+    ``lists``: the snapshots by the paths of their lists.
+    """
     listed: set[str] = set()
-    for path in paths:
+    for path, name in lists.items():
         try:
             if "/" not in path:
-                find_snapshot(remote, path.removesuffix(".json"))  # all of its ranks' lists exist
+                find_snapshot(remote, name)  # all of its ranks' lists exist
                 continue
             with reading(remote.url, f"snapshots/{path}"):
                 of_rank = json.loads(remote.get(f"snapshots/{path}") or b"")
                 check_format(of_rank, remote.url, f"snapshots/{path}")
                 listed.update(object_names(of_rank))
         except DamageError as error:
-            name = _snapshot_of(path)
             message = (
                 f"A clean of {remote.url} was requested, and nothing was removed: which objects"
                 f" snapshot {name!r} needs is not known. {error} Or push it again, or give it up:"

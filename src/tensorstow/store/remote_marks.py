@@ -5,22 +5,21 @@ itself before it looks for pushes. Each then looks for the marks of the other ki
 the requests have, at least one of the two sees the other. The push waits, the clean ends. That
 needs no clock, but a bucket whose lists have what was written before: those of S3, GCS and Azure.
 A process that is killed leaves its mark. On its own machine it is known to be gone, and the mark is
-removed; elsewhere the mark stays until the push is repeated, or given up by the user.
+removed; elsewhere the mark stays until the push is repeated, or given up by the user. In the same
+way at least one of two pushes of different commits by one name sees the other, and ends.
 """
 
 import json
 import logging
-import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from tensorstow.base.cores import read_or_empty
-from tensorstow.base.errors import RemoteError, StowError
-from tensorstow.base.machine import machine_id
+from tensorstow.base.errors import LockedError, RemoteError, StowError
+from tensorstow.base.machine import is_gone, process_id
 from tensorstow.store.remote import Remote
 
 logger = logging.getLogger("tensorstow")
@@ -41,30 +40,43 @@ class Mark:
     """The process, for messages."""
     is_gone: bool | None
     """Whether the process has ended; None if it was on another machine, and nobody knows."""
+    pushed: tuple[str, str]
+    """What a push writes: the commit, and the digest of its rank's list; empty if it says none."""
 
 
 @contextmanager
-def push_marked(remote: Remote, name: str, rank: int, world: int) -> Iterator[Callable[[], None]]:
+def push_marked(
+    remote: Remote, name: str, rank: int, world: int, *, commit: str | None, digest: str
+) -> Iterator[Callable[[], bool]]:
     """Mark a push while the block runs; wait for a clean under way before it.
 
     When the block ends, the list of the rank is written, and marks that killed pushes of the same
-    rank left are removed too. Raises RemoteError if a clean does not end within ten minutes.
+    rank left are removed too.
+
+    Args:
+        remote: Where.
+        name: The snapshot.
+        rank: The rank of this process.
+        world: The number of ranks.
+        commit: The id that all ranks have of the commit.
+        digest: The digest of the rank's list.
+
+    Yields:
+        Returns whether the push still has its mark: a clean may have given it up, and another push
+        of the same list may have ended.
+
+    Raises:
+        LockedError: Another commit is being pushed by that name.
+        RemoteError: A clean does not end within ten minutes.
     """
     folder = f"{_PUSHES}/{name}"
     prefix = f"rank-{rank}-of-{world}-"
-    path = _put(remote, f"{folder}/{prefix}")
-
-    def check() -> None:
-        if remote.get(path) is None:
-            message = (
-                f"The push of snapshot {name!r} to {remote.url} was given up by a clean, which may"
-                " have removed what it had found there. Push it again."
-            )
-            raise RemoteError(message)
-
+    pushed = f"{commit} of {world}", digest
+    path = _put(remote, f"{folder}/{prefix}", pushed=pushed)
     try:
+        _refuse_others(remote, name, prefix, pushed)
         _wait_for_cleans(remote)
-        yield check
+        yield lambda: remote.get(path) is not None
     except BaseException:
         with suppress(StowError):
             remote.remove(path, repeats=False)
@@ -72,6 +84,25 @@ def push_marked(remote: Remote, name: str, rank: int, world: int) -> Iterator[Ca
     for listed in remote.list(folder):
         if listed.startswith(prefix):
             remote.remove(f"{folder}/{listed}")
+
+
+def _refuse_others(remote: Remote, name: str, prefix: str, pushed: tuple[str, str]) -> None:
+    """Raise LockedError if another commit is being pushed by the same name.
+
+    Each push is marked before it looks, so that at least one of two sees the other.
+    """
+    for mark in _marks(remote, _PUSHES):
+        if mark.snapshot != name or mark.is_gone or not any(mark.pushed):
+            continue
+        is_of_rank = mark.path.startswith(f"{_PUSHES}/{name}/{prefix}")
+        if mark.pushed[0] != pushed[0] or (is_of_rank and mark.pushed[1] != pushed[1]):
+            message = (
+                f"The snapshot {name!r} was to be written to {remote.url}, and another commit is"
+                f" being pushed there by that name, by {mark.who}. Choose another name. If that"
+                f" process was killed, give its push up: tensorstow run clean {remote.url}"
+                f" --snapshot {name} --yes"
+            )
+            raise LockedError(message)
 
 
 @contextmanager
@@ -92,11 +123,10 @@ def marks(remote: Remote) -> list[Mark]:
     return [*_marks(remote, _PUSHES), *_marks(remote, _CLEANS)]
 
 
-def _put(remote: Remote, prefix: str) -> str:
-    machine = [*machine_id(), _pid_space()]
-    body = {"machine": machine, "pid": os.getpid(), "began": _began(os.getpid())}
+def _put(remote: Remote, prefix: str, **more: object) -> str:
     path = f"{prefix}{uuid.uuid4().hex}.json"
-    remote.put(path, json.dumps({**body, "since": time.strftime("%F %T")}).encode())
+    body = {**process_id(), "since": time.strftime("%F %T"), **more}
+    remote.put(path, json.dumps(body).encode())
     return path
 
 
@@ -106,34 +136,19 @@ def _marks(remote: Remote, folder: str) -> list[Mark]:
         body = remote.get(f"{folder}/{name}") if name.endswith(".json") else None
         if body is not None:  # else it is over by now
             snapshot = name.partition("/")[0] if folder == _PUSHES else ""
-            read.append(Mark(f"{folder}/{name}", snapshot, *_owner(body)))
+            read.append(Mark(f"{folder}/{name}", snapshot, *_facts(body)))
     return read
 
 
-def _owner(body: bytes) -> tuple[str, bool | None]:
-    """Return the process that made a mark, in words, and whether it is gone if that is known."""
+def _facts(body: bytes) -> tuple[str, bool | None, tuple[str, str]]:
+    """Return the process that made a mark, in words, whether it is gone, and what it pushes."""
     try:
-        mark = json.loads(body)
-        machine, pid, began = list(mark["machine"]), int(mark["pid"]), str(mark["began"])
-        who = f"pid {pid} on {machine[0]} since {mark['since']}"
-    except (LookupError, TypeError, ValueError):
-        return "a process that its mark does not name", None
-    is_here = machine == [*machine_id(), _pid_space()]
-    return who, _began(pid) != began if is_here else None
-
-
-def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the boot; "" if there is none."""
-    fields = read_or_empty(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return fields[19] if len(fields) > 19 else ""  # the 22nd, of which two are before the ")"
-
-
-def _pid_space() -> str:
-    """Return what tells this process's numbers of processes from those of other containers."""
-    try:
-        return str(Path("/proc/self/ns/pid").readlink())
-    except OSError:
-        return ""
+        mark: dict[str, Any] = json.loads(body)
+        who = f"pid {mark['pid']} on {mark['machine'][0]} since {mark['since']}"
+        commit, digest = mark.get("pushed", ("", ""))
+        return who, is_gone(mark), (str(commit), str(digest))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return "a process that its mark does not name", None, ("", "")
 
 
 def _wait_for_cleans(remote: Remote) -> None:

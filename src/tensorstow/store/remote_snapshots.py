@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from tensorstow.base.errors import DamageError, OptionError
+from tensorstow.base.errors import DamageError, OptionError, RemoteError
 from tensorstow.io.files import File
 from tensorstow.store.records import Content, Extent, Generation
 from tensorstow.store.remote import Remote
@@ -34,6 +34,8 @@ from tensorstow.store.rows import to_json
 from tensorstow.store.store import Store
 
 _NAME = re.compile(r"\w[\w.+=-]{0,127}", re.ASCII)
+_LIST = re.compile(r"(?P<name>[^/]+?)(\.json|/rank-\d+-of-\d+\.json)")
+"""Matches the path of a list below ``snapshots``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,11 @@ class Transferred:
 
 def check_name(name: str) -> None:
     """Raise OptionError for a snapshot's name that cannot be a part of an address."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name.endswith(".json"):
         message = (
             f"A snapshot {name!r} was to be copied: elsewhere its name is a part of an address. Use"
-            " letters, digits and . _ + = - only, and begin with a letter or a digit."
+            " letters, digits and . _ + = - only, begin with a letter or a digit, and do not end"
+            " with .json."
         )
         raise OptionError(message)
 
@@ -71,13 +74,14 @@ def push(
     """Upload what ``remote`` lacks of ``generation`` of one rank, as a part of snapshot ``name``.
 
     ``commit``: the id that all ranks have of it. Memory: two copies of eight chunks, of 512 MiB
-    together or one chunk. Raises OptionError if another commit has that name there, RemoteError if
-    a request fails in spite of repeats.
+    together or one chunk. Raises OptionError if another commit has that name there, LockedError if
+    one is being pushed by that name, RemoteError if a request fails in spite of repeats.
     """
     check_name(name)
     parts = parts_of_store(generation, files)
     body = _as_json(generation, parts, rank, world, commit)
-    with push_marked(remote, name, rank, world) as check_mark:
+    digest = hashlib.sha256(body).hexdigest()
+    with push_marked(remote, name, rank, world, commit=commit, digest=digest) as is_marked:
         path = f"snapshots/{name}/rank-{rank}-of-{world}.json"
         _refuse_other(remote, name, path, body)
         existing = remote.list("objects")
@@ -88,7 +92,12 @@ def push(
 
         for _ in in_threads(upload, missing.values(), size=lambda part: part.nbytes):
             pass
-        check_mark()
+        if not is_marked() and remote.get(path) != body:  # that of another push of the same
+            message = (
+                f"The push of snapshot {name!r} to {remote.url} was given up by a clean, which may"
+                " have removed what it had found there. Push it again."
+            )
+            raise RemoteError(message)
         _refuse_other(remote, name, path, body)  # again: another run may have pushed meanwhile
         remote.put(path, body)
         is_complete = _complete(remote, name, generation.step, world, commit)
@@ -153,19 +162,25 @@ class RemoteSnapshot:
     """What each rank has written of it, as JSON."""
 
 
+def snapshot_of(path: str) -> str | None:
+    """Return the snapshot whose list has this path below ``snapshots``; None if it is no list."""
+    match = _LIST.fullmatch(path)
+    return match["name"] if match is not None and _NAME.fullmatch(match["name"]) else None
+
+
 def snapshot_names(remote: Remote) -> list[str]:
     """Return the names of the snapshots that all ranks have written."""
-    names = (n for n in remote.list("snapshots") if "/" not in n and n.endswith(".json"))
-    return sorted(name.removesuffix(".json") for name in names)
+    names = ((path, snapshot_of(path)) for path in remote.list("snapshots"))
+    return sorted(name for path, name in names if name is not None and "/" not in path)
 
 
 def unfinished_snapshots(remote: Remote) -> dict[str, list[str]]:
     """Return the lists of ranks by the names of snapshots that not all ranks have written."""
     lists: dict[str, list[str]] = {}
-    for name in sorted(remote.list("snapshots")):
-        snapshot, _, rank = name.partition("/")
-        if rank.endswith(".json"):
-            lists.setdefault(snapshot, []).append(rank)
+    for path in sorted(remote.list("snapshots")):
+        name = snapshot_of(path)
+        if name is not None and "/" in path:
+            lists.setdefault(name, []).append(path.rpartition("/")[2])
     for name in snapshot_names(remote):
         lists.pop(name, None)
     return lists

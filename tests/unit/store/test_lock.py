@@ -2,6 +2,7 @@
 
 import errno as codes
 import fcntl
+import json
 import os
 import threading
 import time
@@ -137,6 +138,30 @@ def test_the_name_of_a_holder_elsewhere_is_believed_where_locks_are_local(tmp_pa
         DirectoryLock(tmp_path)
     here = text.replace(str(os.getpid()), "4194305")  # above the largest that there is
     (tmp_path / "lock").write_text(here)
+    DirectoryLock(tmp_path).release()
+
+
+@pytest.mark.usefixtures("local_locks")
+@pytest.mark.parametrize("part", [1, 2], ids=["boot", "numbers of processes"])
+def test_a_name_of_this_machine_s_is_not_this_machine(tmp_path: Path, part: int) -> None:
+    """Machines and containers may have one name; numbers of processes mean nothing elsewhere."""
+    held = DirectoryLock(tmp_path)
+    words, process, _ = (tmp_path / "lock").read_text().split("\n")
+    held.release()
+    other = json.loads(process)
+    other["machine"][part], other["pid"] = "another", 4194305
+    (tmp_path / "lock").write_text(f"{words}\n{json.dumps(other)}\n")
+    with pytest.raises(LockedError, match="locks of this filesystem do not reach"):
+        DirectoryLock(tmp_path)
+
+
+@pytest.mark.usefixtures("local_locks")
+def test_a_number_that_another_process_got_is_not_the_holder(tmp_path: Path) -> None:
+    held = DirectoryLock(tmp_path)
+    words, process, _ = (tmp_path / "lock").read_text().split("\n")
+    held.release()
+    before = {**json.loads(process), "began": "1"}
+    (tmp_path / "lock").write_text(f"{words}\n{json.dumps(before)}\n")
     DirectoryLock(tmp_path).release()
 
 

@@ -1,7 +1,6 @@
 """Copies elsewhere are checked, and cleaned without harm to pushes that are under way."""
 
 import json
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from pushed import is_same, names_in, trained
 from tensorstow.base.errors import LockedError, OptionError, RemoteError
-from tensorstow.base.machine import machine_id
+from tensorstow.base.machine import process_id
 from tensorstow.cli.main import main
 from tensorstow.store import remote, remote_marks
 from tensorstow.store.remote import Remote
@@ -51,14 +50,13 @@ def objects_of(url: str, name: str) -> set[str]:
     return {entry["object"] for entry in (*listed["chunks"], *listed["tensors"])}
 
 
-def mark_of_another_machine(url: str, path: str) -> None:
-    body = {"machine": ["far", "boot", "pids"], "pid": 7, "began": "1", "since": "then"}
+def mark_of_another_machine(url: str, path: str, **more: object) -> None:
+    body = {"machine": ["far", "boot", "pids"], "pid": 7, "began": "1", "since": "then", **more}
     Remote(url).put(path, json.dumps(body).encode())
 
 
 def mark_of_a_dead_process(url: str, path: str) -> None:
-    machine = [*machine_id(), remote_marks._pid_space()]
-    body = {"machine": machine, "pid": os.getpid(), "began": "before", "since": "then"}
+    body = {**process_id(), "began": "before", "since": "then"}
     Remote(url).put(path, json.dumps(body).encode())
 
 
@@ -182,7 +180,7 @@ def test_nothing_is_removed_if_a_list_cannot_be_read(
 def test_a_clean_ends_while_a_push_is_under_way(pushed: str) -> None:
     there, garbage = Remote(pushed), "0" * 64
     there.put(f"objects/{garbage}", b"of the push")
-    with push_marked(there, "three", 0, 1):
+    with push_marked(there, "three", 0, 1, commit="c", digest="d"):
         for names in ((), ("three",)):  # the process is known to be alive
             with pytest.raises(LockedError, match="snapshot 'three' is being pushed there by pid"):
                 clean_remote(there, names)
@@ -217,7 +215,7 @@ def test_a_push_does_not_wait_for_ever(pushed: str, monkeypatch: pytest.MonkeyPa
     mark_of_another_machine(pushed, "cleans/a.json")
     with (
         pytest.raises(RemoteError, match=r"a clean of it by pid 7 on far since then does not end"),
-        push_marked(Remote(pushed), "three", 0, 1),
+        push_marked(Remote(pushed), "three", 0, 1, commit="c", digest="d"),
     ):
         raise AssertionError
     assert names_in(pushed, "pushes") == set()
@@ -243,6 +241,81 @@ def test_a_push_killed_elsewhere_is_given_up_or_repeated(pushed: str, tmp_path: 
     clean_remote(Remote(pushed), ["three"])
     assert marks(Remote(pushed)) == []
     assert not [d for r in scrub_remote(Remote(pushed)) for d in r.damages]
+
+
+@pytest.mark.parametrize(
+    ("rank", "commit", "digest"), [(0, "c", "e"), (0, "e", "d"), (1, "e", "e")]
+)
+def test_two_commits_are_not_pushed_by_one_name_at_once(
+    pushed: str, rank: int, commit: str, digest: str
+) -> None:
+    there = Remote(pushed)
+    with push_marked(there, "three", 0, 2, commit="c", digest="d"):
+        with (
+            pytest.raises(LockedError, match="another commit is being pushed there by that name"),
+            push_marked(there, "three", rank, 2, commit=commit, digest=digest),
+        ):
+            raise AssertionError
+        for other in ((0, "d"), (1, "e")):  # the same, and another rank's
+            with push_marked(there, "three", other[0], 2, commit="c", digest=other[1]):
+                pass
+        with push_marked(there, "four", rank, 2, commit=commit, digest=digest):
+            pass
+    assert marks(there) == []
+
+
+def test_a_push_of_another_commit_that_was_killed_elsewhere_is_given_up_first(
+    pushed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = "pushes/three/rank-0-of-1-a.json"
+    mark_of_another_machine(pushed, path, pushed=["e of 1", "e"])
+    trained(tmp_path / "other", "none", "three")
+    push = ["run", "push", str(tmp_path / "other"), pushed, "--snapshot=three"]
+    assert main(push) != 0
+    advice = capsys.readouterr().err.partition("give its push up: tensorstow ")[2].split()
+    assert main(advice) == 0
+    assert main(push) == 0
+    assert not [d for r in scrub_remote(Remote(pushed), "three") for d in r.damages]
+
+
+def test_the_same_commit_may_be_pushed_twice_at_once(
+    pushed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that ends first removes the mark of the other, whose list is there then."""
+    trained(tmp_path / "other", "none", "three")
+    push = ["run", "push", str(tmp_path / "other"), pushed, "--snapshot=three"]
+    find, other = Remote.list, [0]
+
+    def list_after_another(there: Remote, folder: str) -> dict[str, int]:
+        if folder == "objects" and len(other) == 1:
+            other.append(-1)
+            other[1] = main(push)
+        return find(there, folder)
+
+    monkeypatch.setattr(Remote, "list", list_after_another)
+    assert main(push) == 0
+    assert other == [0, 0]
+    assert marks(Remote(pushed)) == []
+    assert not [d for r in scrub_remote(Remote(pushed), "three") for d in r.damages]
+
+
+def test_files_of_others_do_not_hold_a_clean_up(
+    pushed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = Remote(pushed)
+    foreign = ["snapshots/.DS_Store", "snapshots/one/notes.txt", "snapshots/one/more/rank.json"]
+    for path in foreign:
+        there.put(path, b"of another program")
+    parts = [f"{f}/{n}.json.0a1b.part" for f, n in (("pushes/one", "a"), ("cleans", "b"))]
+    for path in parts:
+        there.put(path, b"{")
+    removal = clean_remote(there)
+    assert sorted(removal.foreign) == sorted(foreign)
+    assert removal.files == tuple(parts)
+    assert all(there.get(path) == b"of another program" for path in foreign)
+    assert names_in(pushed, "pushes") == names_in(pushed, "cleans") == set()
+    assert main(["run", "scrub", pushed]) == 0
+    capsys.readouterr()
 
 
 def test_two_cleans_are_not_under_way_at_once(pushed: str) -> None:
