@@ -159,7 +159,7 @@ def _steps(model: Any, optimizer: Any, steps: int, words: int) -> list[float]:  
     return seconds
 
 
-_MAKE = partial(tensorstow.AdamW, lr=1e-4, durability="none")
+_MAKE = partial(tensorstow.AdamW, lr=1e-4)
 
 
 def _train(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
@@ -175,7 +175,11 @@ def _train(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
         model = _adapted(config)
         plan = Plan(parameters="disk", states="host", activations="recompute", prefetch=1)
         model, optimizer = tensorstow.stow(
-            model, _MAKE, plan=plan, weights=folder / way, dir=folder / f"run-{way}"
+            model,
+            partial(_MAKE, durability="none"),
+            plan=plan,
+            weights=folder / way,
+            dir=folder / f"run-{way}",
         )
         seconds = _steps(model, optimizer, 1, config.vocab_size)
         read[0] = 0
@@ -198,14 +202,14 @@ def _written(model: Any) -> int:  # noqa: ANN401
     return sum(p.nbytes for p in model.parameters() if p.requires_grad)
 
 
-def _compute(folder: Path, *, quick: bool) -> dict[str, Any]:
+def _compute(*, quick: bool) -> dict[str, Any]:
     """Return the seconds of a step that nothing is read for: two models of few blocks in memory."""
     taken = {}
     for layers in (_FEW, _MORE):
         config = _config(quick=quick, layers=layers)
         model = _adapted(config)
         plan = Plan(parameters="device", states="host", activations="recompute")
-        model, optimizer = tensorstow.stow(model, _MAKE, plan=plan, init=_fill, dir=folder)
+        model, optimizer = tensorstow.stow(model, _MAKE, plan=plan, init=_fill)
         taken[layers] = statistics.median(_steps(model, optimizer, 4, config.vocab_size)[1:])
         optimizer.close()
         del model, optimizer
@@ -257,7 +261,7 @@ def _main() -> None:
     if kind == "save":
         result = _save(folder, quick=quick)
     elif kind == "compute":
-        result = _compute(folder, quick=quick)
+        result = _compute(quick=quick)
     elif kind == "read":
         result = _read(folder / rest)
     elif kind == "quantize":
