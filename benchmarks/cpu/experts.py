@@ -22,8 +22,9 @@ import tensorstow
 from benchmarks.cpu.generation import read_raw
 from benchmarks.measure import Figure, Settings, at_least, at_most, use_all_cores
 from tensorstow import Plan
+from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
-from tensorstow.fsdp.read_units import ReadUnit, is_of_experts, routed_experts
+from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.weight_stream import StreamedUnit
 
 _SIZES = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 14}

@@ -14,8 +14,11 @@ import tensorstow
 import tensorstow.deepspeed as deepspeed
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.checkpoint.quantized_folder import quantize_folder
+from tensorstow.checkpoint.weight_encoders import ENCODERS
+from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
-from tensorstow.fsdp.read_units import is_of_experts, routed_experts
 
 WORDS, NEW = 96, 4
 PLANS = {
@@ -175,8 +178,9 @@ def test_a_cache_that_calls_cuda_is_refused_elsewhere(
     [Plan(), Plan(parameters="disk"), Plan(parameters="disk", weight_ram_budget="64MiB")],
     ids=["host", "disk", "room"],
 )
+@pytest.mark.parametrize("kind", ["plain", "nf4"])
 def test_routed_experts_alone_go_to_the_device(
-    tmp_path: Path, plan: Plan, device: torch.device
+    tmp_path: Path, plan: Plan, kind: str, device: torch.device
 ) -> None:
     def mixtral() -> Any:  # noqa: ANN401
         torch.manual_seed(0)
@@ -188,10 +192,17 @@ def test_routed_experts_alone_go_to_the_device(
         return model.eval().requires_grad_(requires_grad=False)
 
     whole = mixtral()
-    whole.save_pretrained(tmp_path)
+    folder = tmp_path / "plain"
+    whole.save_pretrained(folder)
     with torch.device("meta"):
         model = mixtral()
-    model, _ = tensorstow.stow(model, None, weights=tmp_path, plan=plan)
+    if kind != "plain":
+        folder = tmp_path / kind
+        quantize_folder(tmp_path / "plain", folder, model, ENCODERS[kind], experts=True)
+        files = PretrainedFiles(folder, model)
+        for name, parameter in whole.named_parameters():
+            parameter.data.copy_(files.reader([name], parameter)(0, len(parameter)))
+    model, _ = tensorstow.stow(model, None, weights=folder, plan=plan)
     want = generated(whole.to(device), device, do_sample=False)
     assert torch.equal(generated(model, device, do_sample=False), want)
     stream = stream_of(model)

@@ -47,7 +47,7 @@ class CodedPart:
 
 
 class CodedWeight(ABC):
-    """A matrix that files have as codes, of which values are computed row by row."""
+    """A tensor that files have as codes, of which values are computed row by row."""
 
     shape: tuple[int, ...]
     """The shape of the values."""
@@ -197,6 +197,35 @@ class BlockCodedWeight(CodedWeight):
         dequantize_blocks(blocks, into, skip)
 
 
+class CodedStack(CodedWeight):
+    """A tensor whose rows are made of coded matrices, one after the other: stacked experts."""
+
+    def __init__(self, shape: tuple[int, ...], matrices: Sequence[CodedWeight]) -> None:
+        """Join the ``matrices``, of which each row of ``shape`` has as many."""
+        self.shape = shape
+        self.sources = tuple(source for matrix in matrices for source in matrix.sources)
+        self._matrices = matrices
+
+    def parts(self, start: int, stop: int) -> list[CodedPart]:
+        """Return what is read for the rows' matrices, as many parts for each row."""
+        return [part for m in self._of_rows(start, stop) for part in m.parts(0, m.shape[0])]
+
+    def decode(
+        self, parts: Sequence[torch.Tensor], start: int, stop: int, into: torch.Tensor
+    ) -> None:
+        """Compute the values of one matrix after the other."""
+        values, at, left = into.view(-1), 0, list(parts)
+        for matrix in self._of_rows(start, stop):
+            count, rows = math.prod(matrix.shape), matrix.shape[0]
+            own = [left.pop(0) for _ in matrix.parts(0, rows)]
+            matrix.decode(own, 0, rows, values[at : at + count].view(matrix.shape))
+            at += count
+
+    def _of_rows(self, start: int, stop: int) -> Sequence[CodedWeight]:
+        of_row = len(self._matrices) // self.shape[0]
+        return self._matrices[start * of_row : stop * of_row]
+
+
 def _facts(name: str, text: bytes) -> dict[str, Any]:
     """Return what bitsandbytes has noted of a weight; raise StoreFormatError if it is not that."""
     try:
@@ -232,6 +261,12 @@ class PlacedCodes:
         """Compute the values of what was read to a buffer."""
         parts = [memory(at, math.prod(e.shape), e.dtype).view(e.shape) for at, e in self.places]
         self.weight.decode(parts, self.start, self.stop, into)
+
+    def expert(self, row: int) -> "PlacedCodes":
+        """Return one row of a stack."""
+        parts = len(self.places) // (self.stop - self.start)
+        begin = (row - self.start) * parts
+        return PlacedCodes(self.weight, row, row + 1, self.places[begin : begin + parts])
 
 
 def entry_in_file(part: CodedPart, whole: Entry) -> Entry:

@@ -28,7 +28,13 @@ from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.adapters import Adapters
-from tensorstow.checkpoint.coded_weights import SCALE, CodedWeight, coded_weights, entry_in_file
+from tensorstow.checkpoint.coded_weights import (
+    SCALE,
+    CodedStack,
+    CodedWeight,
+    coded_weights,
+    entry_in_file,
+)
 from tensorstow.checkpoint.weight_files import INDEX, SeenFile
 from tensorstow.io.digest_list import verify_each
 from tensorstow.io.mapped import Mapped
@@ -75,10 +81,19 @@ class PretrainedFiles:
         """The weights that are stored as codes, by the names of their codes in the files."""
         shapes = {name: entry.shape for name, entry in self.entries.items()}
         shapes |= {name: weight.shape for name, weight in self.coded.items()}
-        self._origins = {
-            name: replace(origin, coded=None if origin.make else self.coded.get(origin.sources[0]))
-            for name, origin in origins_of(model, shapes).items()
-        }
+        self._origins = {n: self._coded_as(o) for n, o in origins_of(model, shapes).items()}
+
+    def _coded_as(self, origin: "Origin") -> "Origin":
+        """Return an origin with its codes, if it is stored so."""
+        coded = [self.coded[source] for source in origin.sources if source in self.coded]
+        if not coded:
+            return origin
+        if origin.make is None:
+            return replace(origin, coded=coded[0])
+        pieces = [self.coded[piece] for piece in origin.pieces if piece in self.coded]
+        is_stack = len(pieces) == len(origin.sources) and len(pieces) % origin.shape[0] == 0
+        stack = CodedStack(origin.shape, pieces) if is_stack else None
+        return replace(origin, coded=stack, pieces=())  # the bytes of codes are no values
 
     def validate_unchanged(self) -> None:
         """Raise DamageError if a file was changed or replaced since; call it after the last read.
@@ -264,7 +279,7 @@ class Origin:
     make: Callable[[Read], torch.Tensor] | None = None
     """None: it is the one source."""
     coded: CodedWeight | None = None
-    """The one source, if it is stored as codes."""
+    """The one source, or all that are joined, if they are stored as codes."""
     pieces: tuple[str, ...] = ()
     """The sources, if their bytes one after the other are those of the tensor; else empty."""
 

@@ -53,10 +53,12 @@ class QuantizedFolder:
     """Bytes of the weights before."""
     nbytes: int
     """Bytes of the weights after."""
+    other_experts: int
+    """How many matrices of experts are not codes."""
 
 
 def quantize_folder(
-    source: Path, target: Path, model: nn.Module, encoder: Encoder
+    source: Path, target: Path, model: nn.Module, encoder: Encoder, *, experts: bool = False
 ) -> QuantizedFolder:
     """Write a copy of a model's folder in which weights of linear layers are codes.
 
@@ -65,6 +67,8 @@ def quantize_folder(
         target: The folder to make. It does not exist, or is empty.
         model: The model of its configuration, on the meta device.
         encoder: The codes.
+        experts: Whether matrices of experts become codes too, which the model stacks. Then other
+            programs may not read the folder.
 
     Returns:
         What was written.
@@ -80,7 +84,8 @@ def quantize_folder(
     config = _config_of(source)
     _validate_target(target)
     files = PretrainedFiles(source, model)
-    chosen = _chosen(source, files, model, encoder)
+    stacked = _matrices_of_experts(model, files)
+    chosen = _chosen(source, files, model, encoder, stacked if experts else frozenset())
     files.verify()
     with _new_folder(target) as folder:
         nbytes = _write_weights(files, folder, chosen, encoder)
@@ -88,7 +93,7 @@ def quantize_folder(
         _write_rest(source, folder, {**config, _QUANTIZED: _note_of(encoder, skipped)})
         files.validate_unchanged()
     source_bytes = sum(entry.nbytes for entry in files.entries.values())
-    return QuantizedFolder(target, len(chosen), source_bytes, nbytes)
+    return QuantizedFolder(target, len(chosen), source_bytes, nbytes, len(stacked - chosen))
 
 
 # --- checks ---
@@ -124,10 +129,28 @@ def _validate_target(target: Path) -> None:
         raise OptionError(message)
 
 
+def _matrices_of_experts(model: nn.Module, files: PretrainedFiles) -> frozenset[str]:
+    """Return the files' names of matrices that the model stacks, one or more for each expert."""
+    return frozenset(
+        piece
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 3
+        for piece in files.origin([name], parameter).pieces
+        if len(files.entries[piece].shape) == 2
+    )
+
+
 def _chosen(
-    source: Path, files: PretrainedFiles, model: nn.Module, encoder: Encoder
+    source: Path,
+    files: PretrainedFiles,
+    model: nn.Module,
+    encoder: Encoder,
+    stacked: frozenset[str],
 ) -> frozenset[str]:
-    """Return the files' names of the weights to quantize; check that the files are the model's."""
+    """Return the files' names of the weights to quantize; check that the files are the model's.
+
+    ``stacked``: those that are to be among them beside weights of linear layers.
+    """
     for name, parameter in model.named_parameters():
         files.origin([name], parameter)
     if files.coded:
@@ -137,7 +160,7 @@ def _chosen(
         )
         raise OptionError(message)
     kept = _head_of(model) if encoder.name == "nf4" else None
-    names = linear_weights(model, files, but=kept)
+    names = linear_weights(model, files, but=kept) | stacked
     chosen = frozenset(n for n in names if files.entries[n].dtype.is_floating_point)
     taken = {part: n for n in chosen for part in encoder.entries(n, files.entries[n]) if part != n}
     clash = next((part for part in taken if part in files.entries), None)

@@ -48,6 +48,7 @@ words:
 examples:
   tensorstow quantize /nvme/llama /nvme/llama-int8 --int8   half of bf16's bytes
   tensorstow quantize /nvme/llama /nvme/llama-nf4 --nf4     a quarter; bitsandbytes reads it too
+  tensorstow quantize /nvme/mixtral /nvme/small --nf4 --experts
 """,
     "verify": """\
 examples:
@@ -277,6 +278,11 @@ def _quantize(parser: argparse.ArgumentParser) -> None:
         ("nf4", "4 bits with double quantization, as bitsandbytes has them"),
     ):
         kind.add_argument(f"--{name}", dest="encoder", action="store_const", const=name, help=text)
+    parser.add_argument(
+        "--experts",
+        action="store_true",
+        help="also the matrices of experts that the model stacks; other programs may not read them",
+    )
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:

@@ -15,11 +15,16 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     source, target = (expand_path(path).absolute() for path in (options.source, options.target))
     encoder = ENCODERS[options.encoder]
-    written = quantize_folder(source, target, build_model(str(source)).module, encoder)
+    model = build_model(str(source)).module
+    written = quantize_folder(source, target, model, encoder, experts=options.experts)
     if options.json:
         print_json(asdict(written))
     else:
         sizes = (format_bytes(n) for n in (written.source_bytes, written.nbytes))
         line = f"{written.path}: {written.matrices:,} matrices in {encoder.name}"
-        print_line(make_console(), f"{line}, {' -> '.join(sizes)}")
+        console = make_console()
+        print_line(console, f"{line}, {' -> '.join(sizes)}")
+        if written.other_experts:
+            left = f"{written.other_experts:,} matrices of experts stayed as they are"
+            print_line(console, f"{left}: --experts includes them")
     return 0

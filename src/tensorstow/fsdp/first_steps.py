@@ -48,13 +48,13 @@ def buffers_of(units: Iterable[Unit]) -> dict[str, Sequence[PooledBuffer]]:
     Inner units come first.
     """
     by_unit: dict[str, Sequence[PooledBuffer]] = {}
+    taken: set[PooledBuffer] = set()  # buffers of inner units
     for unit in units:
         shards = [storage_of(parameter) for parameter in unit.module.parameters()]
-        all_below = [shard.unit for shard in shards if shard is not None and shard.unit]
-        # Buffers of inner units are in the dictionary already.
-        buffers = next((b for b in all_below if b not in by_unit.values()), None)
-        if buffers is not None:
+        below = dict.fromkeys(b for shard in shards if shard is not None for b in shard.unit)
+        if buffers := [buffer for buffer in below if buffer not in taken]:
             by_unit[unit.name] = buffers
+            taken.update(buffers)
     return by_unit
 
 

@@ -18,12 +18,13 @@ from torch import nn
 
 from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import format_bytes
-from tensorstow.checkpoint.coded_weights import CodedWeight, Memory, PlacedCodes
+from tensorstow.checkpoint.coded_weights import CodedStack, CodedWeight, Memory, PlacedCodes
 from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
+from tensorstow.fsdp.experts import is_of_experts
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.shard_storage import FrozenLayout
 from tensorstow.fsdp.units import Unit
-from tensorstow.io.file_runs import BufferLayout, runs_of
+from tensorstow.io.file_runs import BufferLayout, Run, cut_runs, runs_of
 from tensorstow.io.mapped import drop_pages
 from tensorstow.io.safetensors import Entry
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
@@ -40,10 +41,11 @@ _Part = tuple[Path, Entry]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The file and offset of the first byte of a whole weight."""
+    """Bytes of a file: a whole weight, or one of the tensors that it consists of."""
 
     path: Path
     offset: int
+    nbytes: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,11 +76,16 @@ class _UnitDecoder:
         if isinstance(codes, _HeldCodes):
             self.held_bytes += sum(part.nbytes for part in codes.parts)
 
-    def decode(self, memory: Memory) -> None:
-        """Compute the values of all of them."""
+    def decode(self, memory: Memory, pieces: Sequence[int] | None) -> None:
+        """Compute the values of all of them; ``pieces``: of these experts."""
         for codes, values in self._coded:
             flat = memory(values.offset, math.prod(values.shape), values.dtype)
-            codes.decode(memory, flat.view(values.shape))
+            if pieces is None or isinstance(codes, _HeldCodes):
+                codes.decode(memory, flat.view(values.shape))
+                continue
+            for expert in pieces:
+                row = flat.view(values.shape)[expert : expert + 1]
+                codes.expert(expert).decode(memory, row)
 
 
 class FrozenFiles:
@@ -89,7 +96,7 @@ class FrozenFiles:
 
         ``units``: those on disk.
         """
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Sequence[_Place]] = {}
         self._coded = coded_in(units, values)
         self._values = values
         self._files: Mapping[Path, WeightFile] = {}
@@ -102,8 +109,8 @@ class FrozenFiles:
         if not frozen:
             return
         mapped = {n: p for n, p in frozen.items() if not values.in_files(n)}
-        self._places |= _places_of_mapped(mapped)
-        files, mapped_paths = values.files, {place.path for place in self._places.values()}
+        self._places |= {name: [place] for name, place in _places_of_mapped(mapped).items()}
+        files, mapped_paths = values.files, {p.path for (p,) in self._places.values()}
         tables = set() if files is None else files.paths
         if tables or mapped_paths:
             self._files = WeightFiles(tables, mapped_paths).by_path
@@ -113,29 +120,40 @@ class FrozenFiles:
                 if name in self._coded:
                     continue
                 origin = files.origin(values.names_of(name), frozen[name])
-                path = files.path_of(origin.sources[0])
-                entry = self._files[path].entries[origin.sources[0]]
-                if origin.make is None and entry.dtype == frozen[name].dtype:
-                    self._places[name] = _Place(path, entry.offset)
+                sources = origin.pieces or (origin.sources if origin.make is None else ())
+                paths = [files.path_of(source) for source in sources]
+                entries = [self._files[p].entries[n] for p, n in zip(paths, sources, strict=True)]
+                if entries and {entry.dtype for entry in entries} == {frozen[name].dtype}:
+                    self._places[name] = [
+                        _Place(path, entry.offset, entry.nbytes)
+                        for path, entry in zip(paths, entries, strict=True)
+                    ]
         in_files = self._places.keys() | self._coded.keys()
         _log_copied({n: p for n, p in frozen.items() if n not in in_files})
 
-    def layout(self, unit: Unit, rank: int, ranks: int) -> FrozenLayout:
-        """Return the buffer for one rank's rows of the weights of a unit that are in files."""
+    def layout(
+        self, unit: Unit, rank: int, ranks: int, *, by_experts: bool = False
+    ) -> FrozenLayout:
+        """Return the buffer for one rank's rows of the weights of a unit that are in files.
+
+        ``by_experts``: a unit of experts that has all rows may be read expert by expert.
+        """
         layout = BufferLayout()
         at: dict[str, int] = {}
         coded = self._parts_of(unit, rank, ranks)
         stored, places = self._place_codes(coded, layout)
         placed = [(self._places[name], name) for name in unit.parameters if name in self._places]
-        for place, name in sorted(placed, key=lambda pair: (pair[0].path, pair[0].offset)):
+        for places_of, name in sorted(
+            placed, key=lambda pair: (pair[0][0].path, pair[0][0].offset)
+        ):
             parameter = unit.parameters[name]
             row = parameter[:1].numel() * parameter.element_size()
             start, stop = rows_of_rank(parameter.shape[0], rank, ranks)
-            offset, dtype, rest = place.offset + start * row, parameter.dtype, parameter.shape[1:]
-            padded = Entry(dtype, (rows_per_rank(parameter.shape[0], ranks), *rest), offset)
-            at[name], _ = layout.place(padded, dtype)
-            rows = Entry(dtype, (stop - start, *rest), offset)
-            stored.append((self._files[place.path], rows, at[name]))
+            rows = list(self._cut(places_of, start * row, stop * row))
+            offset = rows[0][1].offset if rows else 0
+            shape = (rows_per_rank(parameter.shape[0], ranks), *parameter.shape[1:])
+            at[name], _ = layout.place(Entry(parameter.dtype, shape, offset), parameter.dtype)
+            stored += [(file, entry, at[name] + begin) for file, entry, begin in rows]
         decoder = _UnitDecoder()
         for name, parts in coded.items():
             start, stop = rows_of_rank(unit.parameters[name].shape[0], rank, ranks)
@@ -143,7 +161,48 @@ class FrozenFiles:
             at[name] = values.offset
             codes = [(places[part], part[1]) for part in parts]
             decoder.add(PlacedCodes(self._coded[name], start, stop, codes), values)
-        return FrozenLayout(at, layout.nbytes, runs_of(stored), decoder if coded else None)
+        runs, pieces = runs_of(stored), []
+        are_stacks = all(isinstance(self._coded[name], CodedStack) for name in coded)
+        is_of_files = at.keys() == unit.parameters.keys() and are_stacks
+        if by_experts and is_of_files and is_of_experts(unit.module):
+            pieces = self._by_experts(unit, at, coded, places, runs)
+        return FrozenLayout(at, layout.nbytes, runs, decoder if coded else None, pieces)
+
+    @staticmethod
+    def _by_experts(
+        unit: Unit,
+        at: Mapping[str, int],
+        coded: Mapping[str, Sequence[_Part]],
+        places: Mapping[_Part, int],
+        runs: Sequence[Run],
+    ) -> list[list[Run]]:
+        """Return the reads of each expert of a unit that has stacks of experts alone."""
+        experts: list[list[Run]] = []
+        count = len(next(iter(unit.parameters.values())))
+        for expert in range(count):
+            spans: list[tuple[int, int]] = []
+            for name, stack in unit.parameters.items():
+                if name in coded:
+                    parts = len(coded[name]) // count
+                    own = coded[name][expert * parts : (expert + 1) * parts]
+                    spans += [(places[part], part[1].nbytes) for part in own]
+                else:
+                    nbytes = stack.nbytes // count
+                    spans.append((at[name] + expert * nbytes, nbytes))
+            experts.append([r for at_, n in spans for r in cut_runs(runs, at_, at_ + n)])
+        return experts
+
+    def _cut(
+        self, places: Sequence[_Place], begin: int, end: int
+    ) -> Iterator[tuple[WeightFile, Entry, int]]:
+        """Yield the bytes of a weight from ``begin`` to ``end``: file, place in it, and in them."""
+        at = 0
+        for place in places:
+            start, stop = max(begin, at), min(end, at + place.nbytes)
+            if start < stop:
+                bytes_ = Entry(torch.uint8, (stop - start,), place.offset + start - at)
+                yield self._files[place.path], bytes_, start - begin
+            at += place.nbytes
 
     def _parts_of(self, unit: Unit, rank: int, ranks: int) -> dict[str, list[_Part]]:
         """Return what is read of files for one rank's rows of a unit's coded weights, by name."""
@@ -276,7 +335,7 @@ def _places_of_mapped(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Plac
         if index < 0 or address + parameter.nbytes > mappings[index].stop:
             continue
         mapping = mappings[index]
-        place = _Place(mapping.path, mapping.offset + address - mapping.start)
+        place = _Place(mapping.path, mapping.offset + address - mapping.start, parameter.nbytes)
         if not mapping.path.is_file() or not os.access(mapping.path, os.R_OK):
             continue  # the file was removed, or belongs to another namespace
         if _is_as_in_file(parameter, place):

@@ -34,6 +34,7 @@ from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, meant, reaches_device
 from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.fsdp.experts import take_experts
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, coded_in, codes_in_memory, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
@@ -120,6 +121,11 @@ class StowRequest:
         """Whether weights need no casts, updates in backward or sums of micro-batches by FSDP2."""
         within_step = not self.plan.timing.begins_early and self.plan.micro_batches == 1
         return self.compute_dtype is None and within_step
+
+    def leaves_uncast(self, unit: Unit) -> bool:
+        """Return whether a unit is computed with in the dtypes that its parameters have."""
+        dtypes = {parameter.dtype for parameter in unit.parameters.values()}
+        return self.compute_dtype is None or dtypes <= {self.compute_dtype}
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -315,7 +321,10 @@ def _place_shared(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
 
 def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     """Give a model to FSDP2, make its optimizer, and put every hook in place."""
-    model, plan, sharding = request.model, request.plan, _sharding(request, mesh)
+    sharding = _sharding(request, mesh)
+    if sharding.is_in_place:
+        request = _with_experts_apart(request)
+    model, plan = request.model, request.plan
     sizes = [UnitSizes.of(unit, sharding.ranks) for unit in request.units]
     values = request.first_values(host_group())
     scalars = _take_scalars(request, values)
@@ -352,6 +361,23 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     if plan.reduces_with_last and isinstance(model, FSDPModule):
         MicroBatches(reduce_with_last(model), plan.accumulation_steps).register(model, optimizer)
     return optimizer
+
+
+def _with_experts_apart(request: StowRequest) -> StowRequest:
+    """Let frozen experts on disk be units of their own, inside of their blocks.
+
+    Then those alone are read that tokens are routed to ([Note: Routed experts] in experts).
+    """
+    units, tiers = list[Unit](), dict(request.plan.parameter_units)
+    for unit in request.units:
+        if request.plan.tier_of(unit.name) == Tier.DISK and request.leaves_uncast(unit):
+            frozen = {n for n, p in unit.parameters.items() if not p.requires_grad}
+            taken = take_experts(unit, frozen)
+            units += taken
+            tiers |= {part.name: Tier.DISK for part in taken}
+        if unit.parameters or unit.name == ROOT:
+            units.append(unit)
+    return replace(request, units=units, plan=request.plan.but(parameter_units=tiers))
 
 
 def _sharding(request: StowRequest, mesh: DeviceMesh) -> Sharding:
@@ -438,7 +464,8 @@ def _make_disk_pool(
     frozen = {unit.name: FrozenLayout({}) for unit in on_disk}
     if any(not p.requires_grad for unit in on_disk for p in unit.parameters.values()):
         files = FrozenFiles(on_disk, values)
-        frozen = {unit.name: files.layout(unit, rank, ranks) for unit in on_disk}
+        apart = {u.name for u in on_disk if sharding.is_in_place and request.leaves_uncast(u)}
+        frozen = {u.name: files.layout(u, rank, ranks, by_experts=u.name in apart) for u in on_disk}
     coded = [unit for unit in on_host if coded_in([unit], values)]
     frozen |= {unit.name: codes_in_memory(unit, values, rank, ranks) for unit in coded}
     if not frozen:

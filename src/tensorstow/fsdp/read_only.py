@@ -19,12 +19,13 @@ from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.experts import routed_experts
 from tensorstow.fsdp.frozen_files import watch_mapped_files
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
 from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
 from tensorstow.fsdp.read_sources import ReadOptions, Sources
-from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of, routed_experts
+from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
 from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.units import READ_ONLY
 from tensorstow.fsdp.validation import WITH_PLAN, refuse_given

@@ -15,7 +15,7 @@ from torch import nn
 from tensorstow.base.budget import Budget
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import round_up
-from tensorstow.checkpoint.coded_weights import CodedWeight, PlacedCodes
+from tensorstow.checkpoint.coded_weights import CodedStack, CodedWeight, PlacedCodes
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_files import WeightFile, WeightFiles
 from tensorstow.fsdp.initialization import Init, InitialValues
@@ -88,8 +88,9 @@ class Sources:
             return None
         read = {n: p for n, p in unit.parameters.items() if self.values.in_files(n)}
         origins = {n: files.origin(self.values.names_of(n), p) for n, p in read.items()}
-        if any(origin.make is not None and not origin.pieces for origin in origins.values()):
-            return None
+        for origin in origins.values():
+            if origin.make is not None and not origin.pieces and origin.coded is None:
+                return None
         codes = {
             name: (origin.coded, files.parts(origin.coded, 0, read[name].shape[0]))
             for name, origin in origins.items()
@@ -147,7 +148,8 @@ class Sources:
             replace(self._tensor(name, parameter, *placed[name]), codes=decoded.get(name))
             for name, parameter in read.items()
         ]
-        nbytes, experts = round_up(layout.nbytes, PAGE), 0 if codes else unit.experts
+        are_stacks = all(isinstance(weight, CodedStack) for weight, _ in codes.values())
+        nbytes, experts = round_up(layout.nbytes, PAGE), unit.experts if are_stacks else 0
         return StreamedUnit(unit.name, tensors, nbytes, runs_of(stored), experts=experts)
 
     def _pieces(self, files: PretrainedFiles, names: Iterable[str]) -> list[_Piece]:

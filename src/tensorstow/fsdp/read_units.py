@@ -10,19 +10,15 @@ unit of its own inside of its block. Its call is told which experts tokens are r
 alone are read.
 """
 
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.experts import is_of_experts, take_experts
 from tensorstow.fsdp.units import ROOT, Unit, units_of
-
-ROUTED = "top_k_index"
-"""The argument of transformers' experts: the numbers of the experts of each token."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -69,38 +65,15 @@ def parents_of(units: Sequence[ReadUnit]) -> dict[str, list[str]]:
     return inside
 
 
-def is_of_experts(module: nn.Module) -> bool:
-    """Return whether a module has the weights of several experts, and is told which are used."""
-    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-    return (
-        len({len(p) for p in own}) == 1
-        and len(own) == len(list(module.parameters()))
-        and ROUTED in inspect.signature(module.forward).parameters
-    )
-
-
-def routed_experts(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> frozenset[int]:
-    """Return the experts that a call of such a module uses."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    indices: Any = bound.arguments[ROUTED]
-    count = len(next(module.parameters()))
-    return frozenset(i for i in indices.unique().tolist() if i < count)  # else: of another rank
-
-
 def _without_experts(unit: Unit) -> list[ReadUnit]:
     """Return a block without its experts, and each module of experts."""
-    rest, experts = dict(unit.parameters), list[ReadUnit]()
-    for name, module in unit.module.named_modules():
-        mine = {id(p) for p in module.parameters()}
-        taken = {n: p for n, p in rest.items() if id(p) in mine}
-        if name and is_of_experts(module) and len(taken) == len(mine):
-            whole_name = f"{unit.name}.{name}"
-            experts.append(ReadUnit(whole_name, module, taken, [module], unit.name))
-            rest = {n: p for n, p in rest.items() if n not in taken}
-    block = [ReadUnit(unit.name, unit.module, rest, [unit.module])] if rest else []
-    return [*block, *experts]
+    rest = replace(unit, parameters=dict(unit.parameters))
+    experts = [
+        ReadUnit(taken.name, taken.module, taken.parameters, [taken.module], unit.name)
+        for taken in take_experts(rest)
+    ]
+    block = ReadUnit(unit.name, unit.module, rest.parameters, [unit.module])
+    return [block, *experts] if rest.parameters else experts
 
 
 def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:

@@ -32,6 +32,8 @@ class FrozenLayout:
     runs: Sequence[Run] = ()
     decoder: Decoder | None = None
     """Computes the values of weights that the files have as codes; None: they have none."""
+    pieces: Sequence[Sequence[Run]] = ()
+    """The reads of each expert, if all weights are stacks of experts; else none."""
 
 
 class ShardStorage:
@@ -135,9 +137,12 @@ class DiskShard(ShardStorage):
         self._prefetcher = prefetcher
 
     def pin(self) -> torch.Tensor:
-        """Return the newest padded weight, which stays in memory until ``unpin``."""
+        """Return the newest padded weight, which stays in memory until ``unpin``.
+
+        Of experts that are read one by one it has those alone that were read.
+        """
         self.before_read()
-        self.pager.pin()
+        self.pager.pin(whole=False)
         try:
             self._prefetcher.record_use(*self.unit)
         except BaseException:  # an interrupt: a pin that was not returned would never be released

@@ -25,6 +25,7 @@ from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.frozen_weights import is_same_bytes
 from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader
+from tensorstow.fsdp.experts import RoutedReads
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import (
     DiskShard,
@@ -300,6 +301,9 @@ def shard_unit(
     _fully_shard(unit, sharding)
     for storage in storages.values():
         storage.is_sharded = True
+    for buffer in dict.fromkeys(storage.pager for storage in storages.values()):
+        if buffer is not None and buffer.pieces:
+            RoutedReads(unit.module, buffer)
     if sharding.h2d_prefetcher is not None:
         sharding.h2d_prefetcher.add_unit(
             list(storages.values()),
@@ -384,7 +388,7 @@ def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[st
     written = pool.buffers.add(at) if at else None
     read = None
     if frozen.at:
-        read = pool.buffers.add(frozen.nbytes, frozen.runs, frozen.decoder)
+        read = pool.buffers.add(frozen.nbytes, frozen.runs, frozen.decoder, frozen.pieces)
     both = [buffer for buffer in (written, read) if buffer is not None]
     storages: dict[str, ShardStorage] = {}
     for name, parameter in unit.parameters.items():

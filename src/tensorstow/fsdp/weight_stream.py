@@ -65,7 +65,11 @@ class FileTensor:
 
         ``experts``: of these alone; None: all values.
         """
-        if self.codes is not None:
+        if self.codes is not None and experts is not None:
+            for expert in experts:
+                row = self.expert(self.values(memory), expert).view(1, *self.absent.shape[1:])
+                self.codes.expert(expert).decode(memory.tensor, row)
+        elif self.codes is not None:
             self.codes.decode(memory.tensor, self.values(memory).view(self.absent.shape))
         elif self.cast_at is not None:
             stored = memory.tensor(self.at, self.absent.numel(), self.entry.dtype)
@@ -96,10 +100,13 @@ class FileTensor:
         """Return those of ``values`` that one expert has."""
         return values.view(len(self.absent), -1)[expert]
 
-    def bytes_of_expert(self, expert: int) -> tuple[int, int]:
+    def bytes_of_expert(self, expert: int) -> list[tuple[int, int]]:
         """Return where an expert's stored bytes begin and end in the buffer."""
+        if self.codes is not None:
+            places = self.codes.expert(expert).places
+            return [(at, at + entry.nbytes) for at, entry in places]
         nbytes = self.absent.numel() // len(self.absent) * self.entry.dtype.itemsize
-        return self.at + expert * nbytes, self.at + (expert + 1) * nbytes
+        return [(self.at + expert * nbytes, self.at + (expert + 1) * nbytes)]
 
     def _put(self, parameter: nn.Parameter) -> nn.Parameter:
         for module, name in self.places:
@@ -146,7 +153,9 @@ class StreamedUnit(MovingBytes):
         if not self.experts:
             return self.runs
         places = [t.bytes_of_expert(expert) for expert in sorted(experts) for t in self.tensors]
-        return [run for begin, end in places for run in cut_runs(self.runs, begin, end)]
+        return [
+            r for place in places for begin, end in place for r in cut_runs(self.runs, begin, end)
+        ]
 
     def is_cast(self) -> bool:
         """Return whether a tensor of it is stored in another dtype."""

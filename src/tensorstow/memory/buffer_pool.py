@@ -18,6 +18,10 @@ room. None of them loses its memory to one that is needed later: it would be rea
 It takes no room in the pool's own file, and is read from the user's. Dirty bytes never go to the
 user's files: the whole buffer then gets room in the pool's file, and is like any other.
 
+[Note: Pieces] A buffer of bytes in files may have pieces, which are read one by one: a pin that is
+not ``whole`` reads those that are ``upcoming``, and ``read`` others that are used. If pieces are
+upcoming, the buffer is read ahead.
+
 [Note: Decoders] Files may have weights as codes. A decoder computes the values, in the same buffer,
 when a read is settled. Codes that stay in host memory need no read.
 """
@@ -63,8 +67,15 @@ class Decoder(Protocol):
     held_bytes: int
     """Bytes of codes that stay in host memory."""
 
-    def decode(self, memory: Callable[[int, int, torch.dtype], torch.Tensor]) -> None:
-        """Compute them in a buffer: ``memory`` has elements by their place, number and dtype."""
+    def decode(
+        self,
+        memory: Callable[[int, int, torch.dtype], torch.Tensor],
+        pieces: Sequence[int] | None,
+    ) -> None:
+        """Compute them in a buffer: ``memory`` has elements by their place, number and dtype.
+
+        ``pieces``: of these alone; None: all.
+        """
 
 
 class PooledBuffer(MovingBytes):
@@ -77,6 +88,7 @@ class PooledBuffer(MovingBytes):
         stripes: Sequence[FileStripe] = (),
         runs: Sequence[Run] = (),
         decoder: Decoder | None = None,
+        pieces: Sequence[Sequence[Run]] = (),
     ) -> None:
         """Take ``stripes`` of the pool's files; hold none of its memory yet.
 
@@ -90,6 +102,14 @@ class PooledBuffer(MovingBytes):
         """Bytes of files that are only read; none: they are in the pool's files."""
         self.decoder = decoder
         """Computes values of what was read; None: they are read as they are."""
+        self.pieces = tuple(pieces)
+        """The reads of each piece ([Note: Pieces]); none: it is read as one."""
+        self.present: set[int] = set()
+        """The pieces that are in memory, or are being read."""
+        self.upcoming: frozenset[int] = frozenset()
+        """The pieces that its next use is known to need."""
+        self.fresh: Sequence[int] = ()
+        """The pieces that were read last."""
         self.pool = pool
         self._arena = Arena(nbytes, in_children=False, on_demand=True)
         self.bytes = self._arena.tensor(0, nbytes, torch.uint8)
@@ -99,6 +119,8 @@ class PooledBuffer(MovingBytes):
         """When the transfer under way began, by ``time.monotonic()``; while there is a log."""
         self.seen_over: float | None = None
         """When it was seen to be over."""
+        self.moving = 0
+        """The bytes of the last transfer."""
         self.checksum: int | None = None
         """The checksum of the bytes on disk; None: never written, or written by others."""
 
@@ -127,7 +149,7 @@ class PooledBuffer(MovingBytes):
     def decode(self) -> None:
         """Compute the values of codes that were read; no-op if there are none."""
         if self.decoder is not None:
-            self.decoder.decode(self._arena.tensor)
+            self.decoder.decode(self._arena.tensor, self.fresh if self.pieces else None)
 
     def expect(self, following: "Sequence[PooledBuffer]") -> None:
         """Read what is used after this buffer, in its order, as soon as there is room."""
@@ -139,12 +161,17 @@ class PooledBuffer(MovingBytes):
             return self.is_over()
         return self.is_in_memory
 
-    def pin(self, *, for_write: bool = False) -> None:
+    def pin(self, *, for_write: bool = False, whole: bool = True) -> None:
         """Return when the bytes are in memory; they stay until ``unpin``.
 
-        Raises TransferError or DamageError if they cannot be read as they were written.
+        Without ``whole`` a buffer with pieces has those alone that were read. Raises TransferError
+        or DamageError if they cannot be read as they were written.
         """
-        self.pool.pin(self, for_write=for_write)
+        self.pool.pin(self, for_write=for_write, whole=whole)
+
+    def read(self, pieces: Iterable[int]) -> None:
+        """Return when these pieces of a pinned buffer are in memory; no-op if it has none."""
+        self.pool.read(self, pieces)
 
     def can_pin(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` more can be pinned, keeping room for the largest buffer."""
@@ -219,17 +246,21 @@ class BufferPool:
             self._wait(busy)
 
     def add(
-        self, nbytes: int, runs: Sequence[Run] = (), decoder: Decoder | None = None
+        self,
+        nbytes: int,
+        runs: Sequence[Run] = (),
+        decoder: Decoder | None = None,
+        pieces: Sequence[Sequence[Run]] = (),
     ) -> PooledBuffer:
         """Return a buffer of ``nbytes`` rounded up: of zeros, or of what ``runs`` have.
 
         ``runs``: bytes of files that are only read ([Note: Files that are only read]);
-        ``decoder``: as in [Note: Decoders].
+        ``decoder``: as in [Note: Decoders]; ``pieces``: those of ``runs``, as in [Note: Pieces].
         """
         padded = round_up(nbytes, ALIGN)
         is_own = not runs and decoder is None
         stripes = self._files.allocate(padded) if is_own else []
-        buffer = PooledBuffer(self, padded, stripes, runs, decoder)
+        buffer = PooledBuffer(self, padded, stripes, runs, decoder, pieces)
         self.total_bytes += buffer.nbytes
         self._buffers.append(buffer)
         return buffer
@@ -240,7 +271,7 @@ class BufferPool:
             self._expected, self._unread = list(buffers), list(buffers)
             self._read_expected()
 
-    def pin(self, buffer: PooledBuffer, *, for_write: bool) -> None:
+    def pin(self, buffer: PooledBuffer, *, for_write: bool, whole: bool = True) -> None:
         """Return when the bytes of ``buffer`` are in memory and will stay.
 
         Raises BudgetError, and changes nothing, if the limit of memory has no room for them.
@@ -258,6 +289,27 @@ class BufferPool:
             self._wait(buffer)
             with self._poisoning():
                 self._settle(buffer)
+        if whole:
+            self.read(buffer, range(len(buffer.pieces)))
+
+    def read(self, buffer: PooledBuffer, pieces: Iterable[int]) -> None:
+        """Return when these pieces of a pinned buffer are in memory; no-op if it has none.
+
+        Raises TransferError or DamageError if they cannot be read as they were written.
+        """
+        wanted = set(pieces) if buffer.pieces else set()
+        if wanted and not buffer.pins:
+            message = "Pieces were to be read to a buffer that is not pinned."
+            raise AssertionError(message)
+        while wanted:
+            if buffer.state is ByteState.READING:
+                self._wait(buffer)
+            with self._poisoning():
+                if buffer.is_over():  # else another thread has begun a read meanwhile
+                    self._settle(buffer)
+                    if wanted <= buffer.present:
+                        return
+                    self._begin_read(buffer, sorted(wanted - buffer.present))
 
     def _begin_pin(self, buffer: PooledBuffer) -> PooledBuffer | None:
         """Pin a buffer and begin its read; if others must leave first, return one that is busy."""
@@ -291,6 +343,8 @@ class BufferPool:
             if self._health.failure is not None:
                 buffer.pins -= 1
                 return
+        if dirty:
+            self.read(buffer, range(len(buffer.pieces)))  # all bytes are written
         if dirty and buffer.transfers:
             self._wait(buffer)
         with self._poisoning():
@@ -304,6 +358,7 @@ class BufferPool:
                 buffer.checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
                 buffer.begun, buffer.seen_over = time.monotonic(), None
                 writes = self._files.write(buffer.stripes, buffer.bytes)
+                buffer.moving = buffer.nbytes
                 buffer.begin(ByteState.WRITING, *writes)
                 self.bytes_written += buffer.nbytes
             self._read_expected()
@@ -331,7 +386,8 @@ class BufferPool:
         while self._unread:
             buffer = self._unread[0]
             nearer = self._expected[: self._expected.index(buffer)]
-            if not buffer.is_in_memory:
+            is_known = bool(buffer.upcoming) or not buffer.pieces
+            if not buffer.is_in_memory and is_known:
                 self._make_room(buffer.nbytes, keep=nearer)
                 if not self.memory.fits(buffer.nbytes):
                     return
@@ -347,15 +403,25 @@ class BufferPool:
         if not buffer.is_stored:
             buffer.move(ByteState.PRESENT)
             return
+        self._begin_read(buffer, sorted(buffer.upcoming))
+
+    def _begin_read(self, buffer: PooledBuffer, pieces: Sequence[int]) -> None:
+        """Begin reading a buffer as a whole; of one with pieces, these."""
+        runs = [run for piece in pieces for run in buffer.pieces[piece]]
+        if not buffer.pieces:
+            runs = list(buffer.runs)
         buffer.begun, buffer.seen_over = time.monotonic(), None
         reads = [
-            run.file.read(run.offset, buffer.bytes[run.at : run.at + run.nbytes])
-            for run in buffer.runs
+            run.file.read(run.offset, buffer.bytes[run.at : run.at + run.nbytes]) for run in runs
         ]
-        self.bytes_read += sum(run.nbytes for run in buffer.runs)
+        nbytes = sum(run.nbytes for run in runs)
+        self.bytes_read += nbytes
+        buffer.moving = nbytes if buffer.pieces else buffer.nbytes
         if not buffer.is_in_files:
             reads = self._files.read(buffer.stripes, buffer.bytes)
             self.bytes_read += buffer.nbytes
+        buffer.fresh = pieces
+        buffer.present.update(pieces)
         buffer.begin(ByteState.READING, *reads)
 
     def _settle(self, buffer: PooledBuffer) -> None:
@@ -371,7 +437,7 @@ class BufferPool:
         )
         if self._log is not None:
             lane = f"{name} ({self._where})"
-            self._log.add(LoggedTransfer(lane, name, buffer.begun, end, buffer.nbytes))
+            self._log.add(LoggedTransfer(lane, name, buffer.begun, end, buffer.moving))
 
     def _leave_files(self, buffer: PooledBuffer) -> None:
         """Give a buffer that was read from files room in the pool's file, for bytes that differ."""
@@ -380,7 +446,7 @@ class BufferPool:
             "%s of weights that were frozen were written to: they are copied from %s to %s",
             *(format_bytes(buffer.nbytes), _source_of(buffer), self._where),
         )
-        buffer.runs, buffer.decoder = (), None
+        buffer.runs, buffer.decoder, buffer.pieces = (), None, ()
 
     def _wait(self, buffer: PooledBuffer) -> None:
         """Wait for the transfers of a buffer; called without the lock, so that others go on."""
@@ -423,6 +489,7 @@ class BufferPool:
     def _drop(self, buffer: PooledBuffer) -> None:
         del self._recent[buffer]
         buffer.leave()
+        buffer.present.clear()
         self.memory.give(buffer.nbytes)
 
     @contextmanager

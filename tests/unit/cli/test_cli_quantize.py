@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tensorstow.cli.main import main
+from unit.fsdp.test_experts import made
 
 pytest.importorskip("transformers")
 
@@ -30,6 +31,21 @@ def test_it_says_what_it_has_written(folder: Path, capsys: pytest.CaptureFixture
     assert said["nbytes"] < said["source_bytes"]
     assert main(["quantize", str(folder), str(folder.with_name("two")), "--int8"]) == 0
     assert "8 matrices in int8, " in capsys.readouterr().out
+
+
+def test_experts_are_quantized_on_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "base"
+    made("mixtral", torch.bfloat16).save_pretrained(source)
+    assert main(["quantize", str(source), str(tmp_path / "linear"), "--int8"]) == 0
+    said = capsys.readouterr().out
+    assert "13 matrices in int8, " in said
+    assert "72 matrices of experts stayed as they are: --experts includes them" in said
+    assert main(["quantize", str(source), str(tmp_path / "all"), "--int8", "--experts"]) == 0
+    said = capsys.readouterr().out
+    assert "85 matrices in int8, " in said
+    assert "stayed" not in said
 
 
 def test_errors_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,7 +78,7 @@ def test_the_command_line_is_frozen() -> None:
             "--world-size",
             "-h",
         ],
-        "quantize": ["--help", "--int8", "--json", "--nf4", "-h"],
+        "quantize": ["--experts", "--help", "--int8", "--json", "--nf4", "-h"],
         "verify": ["--device", "--help", "--json", "--model", "-h"],
         "run": ["--help", "-h"],
         **OF_A_RUN,

@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tensorstow
 from tensorstow import Plan
+from tensorstow.base.errors import OptionError
+from tensorstow.checkpoint.pretrained import PretrainedFiles
+from tensorstow.checkpoint.quantized_folder import quantize_folder
+from tensorstow.checkpoint.weight_encoders import ENCODERS
 from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
-from tensorstow.fsdp.read_units import is_of_experts, routed_experts
 from tensorstow.fsdp.weight_stream import StreamedUnit
 from tensorstow.io.file_runs import Run
 from tensorstow.io.files import IoFuture
@@ -171,6 +176,73 @@ def test_values_of_another_dtype_are_cast_expert_by_expert(tmp_path: Path) -> No
         tokens = torch.tensor([[number]])
         with torch.no_grad():
             assert torch.equal(model(tokens).logits, wide(tokens).logits)
+
+
+def coded(folder: Path, family: str, kind: str) -> tuple[Path, Any]:
+    """Write a folder in which experts are codes; return it, and a model of its values."""
+    made(family, torch.bfloat16).save_pretrained(folder / "base", max_shard_size="100KB")
+    with torch.device("meta"):
+        model = made(family, torch.bfloat16)
+    target = folder / kind
+    quantize_folder(folder / "base", target, model, ENCODERS[kind], experts=True)
+    files = PretrainedFiles(target, model)
+    whole = made(family, torch.bfloat16)
+    for name, parameter in whole.named_parameters():
+        rows = len(parameter) if parameter.ndim else 0
+        parameter.data.copy_(files.reader([name], parameter)(0, rows))
+    return target, whole
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_of_routed_experts_alone_are_read(
+    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, whole = coded(tmp_path, family, kind)
+    original = made(family, torch.bfloat16)
+    (name, stack), *_ = ((n, p) for n, p in whole.named_parameters() if p.ndim == 3)
+    assert not torch.equal(stack, original.state_dict()[name])
+    assert (stack - original.state_dict()[name]).abs().max() < stack.abs().max() / 4
+    model = on_disk(folder, family, torch.bfloat16)
+    routed, reads = Routed(whole), Reads(monkeypatch)
+    for number in range(1, 4):
+        tokens = torch.tensor([[number]])
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    # Two bytes of an element are one, or half of one; scales of so small matrices take as much.
+    share = {"int8": (0.5, 0.75), "nf4": (0.25, 0.4)}[kind]
+    assert share[0] * routed.bytes <= reads.of_experts <= share[1] * routed.bytes
+
+
+@pytest.mark.parametrize("tier", ["disk", "host", "device"])
+def test_experts_as_codes_have_the_decoded_values_on_each_tier(tmp_path: Path, tier: str) -> None:
+    folder, whole = coded(tmp_path, "mixtral", "nf4")
+    with torch.device("meta"):
+        model = made("mixtral", torch.bfloat16)
+    model, _ = tensorstow.stow(model, None, plan=Plan(parameters=tier), weights=folder)
+    tokens = torch.randint(1, 64, (2, 5))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+
+
+def test_experts_of_which_some_are_codes_are_read_as_wholes(tmp_path: Path) -> None:
+    folder, whole = coded(tmp_path, "mixtral", "int8")
+    (path, *_) = sorted(folder.glob("*.safetensors"))
+    stored, values = load_file(path), PretrainedFiles(folder)
+    name = next(n for n in stored if "experts.0.w1" in n and not n.endswith("_scale"))
+    stored[name] = values._values(name).bfloat16()
+    del stored[f"{name}_scale"]
+    for digests in folder.glob("*.digests"):
+        digests.unlink()
+    save_file(stored, path, {"format": "pt"})
+    with torch.device("meta"):
+        model = made("mixtral", torch.bfloat16)
+    model, _ = tensorstow.stow(model, None, plan=Plan(parameters="device"), weights=folder)
+    tokens = torch.randint(1, 64, (2, 5))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    with pytest.raises(OptionError):
+        on_disk(folder, "mixtral", torch.bfloat16)
 
 
 def test_a_plan_names_experts_or_the_block_that_they_are_in(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""Modules that have the weights of all experts of a layer, and are told which of them are used.
+
+[Note: Routed experts] Of such a module in files on disk only the experts are read that tokens are
+routed to. Which they are is known when the module is called, so they are not read ahead of that. In
+training a backward has the gradients of the outputs of one call: it needs the experts of that call
+again, which are read ahead of it if it is the last one. The rest of the buffer has no values.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorstow.fsdp.module_hooks import tensors_of
+from tensorstow.fsdp.units import Unit
+from tensorstow.memory.buffer_pool import PooledBuffer
+
+ROUTED = "top_k_index"
+"""The argument of transformers' experts: the numbers of the experts of each token."""
+
+
+def is_of_experts(module: nn.Module) -> bool:
+    """Return whether a module has the weights of several experts, and is told which are used."""
+    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+    return (
+        len({len(p) for p in own}) == 1
+        and len(own) == len(list(module.parameters()))
+        and ROUTED in inspect.signature(module.forward).parameters
+    )
+
+
+def routed_experts(
+    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> frozenset[int]:
+    """Return the experts that a call of such a module uses."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    indices: Any = bound.arguments[ROUTED]
+    count = len(next(module.parameters()))
+    return frozenset(i for i in indices.unique().tolist() if i < count)  # else: of another rank
+
+
+def take_experts(unit: Unit, names: Collection[str] | None = None) -> list[Unit]:
+    """Take the modules of experts out of a unit, and return them as units of their own.
+
+    ``names``: the parameters that may be taken; None: all of the unit.
+    """
+    taken: list[Unit] = []
+    for name, module in unit.module.named_modules():
+        mine = {id(p) for p in module.parameters()}
+        parameters = {n: p for n, p in unit.parameters.items() if id(p) in mine}
+        may_take = names is None or parameters.keys() <= set(names)
+        if name and may_take and len(parameters) == len(mine) and is_of_experts(module):
+            whole_name = f"{unit.name}.{name}" if unit.name else name
+            taken.append(Unit(whole_name, module, parameters))
+            for parameter in parameters:
+                del unit.parameters[parameter]
+    return taken
+
+
+class RoutedReads:
+    """Hooks of one module of frozen experts: each call, and its backward, reads what it uses."""
+
+    def __init__(self, module: nn.Module, buffer: PooledBuffer) -> None:
+        """Read into ``buffer``, which FSDP2 has pinned before: its hooks come first."""
+        self._buffer = buffer
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, with_kwargs=True)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # a graph has no reads
+    def _before(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Read the experts of a call."""
+        self._read(routed_experts(module, args, kwargs))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def _after(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        output: object,
+    ) -> None:
+        """Have the backward of the call read them too; a recomputed one is part of a backward."""
+        is_recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        tensors = tensors_of(output) if torch.is_grad_enabled() and not is_recomputed else []
+        if tensors:
+            experts = self._buffer.upcoming = routed_experts(module, args, kwargs)
+            for tensor in tensors:
+                hook: Any = tensor.register_hook
+                hook(lambda _: self._read(experts))
+
+    def _read(self, experts: frozenset[int]) -> None:
+        self._buffer.read(experts)
+        self._buffer.upcoming = frozenset()

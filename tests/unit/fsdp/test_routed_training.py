@@ -1,0 +1,322 @@
+"""Adapters beside frozen experts on disk: a step reads the experts that tokens are routed to."""
+
+import errno
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tensorstow
+from tensorstow import Plan
+from tensorstow.base.errors import PoisonedError
+from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.fsdp import placements
+from tensorstow.fsdp.experts import is_of_experts, routed_experts
+from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.io.files import IoFuture
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
+from tensorstow.tensors.dtensor import to_local
+from unit.fsdp.test_experts import FAMILIES, coded, made
+
+# peft's, of transformers
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+ADAMW = partial(tensorstow.AdamW, lr=1e-2)
+
+
+def adapted(family: str, dtype: torch.dtype) -> Any:  # noqa: ANN401  # peft's
+    from peft import LoraConfig, get_peft_model  # noqa: PLC0415  # takes seconds
+
+    model = made(family, dtype)
+    model.config.use_cache = False
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=r".*self_attn\.(q|v|q_b|kv_b)_proj")
+    return get_peft_model(model, config).train()
+
+
+class Reads:
+    """The experts that are read of each buffer of experts, and those that calls use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        self.pieces: list[int] = []
+        begin = BufferPool._begin_read
+
+        def noted(pool: BufferPool, buffer: PooledBuffer, pieces: Sequence[int]) -> None:
+            self.nbytes += sum(run.nbytes for piece in pieces for run in buffer.pieces[piece])
+            self.pieces += pieces
+            begin(pool, buffer, pieces)
+
+        monkeypatch.setattr(BufferPool, "_begin_read", noted)
+
+
+def used(model: torch.nn.Module) -> dict[str, list[tuple[frozenset[int], int]]]:
+    """Note the experts of each call, and the bytes of one, by the module's name."""
+    calls: dict[str, list[tuple[frozenset[int], int]]] = defaultdict(list)
+
+    def note(name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        nbytes = sum(p[0].numel() * p.element_size() for p in module.parameters())
+        calls[name].append((routed_experts(module, args, {}), nbytes))
+
+    for name, module in model.named_modules():
+        if is_of_experts(module):
+            module.register_forward_pre_hook(partial(note, name))
+    return calls
+
+
+def train(model: Any, optimizer: Any, steps: int, micro: int = 1) -> list[float]:  # noqa: ANN401
+    generator, losses = torch.Generator().manual_seed(2), []
+    for _ in range(steps):
+        for _ in range(micro):
+            tokens = torch.randint(1, 64, (1, 2), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def adapters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {name: torch.as_tensor(value) for name, value in state.items() if "lora_" in name}
+
+
+def bytes_of(calls: dict[str, list[tuple[frozenset[int], int]]]) -> int:
+    return sum(len(experts) * nbytes for c in calls.values() for experts, nbytes in c)
+
+
+def pool_of(model: torch.nn.Module) -> BufferPool:
+    storages = map(storage_of, model.parameters())
+    return next(s.pager.pool for s in storages if s is not None and s.pager is not None)
+
+
+def empty(model: torch.nn.Module) -> None:
+    """Let everything that is in memory leave it."""
+    pool = pool_of(model)
+    capacity = pool.memory.capacity
+    pool.resize(0, least=0)
+    pool.memory.capacity = capacity
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_step_reads_routed_experts_alone(
+    tmp_path: Path,
+    family: str,
+    dtype: torch.dtype,
+    activations: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made(family, dtype).save_pretrained(tmp_path, max_shard_size="100KB")
+    alone = adapted(family, dtype)
+    losses = train(alone, ADAMW(alone.named_parameters()), 3)
+    model = adapted(family, dtype)
+    plan = Plan(parameters="disk", states="host", activations=activations, prefetch=1)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=tmp_path)
+    held = parameter_bytes(model)
+    assert held.disk_bytes - held.file_bytes == sum(v.nbytes for v in adapters(alone).values())
+    assert train(model, optimizer, 3) == losses
+    wanted = adapters(alone)
+    for name, value in adapters(model).items():
+        assert torch.equal(value, wanted[name]), name
+    # Whatever is in memory leaves before each half of a step: both read what is used.
+    reads, calls = Reads(monkeypatch), used(alone)
+    tokens = torch.tensor([[3, 5]])
+    empty(model)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(loss, alone(input_ids=tokens, labels=tokens).loss)
+    routed = bytes_of(calls)
+    assert 0 < reads.nbytes == routed
+    empty(model)
+    loss.backward()
+    assert reads.nbytes == 2 * routed
+    optimizer.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Save a Mixtral."""
+    made("mixtral").save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    return tmp_path / "base"
+
+
+def stowed(folder: Path, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    plan = Plan(parameters="disk", states="host", prefetch=1, **options)
+    make = partial(ADAMW, durability="none")
+    model = adapted("mixtral", torch.float32)
+    return tensorstow.stow(model, make, plan=plan, weights=folder, dir=folder.parent)
+
+
+def test_backwards_of_other_calls_have_their_own_experts(folder: Path) -> None:
+    """Two forwards, then their backwards in the order of the forwards."""
+    alone = adapted("mixtral", torch.float32)
+    model, optimizer = stowed(folder)
+    batches = torch.tensor([[3, 5]]), torch.tensor([[7, 11]])
+    for each in (alone, model):
+        losses = [each(input_ids=tokens, labels=tokens).loss for tokens in batches]
+        for loss in losses:
+            empty(model)
+            loss.backward()
+    gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    assert len(gradients) == 12
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(to_local(parameter.grad), gradients[name]), name
+    optimizer.close()
+
+
+def test_a_backward_reads_experts_ahead(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = stowed(folder)
+    train(model, optimizer, 2)  # the order of units is known from then on
+    in_memory: list[bool] = []
+    pin = BufferPool.pin
+
+    def noted(pool: BufferPool, buffer: PooledBuffer, **how: bool) -> None:
+        if buffer.pieces and not buffer.pins:
+            in_memory.append(buffer.is_in_memory)
+        pin(pool, buffer, **how)
+
+    monkeypatch.setattr(BufferPool, "pin", noted)
+    tokens = torch.tensor([[3, 5]])
+    empty(model)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert not any(in_memory)
+    empty(model)
+    in_memory.clear()
+    loss.backward()
+    assert any(in_memory)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{"micro_batches": 2}, {"activations": "disk"}], ids=str)
+def test_other_plans_have_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
+    def trained(**plan: Any) -> list[float]:  # noqa: ANN401
+        model, optimizer = stowed(folder, **plan)
+        generator, losses = torch.Generator().manual_seed(3), []
+        for _ in range(3):
+            tokens = torch.randint(1, 64, (2, 4), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        optimizer.close()
+        return losses
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placements, "take_experts", lambda *_: [])  # read as wholes
+        whole = trained(**options)
+    assert trained(**options) == whole
+
+
+def test_all_experts_are_read_where_all_are_wanted(folder: Path) -> None:
+    alone = adapted("mixtral", torch.float32)
+    model, optimizer = stowed(folder)
+    train(model, optimizer, 1)
+    named = dict(tensorstow.named_weights(model))
+    experts = [name for name in alone.state_dict() if ".experts." in name]
+    assert len(experts) == 6
+    for name in experts:
+        assert torch.equal(model.state_dict()[name], alone.state_dict()[name]), name
+        assert torch.equal(named[name], alone.state_dict()[name]), name
+    optimizer.close()
+
+
+def test_a_write_in_a_forward_has_the_experts_that_no_token_used(folder: Path) -> None:
+    alone = adapted("mixtral", torch.float32)
+    model, optimizer = stowed(folder)
+    (name, experts), *_ = ((n, m) for n, m in model.named_modules() if is_of_experts(m))
+
+    def scale(module: torch.nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.down_proj[:] *= 2
+
+    with torch.no_grad():
+        tokens = torch.tensor([[3]])
+        handle = experts.register_forward_hook(scale)
+        model(input_ids=tokens)
+        handle.remove()
+    written = model.state_dict()[f"{name}.down_proj"]
+    wanted = 2 * alone.state_dict()[f"{name}.down_proj"]
+    assert torch.equal(written, wanted)
+    optimizer.close()
+
+
+def test_a_read_that_fails_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = stowed(folder)
+    train(model, optimizer, 1)
+    empty(model)
+    read = WeightFile.read
+    nbytes = 32 * 48 * 4
+
+    def broken(file: WeightFile, offset: int, into: torch.Tensor) -> IoFuture:
+        if into.numel() % nbytes == 0:
+            raise OSError(errno.EIO, "broken")
+        return read(file, offset, into)
+
+    monkeypatch.setattr(WeightFile, "read", broken)
+    tokens = torch.tensor([[3, 5]])
+    with pytest.raises(OSError, match="broken"):
+        model(input_ids=tokens)
+    monkeypatch.undo()
+    with pytest.raises(PoisonedError):
+        model(input_ids=tokens)
+    with suppress(PoisonedError):
+        optimizer.close()
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codes_of_routed_experts_alone_are_read(
+    tmp_path: Path, family: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, whole = coded(tmp_path, family, kind)
+    alone, model = (adapted(family, torch.bfloat16) for _ in range(2))
+    values = whole.state_dict()
+    for name, parameter in alone.base_model.model.named_parameters():
+        if "lora_" not in name:
+            parameter.data.copy_(values[name.replace("base_layer.", "")])
+    losses = train(alone, ADAMW(alone.named_parameters()), 3)
+    plan = Plan(parameters="disk", states="host", prefetch=1)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=target)
+    assert train(model, optimizer, 3) == losses
+    wanted = adapters(alone)
+    for name, value in adapters(model).items():
+        assert torch.equal(value, wanted[name]), name
+    reads, calls = Reads(monkeypatch), used(alone)
+    tokens = torch.tensor([[3, 5]])
+    empty(model)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(loss, alone(input_ids=tokens, labels=tokens).loss)
+    once, routed = reads.nbytes, bytes_of(calls)
+    share = {"int8": (0.5, 0.75), "nf4": (0.25, 0.4)}[kind]
+    assert share[0] * routed <= once <= share[1] * routed
+    empty(model)
+    loss.backward()
+    assert reads.nbytes == 2 * once
+    optimizer.close()
+
+
+def test_weights_that_are_cast_or_sharded_are_read_as_wholes(folder: Path) -> None:
+    alone = adapted("mixtral", torch.float32)
+    plan = Plan(parameters="disk", states="host", prefetch=1)
+    model, optimizer = tensorstow.stow(
+        adapted("mixtral", torch.float32),
+        ADAMW,
+        plan=plan,
+        weights=folder,
+        compute_dtype=torch.bfloat16,
+    )
+    assert not any(s.pager.pieces for s in map(storage_of, model.parameters()) if s and s.pager)
+    tokens = torch.tensor([[3, 5]])
+    with torch.no_grad():
+        logits = model(input_ids=tokens).logits
+        assert torch.equal(logits, alone.bfloat16()(input_ids=tokens).logits)
+    optimizer.close()
