@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import keyword_only, keywords_of, refuse_unknown_keywords
 from tensorstow.base.new_file import new_stream, replace_files
 from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.fsdp.export import save_safetensors
-from tensorstow.fsdp.full_tensors import copy_from_files
+from tensorstow.fsdp.full_tensors import copy_from_files, full_copy
 from tensorstow.fsdp.stow import plan_of, stow
 from tensorstow.integrations.late_adamw import LateAdamW, is_durable, options_of
 from tensorstow.integrations.trainer_refusals import refuse_for_model, refuse_plan
@@ -100,13 +102,17 @@ class Stowed(transformers.Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model's files, a tensor at a time, on every rank's call; adapters by peft."""
-        if self.optimizer is None or hasattr(self.model, "peft_config"):
+        model: Any = self.model
+        has_adapters = hasattr(model, "peft_config")
+        if self.optimizer is None or (has_adapters and self.args.world_size == 1):
             super().save_model(output_dir, _internal_call)
             return
-        model: Any = self.model
         folder = Path(str(self.args.output_dir if output_dir is None else output_dir))
-        save_safetensors(model, folder)
-        if self.args.should_save:
+        if has_adapters:
+            self._save(str(folder), _adapter_tensors(model))
+        else:
+            save_safetensors(model, folder)
+        if self.args.should_save and not has_adapters:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 replace_files(folder, tokenizer.save_pretrained)
@@ -148,3 +154,30 @@ class Stowed(transformers.Trainer):
 def _make(model: torch.nn.Module, _: Iterable[object], **options: Any) -> StowedAdam:
     """Make the optimizer of a placed model: the factory that ``stow`` calls."""
     return LateAdamW()(model, **options)
+
+
+def _adapter_tensors(model: Any) -> dict[str, torch.Tensor]:  # a PeftModel
+    """Return the state dict of ``model``, in which all that peft saves is whole; collective.
+
+    peft chooses by the names of a state dict. Everything else in it is this rank's part.
+
+    Raises:
+        OptionError: peft computes what it saves from a parameter, of which a rank has a part.
+    """
+    from peft import get_peft_model_state_dict  # noqa: PLC0415  # the caller has imported it
+
+    state: dict[str, torch.Tensor] = model.state_dict()
+    names = {id(tensor): name for name, tensor in state.items()}
+    chosen: dict[str, torch.Tensor] = {}
+    for adapter in model.peft_config:
+        saved = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
+        for saved_name, tensor in saved.items():
+            if id(tensor) in names:
+                chosen[names[id(tensor)]] = tensor
+            elif isinstance(tensor, DTensor):
+                message = (
+                    f"Stowed: peft computes {saved_name!r} from a parameter when it saves, and each"
+                    " rank has a part of that. Train these adapters on one process."
+                )
+                raise OptionError(message)
+    return state | {name: full_copy(chosen[name]) for name in state if name in chosen}

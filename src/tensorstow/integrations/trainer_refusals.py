@@ -192,11 +192,6 @@ def refuse_for_model(
         "auto_find_batch_size=True was given: a second try would go on in the middle of a step",
     )
     yield _Refusal(
-        args.world_size > 1 and hasattr(trainer.model, "peft_config"),
-        f"adapters of peft were given on {args.world_size} processes: peft saves from rank 0, which"
-        " has a part of each. Train them on one process, or with adamw() on several",
-    )
-    yield _Refusal(
         args.world_size > 1 and saves and not durable,
         f"{args.world_size} processes save checkpoints, and rank 0 alone saves the optimizer's"
         " state dict, in which it has its part of the states. Give dir= in stow=, so that"

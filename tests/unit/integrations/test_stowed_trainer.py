@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -315,17 +317,18 @@ def test_one_of_both_ways_to_save_at_a_signal(tmp_path: Path) -> None:
     finish(made)
 
 
+def adapted(**options: Any) -> Any:  # noqa: ANN401
+    import peft  # noqa: PLC0415  # seconds
+
+    net = trainers.model()
+    torch.manual_seed(3)
+    kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds, **options))
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
-    import peft  # noqa: PLC0415  # seconds
-
-    def adapted() -> Any:  # noqa: ANN401
-        net = trainers.model()
-        torch.manual_seed(3)
-        kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-        return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds))
-
     plain = transformers.Trainer(
         adapted(),
         args := arguments(tmp_path, max_grad_norm=0),
@@ -372,6 +375,63 @@ def test_ranks_name_the_snapshot_that_a_reference_needs(ranks: Pool, tmp_path: P
     assert ranks(2).run(numbered, tmp_path) == [[plain, plain]] * 2
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-4")
     assert trainers.bits(read) == plain
+
+
+def adapters_of_two(place: Path, plan: Plan, **options: Any) -> list[list[bytes]]:  # noqa: ANN401
+    """Train adapters with a checkpoint in each step, then from the third in new objects."""
+    with trainers.one_of_two(dist.get_rank()), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
+        given: dict[str, Any] = {"batches": 8, "durable": True, "max_grad_norm": 0}
+        saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+        first = trainer(place, plan, model=adapted(**options), **given, **saves)
+        first.train()
+        found = [trainers.whole(first)]
+        dist.barrier()
+        second = trainer(
+            place, plan, model=adapted(**options), callbacks=[Worse()], **given, **BEST
+        )
+        second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
+        assert str(second.state.best_model_checkpoint).endswith("checkpoint-4")
+        found.append(trainers.whole(second))
+        best = {**given, **BEST, "save_total_limit": 1}
+        third = trainer(place / "best", plan, model=adapted(**options), callbacks=[Worse()], **best)
+        third.train()
+        assert str(third.state.best_model_checkpoint).endswith("checkpoint-1")
+        return [*found, trainers.whole(third)]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
+@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["ln_f"]}], ids=["lora", "copies"])
+@pytest.mark.parametrize(
+    "plan",
+    [ON_DISK, Plan(states="disk", stage=1), Plan(parameters="host", states="disk")],
+    ids=["disk", "stage 1", "host"],
+)
+def test_adapters_on_two_ranks(
+    ranks: Pool, tmp_path: Path, plan: Plan, options: dict[str, Any]
+) -> None:
+    """The bits of one process with both micro-batches; peft reads what rank 0 has saved."""
+    import peft  # noqa: PLC0415  # seconds
+
+    alone = trainer(
+        tmp_path / "alone",
+        ON_DISK,
+        model=adapted(**options),
+        batches=8,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0,
+    )
+    alone.train()
+    wanted = finish(alone)
+    found = ranks(2).run(partial(adapters_of_two, **options), tmp_path, plan)
+
+    def saved(folder: Path) -> list[bytes]:
+        return trainers.bits(peft.PeftModel.from_pretrained(trainers.model(), folder))
+
+    assert saved(tmp_path / "out" / "checkpoint-4") == wanted
+    best = saved(tmp_path / "best" / "out" / "checkpoint-1")
+    assert best != wanted
+    assert found == [[wanted, wanted, best]] * 2
 
 
 def stopped_of_two(place: Path, moment: str, rank: int) -> tuple[object, int, list[bytes]]:
@@ -450,7 +510,6 @@ REFUSED_OF: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "reference": ({}, {"sync_ref_model": True}, "the reference model is moved"),
     "rank 0": ({}, SEVERAL, "in which it has its part of the states"),
     "srun": ({}, {**SEVERAL, "save_strategy": "no"}, "knows of 2 ranks, and stow of 1"),
-    "adapters": ({"model": SimpleNamespace(peft_config={})}, SEVERAL, "peft saves from rank 0"),
 }
 
 
