@@ -370,8 +370,9 @@ def _with_experts_apart(request: StowRequest) -> StowRequest:
     """
     units, tiers = list[Unit](), dict(request.plan.parameter_units)
     for unit in request.units:
-        if request.plan.tier_of(unit.name) == Tier.DISK and request.leaves_uncast(unit):
-            frozen = {n for n, p in unit.parameters.items() if not p.requires_grad}
+        frozen = {n for n, p in unit.parameters.items() if not p.requires_grad}
+        is_read = request.plan.tier_of(unit.name) == Tier.DISK and request.leaves_uncast(unit)
+        if frozen and is_read:
             taken = take_experts(unit, frozen)
             units += taken
             tiers |= {part.name: Tier.DISK for part in taken}

@@ -309,7 +309,8 @@ class BufferPool:
                     self._settle(buffer)
                     if wanted <= buffer.present:
                         return
-                    self._begin_read(buffer, sorted(wanted - buffer.present))
+                    missing = sorted(wanted - buffer.present)
+                    self.bytes_read += _begin_read(self._files, buffer, missing)
 
     def _begin_pin(self, buffer: PooledBuffer) -> PooledBuffer | None:
         """Pin a buffer and begin its read; if others must leave first, return one that is busy."""
@@ -353,7 +354,7 @@ class BufferPool:
             if buffer.pins == 0 and buffer.dirty:
                 self._settle(buffer)
                 if buffer.is_in_files:
-                    self._leave_files(buffer)
+                    _leave_files(self._files, buffer)
                 buffer.dirty = False
                 buffer.checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
                 buffer.begun, buffer.seen_over = time.monotonic(), None
@@ -403,26 +404,7 @@ class BufferPool:
         if not buffer.is_stored:
             buffer.move(ByteState.PRESENT)
             return
-        self._begin_read(buffer, sorted(buffer.upcoming))
-
-    def _begin_read(self, buffer: PooledBuffer, pieces: Sequence[int]) -> None:
-        """Begin reading a buffer as a whole; of one with pieces, these."""
-        runs = [run for piece in pieces for run in buffer.pieces[piece]]
-        if not buffer.pieces:
-            runs = list(buffer.runs)
-        buffer.begun, buffer.seen_over = time.monotonic(), None
-        reads = [
-            run.file.read(run.offset, buffer.bytes[run.at : run.at + run.nbytes]) for run in runs
-        ]
-        nbytes = sum(run.nbytes for run in runs)
-        self.bytes_read += nbytes
-        buffer.moving = nbytes if buffer.pieces else buffer.nbytes
-        if not buffer.is_in_files:
-            reads = self._files.read(buffer.stripes, buffer.bytes)
-            self.bytes_read += buffer.nbytes
-        buffer.fresh = pieces
-        buffer.present.update(pieces)
-        buffer.begin(ByteState.READING, *reads)
+        self.bytes_read += _begin_read(self._files, buffer, sorted(buffer.upcoming))
 
     def _settle(self, buffer: PooledBuffer) -> None:
         """Settle transfers that are over; raise their errors, and those of what was read."""
@@ -438,15 +420,6 @@ class BufferPool:
         if self._log is not None:
             lane = f"{name} ({self._where})"
             self._log.add(LoggedTransfer(lane, name, buffer.begun, end, buffer.moving))
-
-    def _leave_files(self, buffer: PooledBuffer) -> None:
-        """Give a buffer that was read from files room in the pool's file, for bytes that differ."""
-        buffer.stripes = self._files.allocate(buffer.nbytes)
-        logger.info(
-            "%s of weights that were frozen were written to: they are copied from %s to %s",
-            *(format_bytes(buffer.nbytes), _source_of(buffer), self._where),
-        )
-        buffer.runs, buffer.decoder, buffer.pieces = (), None, ()
 
     def _wait(self, buffer: PooledBuffer) -> None:
         """Wait for the transfers of a buffer; called without the lock, so that others go on."""
@@ -515,6 +488,35 @@ class BufferPool:
         except BaseException as error:
             self._health.poison(error)
             raise
+
+
+def _begin_read(files: StripedFiles, buffer: PooledBuffer, pieces: Sequence[int]) -> int:
+    """Begin reading a buffer as a whole; of one with pieces, these. Return the bytes."""
+    runs = [run for piece in pieces for run in buffer.pieces[piece]]
+    if not buffer.pieces:
+        runs = list(buffer.runs)
+    buffer.begun, buffer.seen_over = time.monotonic(), None
+    if buffer.is_in_files:
+        reads = [r.file.read(r.offset, buffer.bytes[r.at : r.at + r.nbytes]) for r in runs]
+    else:
+        reads = files.read(buffer.stripes, buffer.bytes)
+    nbytes = sum(run.nbytes for run in runs) if buffer.is_in_files else buffer.nbytes
+    buffer.moving = nbytes if buffer.pieces else buffer.nbytes
+    buffer.fresh = pieces
+    buffer.present.update(pieces)
+    buffer.begin(ByteState.READING, *reads)
+    return nbytes
+
+
+def _leave_files(files: StripedFiles, buffer: PooledBuffer) -> None:
+    """Give a buffer that was read from files room in the pool's files, for bytes that differ."""
+    buffer.stripes = files.allocate(buffer.nbytes)
+    logger.info(
+        "%s of weights that were frozen were written to: they are copied from %s to %s",
+        *(format_bytes(buffer.nbytes), _source_of(buffer)),
+        ", ".join(map(str, files.directories)),
+    )
+    buffer.runs, buffer.decoder, buffer.pieces = (), None, ()
 
 
 def _check_read(buffer: PooledBuffer, place: str) -> None:

@@ -20,6 +20,7 @@ from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.files import IoFuture
+from tensorstow.memory import buffer_pool
 from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.tensors.dtensor import to_local
 from unit.fsdp.test_experts import FAMILIES, coded, made
@@ -44,15 +45,13 @@ class Reads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.nbytes = 0
-        self.pieces: list[int] = []
-        begin = BufferPool._begin_read
+        begin = buffer_pool._begin_read
 
-        def noted(pool: BufferPool, buffer: PooledBuffer, pieces: Sequence[int]) -> None:
+        def noted(files: object, buffer: PooledBuffer, pieces: Sequence[int]) -> int:
             self.nbytes += sum(run.nbytes for piece in pieces for run in buffer.pieces[piece])
-            self.pieces += pieces
-            begin(pool, buffer, pieces)
+            return begin(files, buffer, pieces)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(BufferPool, "_begin_read", noted)
+        monkeypatch.setattr(buffer_pool, "_begin_read", noted)
 
 
 def used(model: torch.nn.Module) -> dict[str, list[tuple[frozenset[int], int]]]:
