@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tensorstow
+from parity.cover import crossed
 from tensorstow import Plan
 from tensorstow.base.errors import PoisonedError
 from tensorstow.checkpoint.weight_files import WeightFile
@@ -103,9 +104,11 @@ def empty(model: torch.nn.Module) -> None:
     pool.memory.capacity = capacity
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@crossed(
+    family=tuple(FAMILIES),
+    dtype=(torch.float32, torch.bfloat16),
+    activations=("keep", "recompute"),
+)
 def test_a_step_reads_routed_experts_alone(
     tmp_path: Path,
     family: str,

@@ -401,10 +401,13 @@ def adapters_of_two(place: Path, plan: Plan, **options: Any) -> list[list[bytes]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["ln_f"]}], ids=["lora", "copies"])
 @pytest.mark.parametrize(
-    "plan",
-    [ON_DISK, Plan(states="disk", stage=1), Plan(parameters="host", states="disk")],
+    ("plan", "options"),
+    [
+        (ON_DISK, {}),
+        (Plan(states="disk", stage=1), {"modules_to_save": ["ln_f"]}),
+        (Plan(parameters="host", states="disk"), {"modules_to_save": ["ln_f"]}),
+    ],
     ids=["disk", "stage 1", "host"],
 )
 def test_adapters_on_two_ranks(
