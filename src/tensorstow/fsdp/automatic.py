@@ -24,6 +24,8 @@ from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.frozen_files import coded_bytes_of
+from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.sharding import backend_of, from_every_rank, join_ranks, rank_here, world_size
 from tensorstow.fsdp.traced_activations import Activations
@@ -82,8 +84,12 @@ def plan_request(
     mesh: DeviceMesh | None,
     optimizer: OptimizerFactory,
     directories: Sequence[Path],
+    values: InitialValues | None,
 ) -> PlanRequest:
-    """Return the input of ``plan="auto"``, with the optimizer's keywords."""
+    """Return the input of ``plan="auto"``, with the optimizer's keywords.
+
+    ``values``: those of files, which may have weights as codes; None: there are no files.
+    """
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     keywords = given_keywords(optimizer)
     states = Tier.named(keywords.get("states"))
@@ -95,7 +101,7 @@ def plan_request(
     is_durable = keywords.get("durability") != "none"
     commits = is_durable and (bool(directories) or keywords.get("dir") is not None)
     return PlanRequest(
-        Sizes.of(units, ranks),
+        Sizes.of(units, ranks, coded_bytes_of(units, values, ranks) if values else {}),
         Budget(),
         Conditions(
             is_cpu,

@@ -239,6 +239,14 @@ def coded_in(units: Iterable[Unit], values: InitialValues) -> dict[str, CodedWei
     return coded
 
 
+def coded_bytes_of(units: Iterable[Unit], values: InitialValues, ranks: int) -> dict[str, int]:
+    """Return the bytes of codes that each of ``ranks`` reads of the coded weights, by name."""
+    return {
+        name: sum(p.entry.nbytes for p in coded.parts(0, rows_per_rank(coded.shape[0], ranks)))
+        for name, coded in coded_in(units, values).items()
+    }
+
+
 def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) -> FrozenLayout:
     """Return a buffer for the values of a unit's coded weights, whose codes are read now."""
     layout, decoder, at = BufferLayout(), _UnitDecoder(), {}

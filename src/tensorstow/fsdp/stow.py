@@ -17,6 +17,8 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
 from tensorstow.fsdp.first_steps import FirstSteps, HostRoom, buffers_of
+from tensorstow.fsdp.frozen_files import coded_bytes_of
+from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.model_memory import ModelMemory
 from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
 from tensorstow.fsdp.placements import Path, StowRequest, choose_placement, with_overlap
@@ -194,9 +196,10 @@ def stow(  # noqa: PLR0913  # the one function for everything
         _PLANS[model] = stow_read_only(model, options)
         return model, None
     chosen, is_auto = units_of(model, units), plan == "auto"
+    coded = None if weights is None else _coded_values(weights, init, model)
     if plan == "auto":
         example = ExampleBatch(model, chosen, batch, compute_dtype, tokens)
-        undecided = plan_request(chosen, device, mesh, optimizer, directories)
+        undecided = plan_request(chosen, device, mesh, optimizer, directories, coded)
         plan, step = choose_plan(undecided, example, budget, device, directories)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
@@ -208,7 +211,8 @@ def stow(  # noqa: PLR0913  # the one function for everything
     request = StowRequest(model, chosen, plan, compute_dtype, device, weights, init, optimizer, dir)
     validate_factory(optimizer, request.keywords, plan, device)
     place, ranks = choose_placement(request, mesh)
-    sizes = Sizes.of(chosen, ranks)  # placing takes the parameters out of their units
+    # Placing takes the parameters out of their units.
+    sizes = Sizes.of(chosen, ranks, coded_bytes_of(chosen, coded, ranks) if coded else {})
     placed = place()
     part = _report_of(placed, request, sizes, step)
     placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
@@ -223,6 +227,14 @@ def stow(  # noqa: PLR0913  # the one function for everything
         VerticalOrder(model, chosen, plan.micro_batches, device).register()
     _PLANS[model] = plan
     return model, placed
+
+
+def _coded_values(
+    weights: Path, init: Callable[[nn.Module], None] | None, model: nn.Module
+) -> InitialValues | None:
+    """Return the values of files that have some weights as codes; None: the files have none."""
+    values = InitialValues(weights, init, None, model)
+    return values if values.files is not None and values.files.coded else None
 
 
 def _compared(part: Callable[[], ParameterPart], optimizer: PlacedOptimizer) -> list[Compared]:

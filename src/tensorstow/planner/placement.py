@@ -117,11 +117,10 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
 
     Units on disk get the rest of HOST for their buffers: whole units, at most the default size.
     """
-    units = units_on(Tier.DISK, plan, sizes)
-    on_disk, around = [unit.share_bytes for unit in units], bytes_around(units)
+    pooled, around = _pooled(plan, sizes)
     tight = plan
-    if on_disk and plan.weight_ram_budget is None:
-        tight = plan.but(weight_ram_budget=least_in_memory(on_disk, around))
+    if units_on(Tier.DISK, plan, sizes) and plan.weight_ram_budget is None:
+        tight = plan.but(weight_ram_budget=least_in_memory(pooled, around))
     needed = bytes_of(tight, sizes, conditions)
     limits = {tier: budget.bytes_of(tier) for tier in Tier}
     short = {t: needed[t] - n for t, n in limits.items() if n is not None and needed[t] > n}
@@ -130,10 +129,10 @@ def fit(plan: Plan, sizes: Sizes, budget: Budget, conditions: Conditions) -> Pla
     room = limits[Tier.HOST]
     if tight is plan or room is None:
         return plan
-    wanted = most_in_memory(on_disk, plan.prefetch, around)
-    least = least_in_memory(on_disk, around)
+    wanted = most_in_memory(pooled, plan.prefetch, around)
+    least = least_in_memory(pooled, around)
     more = min(conditions.room_in(Tier.HOST, room - needed[Tier.HOST]), wanted - least)
-    return plan.but(weight_ram_budget=least + more - more % max(on_disk))
+    return plan.but(weight_ram_budget=least + more - more % max(pooled))
 
 
 def bytes_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> Mapping[Tier, int]:
@@ -326,10 +325,10 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
     by_tier = {tier: units_on(tier, plan, sizes) for tier in Tier}
     on_disk = by_tier[Tier.DISK]
     yield Item(compute, "parameters", _share(by_tier[Tier.DEVICE]))
-    yield Item(Tier.HOST, "parameters", _share(by_tier[Tier.HOST]))
-    yield Item(Tier.DISK, "parameters", _share(on_disk))
-    if on_disk:
-        yield Item(Tier.HOST, "parameters from disk, in memory", in_memory_bytes(plan, on_disk))
+    yield Item(Tier.HOST, "parameters", stored_bytes(plan, by_tier[Tier.HOST]))
+    yield Item(Tier.DISK, "parameters", stored_bytes(plan, on_disk))
+    purpose = "parameters from disk, in memory" if on_disk else "parameters that are decoded"
+    yield Item(Tier.HOST, purpose, in_memory_bytes(plan, sizes))
     whole = is_whole(plan, sizes, conditions)
     in_place = sizes.ranks == 1 and conditions.device_is_host
     if not whole and not in_place:
@@ -356,12 +355,31 @@ def _parameters(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[It
             yield Item(Tier.HOST, "buffers for parameters", buffers * most)
 
 
-def in_memory_bytes(plan: Plan, on_disk: Sequence[UnitSizes]) -> int:
-    """Return the host memory, in bytes, for units on disk while they are used."""
-    pool, shares = plan.weight_ram_budget, [unit.share_bytes for unit in on_disk]
-    most = most_in_memory(shares, plan.prefetch, bytes_around(on_disk))
-    most = most if pool is None else int(pool)
-    return min(most, sum(round_up(n, ALIGN) for n in shares))
+def in_memory_bytes(plan: Plan, sizes: Sizes) -> int:
+    """Return the host memory, in bytes, for units on disk, or decoded ones, while they are used."""
+    pool, (pooled, around) = plan.weight_ram_budget, _pooled(plan, sizes)
+    if not pooled:
+        return 0
+    most = most_in_memory(pooled, plan.prefetch, around) if pool is None else int(pool)
+    return min(most, sum(round_up(nbytes, ALIGN) for nbytes in pooled))
+
+
+def pooled_bytes(plan: Plan, sizes: Sizes) -> int:
+    """Return the bytes of all units on disk, and of decoded ones, in buffers."""
+    return sum(_pooled(plan, sizes)[0])
+
+
+def stored_bytes(plan: Plan, units: Iterable[UnitSizes]) -> int:
+    """Return the bytes of units where they are stored, of which codes stay codes under stage 3."""
+    return sum(unit.stored_bytes if plan.stage == 3 else unit.share_bytes for unit in units)
+
+
+def _pooled(plan: Plan, sizes: Sizes) -> tuple[list[int], int]:
+    """Return the bytes of the buffers of units on disk and of decoded ones, and those around."""
+    on_disk = units_on(Tier.DISK, plan, sizes)
+    decoded = [u.decoded_bytes for u in units_on(Tier.HOST, plan, sizes) if u.decoded_bytes]
+    buffers = [unit.buffer_bytes for unit in on_disk]
+    return [*buffers, *(decoded if plan.stage == 3 else ())], bytes_around(on_disk)
 
 
 def _unsharded(plan: Plan, sizes: Sizes) -> int:

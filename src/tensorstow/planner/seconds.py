@@ -27,8 +27,10 @@ from tensorstow.planner.placement import (
     MovedActivations,
     in_memory_bytes,
     moved_activations,
+    pooled_bytes,
     state_format_of,
     states_of,
+    stored_bytes,
     units_on,
 )
 from tensorstow.planner.sizes import Sizes
@@ -162,11 +164,12 @@ class StepTime:
 def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
     """Return the bytes that one rank moves, and its updates, in one step of a plan."""
     units = units_on(Tier.DISK, plan, sizes)
-    on_disk = [unit.share_bytes for unit in units]
-    below = sum(on_disk) + sum(unit.share_bytes for unit in units_on(Tier.HOST, plan, sizes))
+    on_disk = stored_bytes(plan, units)
+    below = sum(u.share_bytes for u in (*units, *units_on(Tier.HOST, plan, sizes)))
     passes = 2 * plan.accumulation_steps
     # Passes alternate direction: each begins with the units that the one before it ended with.
-    still_in_memory = min(in_memory_bytes(plan, units), sum(on_disk)) if on_disk else 0
+    pool, buffers = in_memory_bytes(plan, sizes), pooled_bytes(plan, sizes)
+    still_in_memory = on_disk * min(pool, buffers) // max(buffers, 1)
     updates: dict[str, int] = {}
     for dtype, elements in sizes.trained:
         key = update_key(dtype, state_format_of(dtype, plan, conditions))
@@ -189,7 +192,7 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         memory.logical_bytes,
         read,
         written,
-        passes * (sum(on_disk) - still_in_memory),
+        passes * (on_disk - still_in_memory),
         sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes)),
         passes * below if away else 0,
         updated_up if away else 0,

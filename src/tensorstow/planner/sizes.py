@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
+from types import MappingProxyType
+from typing import Protocol, Self
 
 import torch
 
@@ -12,6 +13,8 @@ from tensorstow.base.sizes import round_up
 from tensorstow.io.files import ALIGN
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY, SHARD_ALIGN
 from tensorstow.tensors.dtensor import rows_per_rank
+
+_NO_CODES: Mapping[str, int] = MappingProxyType({})
 
 
 class HasParameters(Protocol):
@@ -36,6 +39,10 @@ class UnitSizes:
     """Dtype and this rank's elements of each trained parameter."""
     trained_share_bytes: int = field(default=-1, compare=False)
     """Bytes of one rank's shards of trained parameters, padded; -1: without padding."""
+    coded_bytes: int = 0
+    """Bytes that one rank reads of frozen weights that files have as codes."""
+    decoded_bytes: int = 0
+    """Bytes of their values, which ``share_bytes`` has."""
     # The fields below follow from ``trained``. The search reads them for each plan that it tries.
     by_dtype: Mapping[torch.dtype, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     """This rank's elements of each trained parameter, by dtype."""
@@ -57,16 +64,32 @@ class UnitSizes:
         if self.trained_share_bytes < 0:
             object.__setattr__(self, "trained_share_bytes", nbytes)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of one rank's shards, with codes in place of their values."""
+        return self.share_bytes - self.decoded_bytes + self.coded_bytes
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the buffers that the unit is read to: codes, and all values."""
+        return self.share_bytes + self.coded_bytes
+
     @classmethod
-    def of(cls, unit: HasParameters, ranks: int) -> "UnitSizes":
-        """Return the sizes of a unit that is sharded over ``ranks``."""
+    def of(cls, unit: HasParameters, ranks: int, codes: Mapping[str, int] = _NO_CODES) -> Self:
+        """Return the sizes of a unit that is sharded over ``ranks``.
+
+        ``codes``: the bytes that one rank reads of weights that are stored as codes, by name.
+        """
         parameters = list(unit.parameters.values())
+        coded = {name: p for name, p in unit.parameters.items() if name in codes}
         return cls(
             unit.name,
             sum(p.numel() * p.element_size() for p in parameters),
             sum(padded_bytes(p, ranks) for p in parameters),
             tuple((p.dtype, p.numel() // ranks) for p in parameters if p.requires_grad),
             sum(padded_bytes(p, ranks) for p in parameters if p.requires_grad),
+            sum(codes[name] for name in coded),
+            sum(padded_bytes(p, ranks) for p in coded.values()),
         )
 
 
@@ -80,14 +103,16 @@ class Sizes:
     """The dtype of most elements, in which a model computes; None: that of the first trained."""
 
     @classmethod
-    def of(cls, units: Sequence[HasParameters], ranks: int) -> "Sizes":
-        """Return the sizes of a model."""
+    def of(
+        cls, units: Sequence[HasParameters], ranks: int, codes: Mapping[str, int] = _NO_CODES
+    ) -> Self:
+        """Return the sizes of a model; ``codes``: as of ``UnitSizes.of``."""
         elements: dict[torch.dtype, int] = {}
         for parameter in (p for unit in units for p in unit.parameters.values()):
             if parameter.is_floating_point():
                 elements[parameter.dtype] = elements.get(parameter.dtype, 0) + parameter.numel()
         most = max(elements, key=lambda dtype: elements[dtype], default=None)
-        return cls(tuple(UnitSizes.of(unit, ranks) for unit in units), ranks, most)
+        return cls(tuple(UnitSizes.of(unit, ranks, codes) for unit in units), ranks, most)
 
     @property
     def compute_dtype(self) -> torch.dtype:

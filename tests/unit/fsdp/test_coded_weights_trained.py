@@ -18,9 +18,16 @@ from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_encoders import ENCODERS
 from tensorstow.checkpoint.weight_files import WeightFile
+from tensorstow.fsdp.frozen_files import coded_bytes_of
+from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
+from tensorstow.fsdp.units import units_of
+from tensorstow.io.files import ALIGN
 from tensorstow.io.safetensors import Entry
+from tensorstow.planner.bounds import SHARD_ALIGN
+from tensorstow.planner.placement import Conditions, Item, items_of
+from tensorstow.planner.sizes import Sizes
 
 WIDTH, WORDS, BLOCKS, RANK = 44, 70, 8, 4  # 44 columns: rows begin inside blocks of 64 elements
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
@@ -177,6 +184,13 @@ def test_uneven_rows_are_decoded(ranks: Pool, tmp_path: Path, kind: str) -> None
         ranks(3).run(decoded_by_rows, path, plan)
 
 
+def planned_items(path: Path, plan: Plan) -> list[Item]:
+    model = made()
+    units, values = units_of(model), InitialValues(path, None, None, model)
+    sizes = Sizes.of(units, 1, coded_bytes_of(units, values, 1))
+    return items_of(plan, sizes, Conditions(device_is_host=True))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_in_host_memory_stay_codes(tmp_path: Path, kind: str) -> None:
     path = save(tmp_path / "model.safetensors", kind)
@@ -185,6 +199,8 @@ def test_codes_in_host_memory_stay_codes(tmp_path: Path, kind: str) -> None:
     coded = BLOCKS * WIDTH * WIDTH * 2
     rest = sum(p.nbytes for p in model.parameters()) - coded
     assert rest < held.host_bytes <= rest + code_bytes(path)
+    (planned,) = [i for i in planned_items(path, HOST) if i.purpose == "parameters"]
+    assert abs(planned.nbytes - held.host_bytes) <= SHARD_ALIGN * len(list(model.parameters()))
     assert train(model, optimizer, range(3)) == in_memory(path, range(3))
     held = parameter_bytes(model)
     assert (held.bytes_read, held.bytes_written, held.file_bytes) == (0, 0, 0)
@@ -281,11 +297,15 @@ def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
 
 
 def test_buffers_hold_codes_and_values_within_the_bound(tmp_path: Path) -> None:
-    model, optimizer = placed(save(tmp_path / "model.safetensors", "int8"))
+    path = save(tmp_path / "model.safetensors", "int8")
+    model, optimizer = placed(path)
     train(model, optimizer, range(2))
     (pool,) = {s.pager.pool for p in model.parameters() if (s := storage_of(p)) and s.pager}
     held = parameter_bytes(model)
     assert held.most_buffer_pool_bytes <= pool.memory.capacity < pool.total_bytes
+    purpose = "parameters from disk, in memory"
+    (planned,) = [i for i in planned_items(path, DISK) if i.purpose == purpose]
+    assert abs(planned.nbytes - pool.memory.capacity) <= 2 * ALIGN * (BLOCKS + 1)
     optimizer.close()
 
 

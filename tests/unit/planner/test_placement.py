@@ -22,10 +22,12 @@ from tensorstow.planner.placement import (
     HeldActivations,
     bytes_of,
     fit,
+    in_memory_bytes,
     items_of,
     states_of,
 )
 from tensorstow.planner.search import PlanRequest, search
+from tensorstow.planner.seconds import work_of
 from tensorstow.planner.sizes import Sizes, UnitSizes, least_in_memory
 from tensorstow.states.layout import Family, slot_bytes
 from tensorstow.states.policy import PipelinePolicy
@@ -169,6 +171,37 @@ def test_units_on_disk_have_what_the_budget_leaves() -> None:
         assert isinstance(plan, Plan)
         assert plan.weight_ram_budget == in_memory
         assert bytes_of(plan, sizes(1), HERE)[Tier.HOST] <= host
+
+
+def test_codes_stay_codes_where_they_wait() -> None:
+    """Values are in buffers of some units; below stage 3 all are decoded for good."""
+    trained, codes = ((torch.float32, 10),), UNIT // 4
+    units = tuple(
+        UnitSizes(str(n), UNIT, UNIT, trained, coded_bytes=codes, decoded_bytes=UNIT - 40)
+        for n in range(COUNT)
+    )
+    coded = Sizes(units)
+    stored, buffers = COUNT * (40 + codes), COUNT * (UNIT + codes)
+    on_host, on_disk = Plan(parameters="host"), Plan(parameters="disk")
+    held = {item.purpose: item.nbytes for item in items_of(on_host, coded, HERE)}
+    assert held["parameters"] == stored
+    assert held["parameters that are decoded"] == in_memory_bytes(on_host, coded) < COUNT * UNIT
+    whole = {i.purpose: i.nbytes for i in items_of(on_host.but(stage=1), coded, HERE)}
+    assert whole["parameters"] == COUNT * UNIT
+    assert "parameters that are decoded" not in whole
+    held = {item.purpose: item.nbytes for item in items_of(on_disk, coded, HERE)}
+    assert held["parameters"] == stored
+    pool = held["parameters from disk, in memory"]
+    assert pool == least_in_memory([UNIT + codes] * COUNT) + on_disk.prefetch * (UNIT + codes)
+    work = work_of(on_disk, coded, HERE)
+    assert work.parameters_read == 2 * (stored - stored * pool // buffers)
+    room = bytes_of(on_host, coded, HERE)[Tier.HOST]
+    plain = Sizes(tuple(UnitSizes(str(n), UNIT, UNIT, trained) for n in range(COUNT)))
+    chosen = [auto_plan(units, Budget(host=room), HERE) for units in (coded, plain)]
+    assert [{plan.tier_of(str(n)) for n in range(COUNT)} for plan in chosen] == [
+        {Tier.HOST},
+        {Tier.HOST, Tier.DISK},
+    ]
 
 
 def test_unequal_units_need_the_three_largest() -> None:
