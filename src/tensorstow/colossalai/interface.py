@@ -35,7 +35,7 @@ class ModelWrapper(nn.Module):
     """
 
     module: nn.Module
-    stop_point: StopPoint | None = None
+    stop_point = StopPoint()
     """Where the run ends at a signal, as ``Booster`` was asked."""
 
     def __init__(
@@ -60,7 +60,7 @@ class ModelWrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; after a step and a signal of ``stop_signals``, save and end instead."""
-        if self.stop_point is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self.stop_point.reach()
         if self._inputs_dtype is not None:
             args, kwargs = tree_map(partial(_cast, dtype=self._inputs_dtype), (args, kwargs))
@@ -90,7 +90,7 @@ class OptimizerWrapper(Optimizer):
         scaler: The loss scale. Default: None, without fp16.
     """
 
-    stop_point: StopPoint | None = None
+    stop_point = StopPoint()
     """Where the run ends at a signal, as ``Booster`` was asked."""
 
     def __init__(
@@ -162,8 +162,7 @@ class OptimizerWrapper(Optimizer):
             loss: A scalar tensor.
             inputs, retain_graph, kwargs: As of ``torch.Tensor.backward``.
         """
-        if self.stop_point is not None:
-            self.stop_point.reach()  # of a module that was called directly
+        self.stop_point.reach()  # of a module that was called directly
         factor = self.loss_scale
         scaled = loss if self._scaler is None else loss.float() * factor
         self._is_scaled = True
@@ -194,8 +193,7 @@ class OptimizerWrapper(Optimizer):
             self.optim.step()
         else:
             self._clipped_step()
-        if self.stop_point is not None:
-            self.stop_point.note_step()
+        self.stop_point.note_step()
 
     def _clipped_step(self) -> None:
         optimizer, factor = self.optim, self.loss_scale

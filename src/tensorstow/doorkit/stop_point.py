@@ -19,6 +19,7 @@ class StopPoint:
 
     Args:
         stop_signals: The name of a signal, or a dict of exit statuses by names, as in ``AdamW``.
+            Default: None, no signals are handled, and no run ends.
         on_stop: Called on every rank before the run ends; saves a checkpoint. Default: None, the
             caller saves between ``is_last`` and ``end``.
 
@@ -27,17 +28,19 @@ class StopPoint:
     """
 
     def __init__(
-        self, stop_signals: StopSignals, on_stop: Callable[[], object] | None = None
+        self, stop_signals: StopSignals = None, on_stop: Callable[[], object] | None = None
     ) -> None:
         self.requested = False
         """Set by the handlers, which do what was done before once this object is gone."""
-        self._handlers = StopHandlers(read_stop_signals(stop_signals), self)
+        statuses = {} if stop_signals is None else read_stop_signals(stop_signals)
+        self._handlers = StopHandlers(statuses, self)
+        self._ends_runs = bool(statuses)
         self._on_stop = on_stop
         self._has_stepped = False
 
     def note_step(self) -> None:
         """Note that a step was taken: the run is between two steps until ``is_last``."""
-        self._has_stepped = True
+        self._has_stepped = self._ends_runs
 
     def is_last(self) -> bool:
         """Return whether the run ends between these two steps; collective after a step."""
@@ -68,14 +71,13 @@ class StopPoint:
         self._handlers.close()
 
 
-def stop_point(stop_signals: StopSignals, on_stop: Callable[[], object] | None) -> StopPoint | None:
-    """Return the stop point of two keywords; None if neither was given.
+def stop_point(stop_signals: StopSignals, on_stop: Callable[[], object] | None) -> StopPoint:
+    """Return the stop point of two keywords.
 
     Raises OptionError if one was given without the other, and as ``StopPoint``.
     """
-    if stop_signals is None and on_stop is None:
-        return None
-    if stop_signals is None or not callable(on_stop):
+    is_given = stop_signals is not None or on_stop is not None
+    if is_given and (stop_signals is None or not callable(on_stop)):
         message = (
             f"stop_signals={stop_signals!r} was given with on_stop={on_stop!r}: the run ends at a"
             " signal after on_stop() has saved its checkpoint. Pass both, or neither."

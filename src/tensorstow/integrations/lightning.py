@@ -231,7 +231,7 @@ class StopCheckpoint(OnExceptionCheckpoint):
         super().__init__(str(dirpath), filename)
         read_stop_signals(stop_signals)
         self._stop_signals = stop_signals
-        self._stop_point: StopPoint | None = None
+        self._stop_point = StopPoint()
         self._global_step = 0
         """The trainer's at the last look."""
 
@@ -251,8 +251,6 @@ class StopCheckpoint(OnExceptionCheckpoint):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """End the run after a step; in the last batch of an epoch, leave it to the epoch's end."""
-        if self._stop_point is None:
-            return
         if trainer.global_step != self._global_step:
             self._global_step = trainer.global_step
             self._stop_point.note_step()
@@ -261,8 +259,7 @@ class StopCheckpoint(OnExceptionCheckpoint):
 
     def on_train_epoch_end(self, *_: Any) -> None:
         """End the run after an epoch."""
-        if self._stop_point is not None:
-            self._stop_point.reach()
+        self._stop_point.reach()
 
     def on_train_end(self, *_: Any) -> None:
         """Restore the handlers that were there."""
@@ -283,9 +280,8 @@ class StopCheckpoint(OnExceptionCheckpoint):
             trainer.strategy.remove_checkpoint(self.ckpt_path)
 
     def _close(self) -> None:
-        if self._stop_point is not None:
-            self._stop_point.close()
-        self._stop_point = None
+        self._stop_point.close()
+        self._stop_point = StopPoint()
 
 
 class _ClipsInside(Precision):

@@ -26,7 +26,7 @@ class StopCallback(transformers.TrainerCallback):
     def __init__(self, stop_signals: StopSignals = "SIGTERM") -> None:
         read_stop_signals(stop_signals)
         self._stop_signals = stop_signals
-        self._stop_point: StopPoint | None = None
+        self._stop_point = StopPoint()
         self._is_saved = False
         """Whether the checkpoint of the last step is complete."""
 
@@ -63,9 +63,8 @@ class StopCallback(transformers.TrainerCallback):
         **_: Any,
     ) -> None:
         """Ask for a checkpoint if the run ends with this step; collective."""
-        if self._stop_point is not None:
-            self._stop_point.note_step()
-            control.should_save |= self._stop_point.is_last()
+        self._stop_point.note_step()
+        control.should_save |= self._stop_point.is_last()
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Note that the checkpoint is complete: the run ends when all callbacks know it."""
@@ -90,10 +89,9 @@ class StopCallback(transformers.TrainerCallback):
     def _end(self) -> None:
         """Raise SystemExit if the last step is saved; Trainers may save at other steps, too."""
         is_saved, self._is_saved = self._is_saved, False
-        if is_saved and self._stop_point is not None:
+        if is_saved:
             self._stop_point.end()
 
     def _close(self) -> None:
-        if self._stop_point is not None:
-            self._stop_point.close()
-        self._stop_point = None
+        self._stop_point.close()
+        self._stop_point = StopPoint()

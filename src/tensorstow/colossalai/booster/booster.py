@@ -14,7 +14,7 @@ from tensorstow.base.signals import StopSignals
 from tensorstow.colossalai.booster.plugin.plugin_base import Boosted, Plugin, check_device
 from tensorstow.colossalai.checkpoint_io import CheckpointCalls, boosted
 from tensorstow.doorkit.keyword_table import checks_keywords, refused, refused_call
-from tensorstow.doorkit.stop_point import StopPoint, stop_point
+from tensorstow.doorkit.stop_point import stop_point
 
 
 @checks_keywords(refused("pass precision= to the plugin", "mixed_precision"))
@@ -58,8 +58,8 @@ class Booster(CheckpointCalls):
         check_device(device)
         self.plugin = plugin
         self._stop_signals, self._on_stop = stop_signals, on_stop
-        self._stop_point: StopPoint | None = None
-        """That of the model that was boosted with an optimizer, if there are stop signals."""
+        self._has_trained = False
+        """Whether it has boosted a model with an optimizer."""
 
     def boost(
         self,
@@ -89,7 +89,7 @@ class Booster(CheckpointCalls):
         Raises:
             OptionError: An argument is not supported; the model was not changed.
         """
-        if self._stop_point is not None and optimizer is not None:
+        if self._stop_signals is not None and self._has_trained and optimizer is not None:
             message = (
                 "boost() was given a second optimizer by a Booster with stop_signals=, which ends"
                 " the run between two steps of one. Leave it out, and save and end in the loop, by"
@@ -100,7 +100,8 @@ class Booster(CheckpointCalls):
         placed = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if stops is not None:
             wrapper: Any = placed[0]
-            wrapper.stop_point = placed[1].stop_point = self._stop_point = stops
+            wrapper.stop_point = placed[1].stop_point = stops
+            self._has_trained = True
         return placed
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:

@@ -95,7 +95,7 @@ class DeepSpeedEngine(ConfiguredModule):
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[list[Any]], Any] | None = None
-        self.stop_point: StopPoint | None = None
+        self.stop_point = StopPoint()
         self.device = current_device()
         self.global_rank, self.local_rank = rank_here(), get_local_rank()
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
@@ -154,8 +154,7 @@ class DeepSpeedEngine(ConfiguredModule):
     def destroy(self) -> None:
         """Close the optimizer and free its states, buffers and files; the weights stay."""
         self.monitor.close()
-        if self.stop_point is not None:
-            self.stop_point.close()
+        self.stop_point.close()
         if self.optimizer is not None:
             self.optimizer.close()
 
@@ -180,7 +179,7 @@ class DeepSpeedEngine(ConfiguredModule):
                 ``zero.register_external_parameter`` was not called for it.
         """
         if torch.is_grad_enabled():
-            self._end_if_stopped()
+            self.stop_point.reach()
         is_cast = self.settings.torch_autocast.enabled
         casts = torch.autocast(self.device.type, torch.bfloat16) if is_cast else nullcontext()
         if self.module.training:
@@ -207,7 +206,7 @@ class DeepSpeedEngine(ConfiguredModule):
             The loss, divided by the number of micro-batches unless ``scale_wrt_gas`` is False.
         """
         optimizer, update = self._trained("backward()")
-        self._end_if_stopped()  # of a module that was called directly
+        self.stop_point.reach()  # of a module that was called directly
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
         factor = update.factor * self._times
@@ -279,12 +278,8 @@ class DeepSpeedEngine(ConfiguredModule):
                 self._step(update, lr_kwargs)
         self.micro_steps += 1
         self.tput_timer.stop(global_step=ends_step)
-        if ends_step and self.stop_point is not None:
+        if ends_step:
             self.stop_point.note_step()
-
-    def _end_if_stopped(self) -> None:
-        if self.stop_point is not None:
-            self.stop_point.reach()
 
     @contextmanager
     def _enter(self, phase: EnginePhase, refusal: str) -> Iterator[None]:
