@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base.directories import make_folder, path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, named
+from tensorstow.base.fields import PositiveFloat, read_value
 from tensorstow.base.new_file import NewFiles
 from tensorstow.base.regular_file import check_regular
 from tensorstow.base.sizes import parts_within
@@ -101,7 +102,7 @@ class CheckpointCalls:
             _write_shards(path, _WEIGHTS, weights, shard_bytes)
             _on_rank_0(path, lambda: write_configuration(module, path))
         else:
-            whole = dict(weights) if _writes() else _drain(weights)
+            whole = {name: values for name, values in weights if _writes()}
             _on_rank_0(path, lambda: _write(path, whole))
 
     @checks_keywords(_LOADING)
@@ -175,7 +176,7 @@ class CheckpointCalls:
         rest = {key: value for key, value in saved.items() if key != "state"}
         states = wrapper.whole_states(saved["state"])
         if not shard:
-            whole = dict(states) if _writes() else _drain(states)
+            whole = {index: entry for index, entry in states if _writes()}
             _on_rank_0(path, lambda: _write(path, {"state": whole, **rest}))
             return
         name = f"{prefix}.{_STATES}" if prefix else _STATES
@@ -262,10 +263,7 @@ def _save_safetensors(
 
 def _shard_bytes(size_per_shard: int) -> int:
     """Return the largest size of one of several files; raises OptionError for a bad argument."""
-    if size_per_shard <= 0:
-        message = f"size_per_shard={size_per_shard} was given: it must be above 0, in MiB."
-        raise OptionError(message)
-    return int(size_per_shard * 2**20)
+    return int(read_value(PositiveFloat, size_per_shard, "size_per_shard") * 2**20)
 
 
 def _write_shards(
@@ -319,13 +317,6 @@ def _write_shards(
 def _bytes_of(value: Any) -> int:
     tensors = value.values() if isinstance(value, dict) else [value]
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-
-
-def _drain(items: Iterable[object]) -> dict[Any, Any]:
-    """Take part in gathering the items for rank 0."""
-    for _ in items:
-        pass
-    return {}
 
 
 def _writes() -> bool:

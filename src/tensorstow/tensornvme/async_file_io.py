@@ -6,12 +6,13 @@ import os
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import numpy as np
 import torch
 
 from tensorstow.base.errors import DTypeError, OptionError, StowError
+from tensorstow.base.fields import read_value, whole_number
 from tensorstow.base.health import Health
 from tensorstow.base.keywords import names_keywords
 from tensorstow.io.engine import BackendChoice, open_engine
@@ -271,7 +272,5 @@ def _make_durable(file: File) -> None:
 
 
 def _count(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        message = f"{name}={value!r} was given. Give a number of 0 or more."
-        raise OptionError(message)
-    return value
+    count: int = read_value(Annotated[int, whole_number(0)], value, name)
+    return count

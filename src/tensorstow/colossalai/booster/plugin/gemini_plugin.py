@@ -1,19 +1,18 @@
 """``GeminiPlugin``: ColossalAI's arguments, as a plan of ``tensorstow.stow``."""
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import PositiveInt, Share, read_value, whole_number
 from tensorstow.colossalai.booster.plugin.place_model import (
     Decision,
     PlacementRequest,
     PlacingPlugin,
     TrainingOptions,
-    check_copies,
 )
 from tensorstow.colossalai.booster.plugin.placement_policy import (
     PlacementPolicy,
@@ -178,22 +177,15 @@ class GeminiPlugin(PlacingPlugin):
         device: torch.device | str | int | None = None,
     ) -> None:
         arguments = locals()
-        check_copies(extra_dp_size)
+        read_value(PositiveInt, extra_dp_size, "extra_dp_size")
         check_device(device)
         self._policy = PlacementPolicy(
             placement_policy, shard_param_frac, offload_optim_frac, offload_param_frac
         )
-        if max_prefetch < 0:
-            message = f"max_prefetch={max_prefetch} was given: it is a number of units, at least 0."
-            raise OptionError(message)
+        read_value(Annotated[int, whole_number(0)], max_prefetch, "max_prefetch")
         self._prefetch, self._replicas = max_prefetch, extra_dp_size
-        for name, part in (
-            ("warmup_non_model_data_ratio", warmup_non_model_data_ratio),
-            ("steady_cuda_cap_ratio", steady_cuda_cap_ratio),
-        ):
-            if not 0.0 <= part <= 1.0:
-                message = f"{name}={part} was given: it is a number between 0 and 1."
-                raise OptionError(message)
+        for name in ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio"):
+            read_value(Share, arguments[name], name)
         self._limit_part, self._assumed_part = steady_cuda_cap_ratio, warmup_non_model_data_ratio
         scaler = partial(DynamicGradScaler, **{name: arguments[name] for name in LOSS_SCALE})
         self._training = TrainingOptions(

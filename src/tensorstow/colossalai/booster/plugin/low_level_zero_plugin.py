@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import PositiveInt, read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.booster.plugin.gemini_plugin import PLACEMENT, PRECISION
@@ -17,7 +18,6 @@ from tensorstow.colossalai.booster.plugin.place_model import (
     PlacementRequest,
     PlacingPlugin,
     TrainingOptions,
-    check_copies,
 )
 from tensorstow.colossalai.grad_scaler import LOSS_SCALE, DynamicGradScaler
 from tensorstow.colossalai.interface import ModelWrapper
@@ -74,7 +74,7 @@ class LowLevelZeroPlugin(PlacingPlugin):
         extra_dp_size: int = 1,
     ) -> None:
         arguments = locals()
-        check_copies(extra_dp_size)
+        read_value(PositiveInt, extra_dp_size, "extra_dp_size")
         if stage not in {1, 2}:
             message = f"stage={stage!r} was given: it is 1 or 2. GeminiPlugin is stage 3."
             raise OptionError(message)

@@ -196,13 +196,3 @@ def refuse_boosted(model: nn.Module) -> None:
     if isinstance(model, ModelWrapper):
         message = "boost() was given a model that boost() returned: boost a model once."
         raise OptionError(message)
-
-
-def check_copies(extra_dp_size: int) -> None:
-    """Raise OptionError unless this is a number of groups that each hold a full copy."""
-    if isinstance(extra_dp_size, bool) or extra_dp_size < 1:
-        message = (
-            f"extra_dp_size={extra_dp_size!r} was given: it is the number of groups of ranks that"
-            " each hold a full copy, and must be at least 1. With 1, all ranks share one copy."
-        )
-        raise OptionError(message)

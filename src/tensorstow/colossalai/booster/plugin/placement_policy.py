@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import Share, read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.units import Unit
@@ -46,10 +47,7 @@ class PlacementPolicy:
             message = f"placement_policy={self.name!r} was given: it must be one of {names}."
             raise OptionError(message)
         for name in ("shard_param", "offload_optim", "offload_param"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-                message = f"{name}_frac={value!r} was given: it must be between 0 and 1."
-                raise OptionError(message)
+            read_value(Share, getattr(self, name), f"{name}_frac")
         fractions = (self.shard_param, self.offload_optim, self.offload_param)
         if self.name != "static" and fractions != (1.0, 0.0, 0.0):
             message = (

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster.plugin.gemini_plugin import PLACEMENT, PRECISION
+from tensorstow.colossalai.booster.plugin.place_model import TrainingOptions
 from tensorstow.colossalai.gemini import GeminiStates
 from tensorstow.colossalai.grad_scaler import LOSS_SCALE, DynamicGradScaler
 from tensorstow.colossalai.zero.gemini.gemini_ddp import GeminiDDP
@@ -67,9 +68,7 @@ class GeminiOptimizer(GeminiStates):
                 " Booster.boost make both."
             )
             raise OptionError(message)
-        if not max_norm >= 0.0:
-            message = f"max_norm={max_norm} was given: it is 0 (no clipping) or positive."
-            raise OptionError(message)
+        TrainingOptions(max_norm=max_norm)  # raises an error if it cannot be used
         scaler = DynamicGradScaler(**{name: arguments[name] for name in LOSS_SCALE})
         wrapper = module.place(optim)
         scales = module.mixed_precision == torch.float16
