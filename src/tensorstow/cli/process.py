@@ -26,6 +26,7 @@ class Process:
     ) -> None:
         self.name = name
         self._child = child
+        self._orders: Any = child.stdin  # a pipe, as ``started`` requests it
         self._lines = lines
         self._output = output
 
@@ -40,26 +41,19 @@ class Process:
 
     def tell(self, line: str) -> None:
         """Write a line to its standard input; if it has ended, ``messages`` raises."""
-        orders = self._orders()
         with suppress(BrokenPipeError):
-            orders.write(f"{line}\n".encode())
-            orders.flush()
+            self._orders.write(f"{line}\n".encode())
+            self._orders.flush()
 
     def tell_no_more(self) -> None:
         """Close its standard input."""
         with suppress(BrokenPipeError):
-            self._orders().close()
+            self._orders.close()
 
     def kill(self) -> None:
         """Send SIGKILL, as ``kill -9`` does, unless it has ended, and wait for its end."""
         self._child.send_signal(signal.SIGKILL)
         self._child.wait()
-
-    def _orders(self) -> IO[bytes]:
-        if self._child.stdin is None:
-            message = f"{self.name!r} was sent a line, but it has no standard input."
-            raise StowError(message)
-        return self._child.stdin
 
 
 @contextmanager

@@ -6,9 +6,7 @@
 ``from tensorstow.tensornvme.async_file_io import AsyncFileWriter``.
 """
 
-from typing import NoReturn
-
-from tensorstow.base.absent_names import add_absent_modules, refuse, refuse_other_modules
+from tensorstow.base.absent_names import add_absent_modules, refuse_names, refuse_other_modules
 from tensorstow.tensornvme.async_file_io import AsyncFileWriter
 from tensorstow.tensornvme.offloader import DiskOffloader
 
@@ -20,7 +18,4 @@ _ABSENT = {
 }
 add_absent_modules(__name__, _ABSENT)
 refuse_other_modules(__name__, "docs/guides/colossalai.md")
-
-
-def __getattr__(name: str) -> NoReturn:
-    refuse(__name__, name, _ABSENT)
+__getattr__ = refuse_names(__name__, _ABSENT)

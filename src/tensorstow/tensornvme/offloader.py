@@ -62,8 +62,6 @@ class DiskOffloader:
         OptionError: The backend is unknown, or no directory was named.
     """
 
-    _table: OffloadTable | None = None  # until all of __init__ has succeeded
-
     def __init__(
         self, dir_name: Directory | Sequence[Directory], n_entries: int = 16, backend: str = "uring"
     ) -> None:
@@ -83,7 +81,7 @@ class DiskOffloader:
             OffloadError: The tensor cannot be written, or is on disk.
             DirectoryError: The disk is full.
         """
-        self._live().write((tensor,), callback)
+        self._table.write((tensor,), callback)
 
     @describes(_READS)
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
@@ -92,7 +90,7 @@ class DiskOffloader:
         Raises:
             OffloadError: The tensor is not on disk.
         """
-        self._live().read((tensor,), callback)
+        self._table.read((tensor,), callback)
 
     @describes(_WRITES)
     def sync_write(self, tensor: torch.Tensor) -> None:
@@ -102,8 +100,7 @@ class DiskOffloader:
             OffloadError: The tensor cannot be written, or is on disk.
             TransferError: The write failed; the tensor still has its memory.
         """
-        table = self._live()
-        table.wait_for(table.write((tensor,), None))
+        self._table.wait_for(self._table.write((tensor,), None))
 
     @describes(_READS)
     def sync_read(self, tensor: torch.Tensor) -> None:
@@ -113,53 +110,50 @@ class DiskOffloader:
             OffloadError: The tensor is not on disk.
             TransferError: The read failed; the tensor is still on disk.
         """
-        table = self._live()
-        table.wait_for(table.read((tensor,), None))
+        self._table.wait_for(self._table.read((tensor,), None))
 
     @describes(_WRITES)
     def async_writev(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
         """Start writing tensors as one; they can only be read back together, in this order."""
-        self._live().write(_as_tuple(tensors), callback)
+        self._table.write(_as_tuple(tensors), callback)
 
     @describes(_READS)
     def async_readv(
         self, tensors: Sequence[torch.Tensor], callback: Callback | None = None
     ) -> None:
         """Start reading back tensors that were written in one call."""
-        self._live().read(_as_tuple(tensors), callback)
+        self._table.read(_as_tuple(tensors), callback)
 
     @describes(_WRITES)
     def sync_writev(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write tensors as one; they can only be read back together, in this order."""
-        table = self._live()
-        table.wait_for(table.write(_as_tuple(tensors), None))
+        self._table.wait_for(self._table.write(_as_tuple(tensors), None))
 
     @describes(_READS)
     def sync_readv(self, tensors: Sequence[torch.Tensor]) -> None:
         """Read back tensors that were written in one call."""
-        table = self._live()
-        table.wait_for(table.read(_as_tuple(tensors), None))
+        self._table.wait_for(self._table.read(_as_tuple(tensors), None))
 
     def sync_write_events(self) -> None:
         """Wait until all writes are done; raises the first error."""
-        self._live().wait_for_all({ByteState.WRITING})
+        self._table.wait_for_all({ByteState.WRITING})
 
     def sync_read_events(self) -> None:
         """Wait until all reads are done; raises the first error."""
-        self._live().wait_for_all({ByteState.READING})
+        self._table.wait_for_all({ByteState.READING})
 
     def synchronize(self) -> None:
         """Wait until all writes and reads are done; raises the first error."""
-        self._live().wait_for_all({ByteState.WRITING, ByteState.READING})
+        self._table.wait_for_all({ByteState.WRITING, ByteState.READING})
 
     def close(self) -> None:
         """Finish all reads, abandon all writes, and drop the files. Idempotent.
 
         A tensor whose write is abandoned keeps its memory. Tensors on disk are lost.
         """
-        self._live().close()
+        self._table.close()
 
     def __enter__(self) -> Self:
         return self
@@ -169,19 +163,14 @@ class DiskOffloader:
 
     def __del__(self) -> None:
         """Close; errors are logged, and no callback is run."""
-        if self._table is None:
+        table: OffloadTable | None = getattr(self, "_table", None)
+        if table is None:  # __init__ has failed
             return
-        failures, lost = self._table.shut()
+        failures, lost = table.shut()
         for failure in failures:
             logger.error("A DiskOffloader was dropped after a failure: %s", failure)
         if lost and not sys.is_finalizing():
             logger.warning("%d tensors were on disk when their DiskOffloader was dropped", lost)
-
-    def _live(self) -> OffloadTable:
-        if self._table is None:
-            message = "A DiskOffloader was used whose creation failed. Create another."
-            raise OffloadError(message)
-        return self._table
 
 
 def _choose(backend: str, directories: Sequence[Path]) -> BackendChoice:

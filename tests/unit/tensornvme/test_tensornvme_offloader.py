@@ -48,7 +48,6 @@ def emptied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scratch_of(offloader: DiskOffloader) -> ScratchFiles:
-    assert offloader._table is not None
     return offloader._table._scratch
 
 
