@@ -7,6 +7,7 @@ runs. They rest in between: OpenMP's threads poll for some milliseconds after th
 that the next contender would use.
 """
 
+import argparse
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich.console import Console
@@ -41,6 +42,7 @@ _HOLDS_WHERE = {
 }
 """Of a subject: what its verdicts hold for, and what they say nothing of."""
 
+_Run = TypeVar("_Run")
 Contender = Callable[[], float | None]
 """Does its work once; returns the seconds it took, or None to be timed from outside."""
 
@@ -177,16 +179,25 @@ def interleave(
     contenders: Mapping[str, Contender], pairs: int, *, warm_up: int = 1
 ) -> dict[str, Sample]:
     """Let every contender run ``pairs`` times, in turns; see [Note: Interleaving]."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(warm_up + pairs):
-        for name in list(contenders)[:: -1 if turn % 2 else 1]:
-            time.sleep(_REST_SECONDS)
-            start = time.perf_counter()
-            own = contenders[name]()
-            elapsed = time.perf_counter() - start
-            if turn >= warm_up:
-                seconds[name].append(elapsed if own is None else own)
-    return {name: Sample(tuple(values)) for name, values in seconds.items()}
+
+    def seconds_of(name: str) -> float:
+        time.sleep(_REST_SECONDS)
+        start = time.perf_counter()
+        own = contenders[name]()
+        elapsed = time.perf_counter() - start
+        return elapsed if own is None else own
+
+    seconds = in_turns(contenders, warm_up + pairs, seconds_of)
+    return {name: Sample(tuple(values[warm_up:])) for name, values in seconds.items()}
+
+
+def in_turns(names: Iterable[str], turns: int, run: Callable[[str], _Run]) -> dict[str, list[_Run]]:
+    """Return what ``run`` returned for each name, in ``turns`` turns forth and back."""
+    runs: dict[str, list[_Run]] = {name: [] for name in names}
+    for turn in range(turns):
+        for name in list(runs)[:: -1 if turn % 2 else 1]:
+            runs[name].append(run(name))
+    return runs
 
 
 def ratio(
@@ -229,6 +240,30 @@ def run_alone(
     )
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def run_ways(
+    module: str, ways: Iterable[str], turns: int, directory: Path | str, *, quick: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """Run each way of a benchmark's module alone, in turns; return the results by way."""
+    return in_turns(ways, turns, lambda way: run_alone(module, way, str(directory), quick=quick))
+
+
+def as_child(
+    measure: Callable[..., Mapping[str, Any]], ways: Iterable[str] | None = None
+) -> None:
+    """Be the process that ``run_alone`` starts: print what ``measure`` returns as JSON.
+
+    It is called on all cores with a way, a directory and ``quick``, as the command line has them.
+    ``ways``: those that there are; None: any.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("way", choices=ways)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    use_all_cores()
+    print(json.dumps(measure(options.way, options.directory, quick=options.quick)))
 
 
 def machine_facts(directory: Path | None) -> dict[str, Any]:

@@ -5,14 +5,10 @@ measured: the peak of VmRSS over a step, less VmRSS before it, where gradients a
 are there already. So what is counted is activations, and what the loss and single operations hold.
 """
 
-import argparse
 import gc
 import importlib
 import importlib.util
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -28,11 +24,12 @@ from benchmarks.measure import (
     Figure,
     Sample,
     Settings,
+    as_child,
     at_least,
     at_most,
     not_available,
     ratio,
-    use_all_cores,
+    run_ways,
 )
 from tensorstow.activations.offload import ActivationOffload, offload_activations
 from tensorstow.optim.adam import AdamW
@@ -53,10 +50,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
         yield not_available("activations", None, "transformers is not installed")
         return
     directory = settings.scratch(8 << 30)
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
-    for turn in range(min(settings.pairs, _MOST_PAIRS)):
-        for way in _WAYS[:: -1 if turn % 2 else 1]:
-            runs[way].append(_run(way, directory, quick=settings.quick))
+    turns = min(settings.pairs, _MOST_PAIRS)
+    runs = run_ways("benchmarks.cpu.activations", _WAYS, turns, directory, quick=settings.quick)
     samples = {way: Sample(tuple(run["seconds"] for run in runs[way])) for way in _WAYS}
     peaks = {way: statistics.median(run["bytes"] for run in runs[way]) for way in _WAYS}
     for way in _WAYS[1:]:
@@ -79,15 +74,6 @@ def figures(settings: Settings) -> Iterator[Figure]:
     losses = {run["loss"] for way in _WAYS for run in runs[way]}
     name = "GPT-2, 4 x 1024: losses of all ways that differ"
     yield Figure(name, at_most(0), len(losses) - 1, "")
-
-
-def _run(way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.activations", way, str(directory)]
-    command += ["--quick"] if quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # --- the child ---
@@ -143,10 +129,4 @@ def _place(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=_WAYS)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    use_all_cores()
-    print(json.dumps(_measure(options.way, options.directory, quick=options.quick)))
+    as_child(_measure, _WAYS)

@@ -5,8 +5,6 @@ Each way is a process of its own, in turns: AdamW alone, AdamW with ``ema=``, an
 million fp32 parameters with the same gradients.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.measure import Figure, Sample, Settings, exactly, ratio, run_alone, use_all_cores
+from benchmarks.measure import Figure, Sample, Settings, as_child, exactly, ratio, run_ways
 from tensorstow import AdamW
 
 _ALONE, _OURS, _TORCH = "alone", "ema", "AveragedModel"
 _TIERS = ("host", "disk")
+_WAYS = [f"{tier} {way}" for tier in _TIERS for way in (_ALONE, _OURS, _TORCH)]
 _WIDTH, _LAYERS = 4096, 8
 _STEPS = 7
 _MOST_TURNS = 5
@@ -30,14 +29,8 @@ _DECAY = 0.999
 
 def figures(settings: Settings) -> Iterator[Figure]:
     """Run all ways in turns; yield what averages cost, and that both have the same bits."""
-    names = [f"{tier} {way}" for tier in _TIERS for way in (_ALONE, _OURS, _TORCH)]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for turn in range(min(settings.pairs, _MOST_TURNS)):
-        for name in names[:: -1 if turn % 2 else 1]:
-            where = (str(settings.scratch(4 << 30)),)
-            runs[name].append(
-                run_alone("benchmarks.cpu.averages", *name.split(), *where, quick=settings.quick)
-            )
+    directory, turns = settings.scratch(4 << 30), min(settings.pairs, _MOST_TURNS)
+    runs = run_ways("benchmarks.cpu.averages", _WAYS, turns, directory, quick=settings.quick)
     samples = {
         name: Sample(tuple(run["seconds"] for run in of_name)) for name, of_name in runs.items()
     }
@@ -60,8 +53,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
 # --- the child ---
 
 
-def _measure(tier: str, way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
-    use_all_cores()
+def _measure(name: str, directory: Path, *, quick: bool) -> dict[str, Any]:
+    tier, way = name.split()
     width = 64 if quick else _WIDTH
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_LAYERS)))
@@ -113,10 +106,4 @@ def _sum_of(model: nn.Module) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tier", choices=_TIERS)
-    parser.add_argument("way", choices=(_ALONE, _OURS, _TORCH))
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    print(json.dumps(_measure(options.tier, options.way, options.directory, quick=options.quick)))
+    as_child(_measure, _WAYS)

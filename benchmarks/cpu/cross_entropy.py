@@ -8,17 +8,26 @@ there before; logits, their gradients, and the gradients of hidden states and we
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, ratio, use_all_cores
+from benchmarks.measure import (
+    Figure,
+    Limit,
+    Sample,
+    Settings,
+    at_most,
+    in_turns,
+    ratio,
+    run_alone,
+    use_all_cores,
+)
 from tensorstow.losses import chunked_cross_entropy
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
@@ -34,10 +43,9 @@ def figures(settings: Settings) -> Iterator[Figure]:
         ("float32", at_most(1.10), at_most(1 / 8)),
         ("bfloat16", None, None),
     ):
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
-        for turn in range(settings.pairs if dtype == "float32" else min(settings.pairs, 3)):
-            for way in _WAYS[:: -1 if turn % 2 else 1]:
-                runs[way].append(_run(way, dtype, settings))
+        run = partial(run_alone, "benchmarks.cpu.cross_entropy", dtype, quick=settings.quick)
+        turns = settings.pairs if dtype == "float32" else min(settings.pairs, 3)
+        runs = in_turns(_WAYS, turns, run)
         yield from _compared(dtype, runs, most_time, most_memory)
 
 
@@ -57,15 +65,6 @@ def _compared(
     samples = {way: Sample(tuple(run["seconds"] for run in runs[way])) for way in _WAYS}
     name = f"chunked cross entropy, {dtype}: time / torch's"
     yield ratio(name, most_time, samples, "ours", "torch")
-
-
-def _run(way: str, dtype: str, settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.cross_entropy", way, dtype]
-    command += ["--quick"] if settings.quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # --- the child ---
@@ -98,8 +97,8 @@ def _measure(way: str, dtype: torch.dtype, sizes: tuple[int, int, int]) -> dict[
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=_WAYS)
     parser.add_argument("dtype")
+    parser.add_argument("way", choices=_WAYS)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     use_all_cores()

@@ -5,11 +5,7 @@ processes. Beside it the same with whole layers read, as for any other block. Th
 many bytes as a token read, in pieces of a MiB, and passes the page cache by.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,13 +16,14 @@ import torch
 
 import tensorstow
 from benchmarks.cpu.generation import read_raw
-from benchmarks.measure import Figure, Settings, at_least, at_most, use_all_cores
+from benchmarks.measure import Figure, Settings, as_child, at_least, at_most, run_alone, run_ways
 from tensorstow import Plan
 from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.weight_stream import StreamedUnit
 
+_MODULE = "benchmarks.cpu.experts"
 _SIZES = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 14}
 _QUICK = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 _EXPERTS, _CLASSES, _PROMPT, _TOKENS = 8, 4096, 4, 12
@@ -37,11 +34,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
     """Run both ways in turns."""
     turns = 1 if settings.quick else 3
     with tempfile.TemporaryDirectory(dir=settings.scratch(4 << 30)) as folder:
-        _run("save", Path(folder), settings)
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
-        for turn in range(turns):
-            for way in _WAYS[:: -1 if turn % 2 else 1]:
-                runs[way].append(_run(way, Path(folder), settings))
+        run_alone(_MODULE, "save", folder, quick=settings.quick)
+        runs = run_ways(_MODULE, _WAYS, turns, folder, quick=settings.quick)
     ours = runs["routed"]
     yield Figure(
         "experts on disk: bytes of experts read / bytes of those that tokens are routed to",
@@ -63,15 +57,6 @@ def figures(settings: Settings) -> Iterator[Figure]:
     )
 
 
-def _run(way: str, folder: Path, settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.experts", way, str(folder)]
-    command += ["--quick"] if settings.quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 # --- the child ---
 
 
@@ -88,6 +73,10 @@ def _make(*, quick: bool) -> Any:  # noqa: ANN401  # transformers', which is opt
 
 
 def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    if way == "save":
+        _make(quick=quick).save_pretrained(folder)
+        return {}
     if way == "whole layers":
         ReadUnit.experts = 0  # type: ignore[assignment, method-assign]
     with torch.device("meta"):
@@ -137,16 +126,4 @@ def _generate(model: Any, prompt: torch.Tensor, tokens: int) -> float:  # noqa: 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=("save", *_WAYS))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    use_all_cores()
-    torch.manual_seed(0)
-    if options.way == "save":
-        _make(quick=options.quick).save_pretrained(options.folder)
-        sys.stdout.write("{}\n")
-    else:
-        found = _measure(options.way, options.folder, quick=options.quick)
-        sys.stdout.write(json.dumps(found) + "\n")
+    as_child(_measure, ("save", *_WAYS))

@@ -9,13 +9,9 @@ Per token of the batch every weight is read once: the seconds of a token are com
 read of as many bytes of the same file, in turns.
 """
 
-import argparse
 import itertools
-import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,12 +22,13 @@ import torch
 
 import tensorstow
 from benchmarks.cpu.raw import RawFile, cut
-from benchmarks.measure import Figure, Settings, at_least, at_most, use_all_cores
+from benchmarks.measure import Figure, Settings, as_child, at_least, at_most, run_alone, run_ways
 from tensorstow import Plan
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.io.engine import open_engine
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
+_MODULE = "benchmarks.cpu.generation"
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
 _QUICK = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 _CLASSES, _BATCH, _PROMPT = 4096, 8, 16
@@ -45,11 +42,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
     """Run all ways in turns, each in a process of its own that generates several times."""
     turns = 1 if settings.quick else 3
     with tempfile.TemporaryDirectory(dir=settings.scratch(8 << 30)) as folder:
-        _run("save", Path(folder), settings)
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
-        for turn in range(turns):
-            for way in _WAYS[:: -1 if turn % 2 else 1]:
-                runs[way].append(_run(way, Path(folder), settings))
+        run_alone(_MODULE, "save", folder, quick=settings.quick)
+        runs = run_ways(_MODULE, _WAYS, turns, folder, quick=settings.quick)
     ours = runs["ours"]
     read = statistics.median(r["raw"] / r["seconds"] for run in ours for r in run["rounds"])
     rates = {way: _rate(found) for way, found in runs.items() if "why" not in found[0]}
@@ -78,15 +72,6 @@ def _rate(runs: list[dict[str, Any]]) -> float:
     return _BATCH / statistics.median(r["seconds"] for run in runs for r in run["rounds"])
 
 
-def _run(way: str, folder: Path, settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.generation", way, str(folder)]
-    command += ["--quick"] if settings.quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
 # --- the child ---
 
 
@@ -106,6 +91,10 @@ def _make(*, quick: bool) -> Any:  # noqa: ANN401
 
 
 def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
+    if way == "save":
+        torch.manual_seed(0)
+        _make(quick=quick).save_pretrained(folder, max_shard_size="100GB")
+        return {}
     rounds, tokens = (1, 2) if quick else (3, 8)
     file = folder / "model.safetensors"
     result: dict[str, Any] = {"rounds": []}
@@ -207,15 +196,4 @@ def _dropping(place: Path) -> Callable[..., None]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=["save", *_WAYS])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    use_all_cores()
-    if options.way == "save":
-        torch.manual_seed(0)
-        _make(quick=options.quick).save_pretrained(options.folder, max_shard_size="100GB")
-        print("{}")
-    else:
-        print(json.dumps(_measure(options.way, options.folder, quick=options.quick)))
+    as_child(_measure, ("save", *_WAYS))

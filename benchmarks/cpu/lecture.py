@@ -5,11 +5,9 @@ stands for the fast tier and the disk for the slow one. Memory is the peak of Vm
 that count, less VmRSS before the model is made. Disk is what the files of the process occupy.
 """
 
-import argparse
 import gc
 import importlib
 import importlib.util
-import json
 import os
 import statistics
 import time
@@ -21,15 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.seed_example import scratch_files
-from benchmarks.measure import (
-    Figure,
-    Sample,
-    Settings,
-    exactly,
-    not_available,
-    run_alone,
-    use_all_cores,
-)
+from benchmarks.measure import Figure, Sample, Settings, as_child, exactly, not_available, run_ways
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
@@ -56,12 +46,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
         yield not_available("the lecture's comparison", None, "transformers is not installed")
         return
     directory = settings.scratch(4 << 30)
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for turn in range(min(settings.pairs, _MOST_PAIRS)):
-        for way in list(WAYS)[:: -1 if turn % 2 else 1]:
-            runs[way].append(
-                run_alone("benchmarks.cpu.lecture", way, str(directory), quick=settings.quick)
-            )
+    turns = min(settings.pairs, _MOST_PAIRS)
+    runs = run_ways("benchmarks.cpu.lecture", WAYS, turns, directory, quick=settings.quick)
     yield from judge(runs)
 
 
@@ -121,10 +107,4 @@ def _measure(way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=WAYS)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    use_all_cores()
-    print(json.dumps(_measure(options.way, options.directory, quick=options.quick)))
+    as_child(_measure, WAYS)

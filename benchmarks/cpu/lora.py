@@ -6,12 +6,8 @@ losses. Memory of its own is RssAnon and RssShmem of /proc/self/status; pages of
 passes through buffers of a fixed size, which are memory of its own; without, all of it is mapped.
 """
 
-import argparse
-import json
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,11 +18,12 @@ from typing import Any
 import torch
 
 import tensorstow
-from benchmarks.measure import Figure, Settings, at_most, exactly, use_all_cores
+from benchmarks.measure import Figure, Settings, as_child, at_most, exactly, run_alone, run_ways
 from tensorstow import Plan
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.report.rss import PeriodicSampler
 
+_MODULE = "benchmarks.cpu.lora"
 _SIZES = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24}
 _QUICK = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
 _CLASSES, _BATCH, _LENGTH = 4096, 1, 64
@@ -38,11 +35,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
     """Train by each way in turns, and compare losses, memory and seconds with those without us."""
     turns = 1 if settings.quick else 3
     with tempfile.TemporaryDirectory(dir=settings.scratch(4 << 30)) as folder:
-        _run("save", Path(folder), settings)
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in _WAYS}
-        for turn in range(turns):
-            for way in _WAYS[:: -1 if turn % 2 else 1]:
-                runs[way].append(_run(way, Path(folder), settings))
+        run_alone(_MODULE, "save", folder, quick=settings.quick)
+        runs = run_ways(_MODULE, _WAYS, turns, folder, quick=settings.quick)
     theirs = runs["without stow"]
     for way in _WAYS[1:]:
         ours = runs[way]
@@ -66,15 +60,6 @@ _NAMES = {
     "file": "pages of mapped files",
     "all": "both",
 }
-
-
-def _run(way: str, folder: Path, settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.lora", way, str(folder)]
-    command += ["--quick"] if settings.quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
 
 
 # --- the child ---
@@ -148,26 +133,17 @@ def _train(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     return result | memory.peaks
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way", choices=("save", *_WAYS))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    use_all_cores()
-    result: dict[str, Any] = {}
-    if given.way == "save":
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
+    if way != "save":
+        return _train(way, folder, quick=quick)
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
-        torch.manual_seed(0)
-        config = _config(quick=given.quick)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(given.folder)
-        (given.folder / "run").mkdir()
-    else:
-        result = _train(given.way, given.folder, quick=given.quick)
-    print(json.dumps(result))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(_config(quick=quick), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    (folder / "run").mkdir()
+    return {}
 
 
 if __name__ == "__main__":
-    _main()
+    as_child(_measure, ("save", *_WAYS))

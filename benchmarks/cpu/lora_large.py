@@ -8,13 +8,10 @@ times 34, and of what is around the blocks; the raw read is of the same files tw
 engine. The folders are removed at the end.
 """
 
-import argparse
-import json
 import math
 import re
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +25,7 @@ import torch
 import tensorstow
 from benchmarks.cpu.lora import _Memory
 from benchmarks.cpu.raw import RawFile, cut
-from benchmarks.measure import Figure, Settings, at_most, exactly, use_all_cores
+from benchmarks.measure import Figure, Settings, as_child, at_most, exactly, run_alone
 from tensorstow import Plan
 from tensorstow.checkpoint.quantized_folder import quantize_folder
 from tensorstow.checkpoint.weight_encoders import ENCODERS
@@ -82,11 +79,7 @@ def _figures_of(
 
 
 def _run(way: str, folder: Path, settings: Settings) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.cpu.lora_large", way, str(folder)]
-    command += ["--quick"] if settings.quick else []
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    result = run_alone("benchmarks.cpu.lora_large", way, str(folder), quick=settings.quick)
     print(f"  {way}: {result}", file=sys.stderr, flush=True)
     return result
 
@@ -249,28 +242,19 @@ def _quantize(kind: str, folder: Path, *, quick: bool) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - begin, "largest": largest, **memory.peaks}
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("way")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    use_all_cores()
-    folder, quick = given.folder, given.quick
-    kind, _, rest = given.way.partition("-")
+def _measure(way: str, folder: Path, *, quick: bool) -> dict[str, Any]:
+    kind, _, rest = way.partition("-")
     if kind == "save":
-        result = _save(folder, quick=quick)
-    elif kind == "compute":
-        result = _compute(quick=quick)
-    elif kind == "read":
-        result = _read(folder / rest)
-    elif kind == "quantize":
-        result = _quantize(rest, folder, quick=quick)
-    else:
-        (folder / f"run-{kind}").mkdir()
-        result = _train(kind, folder, quick=quick)
-    print(json.dumps(result))
+        return _save(folder, quick=quick)
+    if kind == "compute":
+        return _compute(quick=quick)
+    if kind == "read":
+        return _read(folder / rest)
+    if kind == "quantize":
+        return _quantize(rest, folder, quick=quick)
+    (folder / f"run-{kind}").mkdir()
+    return _train(kind, folder, quick=quick)
 
 
 if __name__ == "__main__":
-    _main()
+    as_child(_measure)

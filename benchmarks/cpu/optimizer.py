@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from benchmarks.measure import (
     Sample,
     Settings,
     at_most,
+    in_turns,
     ratio,
     run_alone,
     use_all_cores,
@@ -55,10 +57,8 @@ def gpt2_shapes(
 
 def figures(settings: Settings) -> Iterator[Figure]:
     """Run both in turns; yield the steps alone, and those of training loops."""
-    runs: dict[str, list[dict[str, float]]] = {_OURS: [], _TORCH: []}
-    for turn in range(min(settings.pairs, _MOST_TURNS)):
-        for name in list(runs)[:: -1 if turn % 2 else 1]:
-            runs[name].append(run_alone("benchmarks.cpu.optimizer", name, quick=settings.quick))
+    run = partial(run_alone, "benchmarks.cpu.optimizer", quick=settings.quick)
+    runs = in_turns((_OURS, _TORCH), min(settings.pairs, _MOST_TURNS), run)
     for what in runs[_OURS][0]:
         samples = {
             name: Sample(tuple(run[what] for run in of_name)) for name, of_name in runs.items()

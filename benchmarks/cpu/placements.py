@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, not_available, run_alone
+from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, not_available, run_ways
 from tensorstow import AdamW, Plan, stow
 
 COMMAND = "python benchmarks/run.py placements"
@@ -64,12 +64,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
     directory = settings.scratch(4 << 30)
     clipped = [f"{_TORCH}, clipped", "everything on disk, clipped"]
     names = clipped if settings.quick else list(PLACEMENTS)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    for turn in range(min(settings.pairs, _MOST_TURNS)):
-        for name in names[:: -1 if turn % 2 else 1]:
-            runs[name].append(
-                run_alone("benchmarks.cpu.placements", name, str(directory), quick=settings.quick)
-            )
+    turns = min(settings.pairs, _MOST_TURNS)
+    runs = run_ways("benchmarks.cpu.placements", names, turns, directory, quick=settings.quick)
     for name in names:
         _, clips, asked = PLACEMENTS[name]
         base = f"{_TORCH}, clipped" if clips else _TORCH
