@@ -266,6 +266,29 @@ def as_child(
     print(json.dumps(measure(options.way, options.directory, quick=options.quick)))
 
 
+def lines_of(
+    *words: str, seconds: float, given: Mapping[str, str] | None = None, text: str | None = None
+) -> list[str]:
+    """Run ``python -m`` with these words in the root of the tree; return the lines that it printed.
+
+    ``given``: what its environment has besides this one's; ``text``: its standard input. Raises
+    RuntimeError with what it wrote to standard error if it fails, TimeoutExpired after ``seconds``.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=seconds,
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, **(given or {})},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout.splitlines()
+
+
 def machine_facts(directory: Path | None) -> dict[str, Any]:
     """Return what a reader needs to judge the figures; nothing that names the machine."""
     return {

@@ -18,8 +18,6 @@ figures are of a machine that does nothing else.
 
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +27,7 @@ import torch
 
 from benchmarks.accelerator.accelerator_child import DRAM_BYTES, RunConfig
 from benchmarks.accelerator.bounds import COMPUTE, DISK, DOWN, DRAM, UP, Bound
-from benchmarks.measure import Figure, Settings, at_most, not_available
+from benchmarks.measure import Figure, Settings, at_most, lines_of, not_available
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, UpdateOn
@@ -60,26 +58,13 @@ def figures(settings: Settings) -> Iterator[Figure]:
         return
     configs = [_config(plan, quick=settings.quick) for plan in _plans(quick=settings.quick)]
     configs += _clipped(quick=settings.quick)
-    command = [
-        sys.executable,
-        "-m",
+    printed = lines_of(
         "benchmarks.accelerator.accelerator_child",
         str(settings.scratch(1 << 30)),
-    ]
-    given = json.dumps({"configs": [asdict(config) for config in configs]})
-    done = subprocess.run(
-        command,
-        cwd=_ROOT,
-        input=given,
-        capture_output=True,
-        text=True,
-        timeout=_LONGEST,
-        check=False,
+        seconds=_LONGEST,
+        text=json.dumps({"configs": [asdict(config) for config in configs]}),
     )
-    if done.returncode:
-        message = f"A training on the simulated accelerator failed: {done.stderr[-2000:]}"
-        raise RuntimeError(message)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = [line for line in printed if line.startswith("{")]
     for config, line in zip(configs, lines, strict=True):
         found = json.loads(line)
         if not settings.quick:

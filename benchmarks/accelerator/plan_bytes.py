@@ -8,7 +8,6 @@ import gc
 import importlib
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.plans import MODELS, QUICK_MODELS
-from benchmarks.measure import Figure, Settings, at_most, not_available
+from benchmarks.measure import Figure, Settings, at_most, lines_of, not_available
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.sharding import make_mesh
@@ -61,17 +60,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
 
 
 def _in_child(model: str, directory: Path) -> dict[str, tuple[int, int]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.accelerator.plan_bytes", model, str(directory)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_CHILD_SECONDS,
-        cwd=_ROOT,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, tuple[int, int]] = json.loads(done.stdout.splitlines()[-1])
+    words = ("benchmarks.accelerator.plan_bytes", model, str(directory))
+    found: dict[str, tuple[int, int]] = json.loads(lines_of(*words, seconds=_CHILD_SECONDS)[-1])
     return found
 
 

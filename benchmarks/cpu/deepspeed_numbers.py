@@ -11,8 +11,6 @@ import itertools
 import json
 import logging
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tensorstow.deepspeed as deepspeed
-from benchmarks.measure import Figure, Settings, at_most, exactly
+from benchmarks.measure import Figure, Settings, at_most, exactly, lines_of
 from tensorstow.formats.reference import (
     AdamState,
     adam_reference,
@@ -65,21 +63,12 @@ def figures(settings: Settings) -> Iterator[Figure]:
     """Run all cells on one rank and on two; compare each with the loop."""
     steps = QUICK_STEPS if settings.quick else STEPS
     for ranks in RANKS:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(ranks), "-m", "benchmarks.cpu.deepspeed_numbers"]
+        launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks))
         with tempfile.TemporaryDirectory(dir=settings.scratch(1 << 20)) as folder:
-            done = subprocess.run(
-                [*command, str(steps), folder],
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_CHILD_SECONDS,
-                cwd=Path(__file__).parents[2],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        if done.returncode:
-            raise RuntimeError(done.stderr)
-        for dtype, found in json.loads(done.stdout.splitlines()[-1]).items():
+            words = ("-m", "benchmarks.cpu.deepspeed_numbers", str(steps), folder)
+            given = {"OMP_NUM_THREADS": "1"}
+            printed = lines_of(*launcher, *words, seconds=_CHILD_SECONDS, given=given)
+        for dtype, found in json.loads(printed[-1]).items():
             cells = f"{dtype}, {ranks} rank{'s' * (ranks > 1)}, {found['cells']} cells"
             yield Figure(
                 f"{cells}: values that are not the plain loop's", exactly(0), found["differ"], ""

@@ -8,12 +8,9 @@ import copy
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +19,16 @@ from torch import nn
 from torch.nn import functional
 
 import tensorstow.deepspeed
-from benchmarks.measure import Figure, Sample, Settings, at_most, exactly, not_available, ratio
+from benchmarks.measure import (
+    Figure,
+    Sample,
+    Settings,
+    at_most,
+    exactly,
+    lines_of,
+    not_available,
+    ratio,
+)
 
 WIDTH, LAYERS, HEADS, WORDS, TOKENS = 512, 6, 8, 2000, 128
 STAGE, RANKS, UNTIMED = 2, 2, 2
@@ -36,20 +42,10 @@ def figures(settings: Settings) -> Iterator[Figure]:
     if importlib.util.find_spec("deepspeed") is None:
         yield not_available(name, at_most(1.0), "DeepSpeed is not installed")
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-    command += ["-m", "benchmarks.cpu.deepspeed_step", str(UNTIMED + settings.pairs)]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_CHILD_SECONDS,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found = json.loads(done.stdout.splitlines()[-1])
+    launcher = ("torch.distributed.run", "--nproc_per_node", str(RANKS))
+    words = ("-m", "benchmarks.cpu.deepspeed_step", str(UNTIMED + settings.pairs))
+    given = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    found = json.loads(lines_of(*launcher, *words, seconds=_CHILD_SECONDS, given=given)[-1])
     samples = {way: Sample(tuple(seconds)) for way, seconds in found["seconds"].items()}
     yield ratio(name, at_most(1.0), samples, _OURS, _THEIRS)
     differ = len(set(found["losses"].values())) - 1

@@ -9,7 +9,6 @@ has all plans. Plans that a search chooses for three budgets are run too.
 import importlib.util
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from benchmarks.cpu.models import OTHERS, Loss
-from benchmarks.measure import Figure, Settings, at_least, at_most, not_available
+from benchmarks.measure import Figure, Settings, at_least, at_most, lines_of, not_available
 from tensorstow import usage
 from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError
@@ -200,18 +199,9 @@ def _off(name: str, limit: float | None, predicted: float, measured: float) -> F
 
 
 def _in_child(case: Case) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cpu.plans"],
-        input=json.dumps(asdict(case)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_CHILD_SECONDS,
-        cwd=Path(__file__).parents[2],
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    text = json.dumps(asdict(case))
+    printed = lines_of("benchmarks.cpu.plans", seconds=_CHILD_SECONDS, text=text)
+    found: dict[str, Any] = json.loads(printed[-1])
     return found
 
 
