@@ -24,7 +24,7 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.doctor_advice import Action
 from tensorstow.cli.doctor_hardware import notes_of
 from tensorstow.cli.output import format_rate, make_console, print_json, print_line, print_table
-from tensorstow.fsdp.sharding import join_ranks
+from tensorstow.fsdp.sharding import from_every_rank, join_ranks
 
 _PINGS = 9
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 28
@@ -76,7 +76,7 @@ def examine_machines(facts: Mapping[str, Any]) -> dict[str, Any]:
         "actions": facts["actions"],
         "notes": list(notes_of(facts["hardware"])),
     }
-    of_ranks = _gather(mine)
+    of_ranks = from_every_rank(mine)
     machines: dict[tuple[str, ...], dict[str, Any]] = {}
     for rank, of_rank in enumerate(of_ranks):
         name = of_rank["id"][0]
@@ -100,12 +100,6 @@ def _merge(machine: dict[str, Any], of_rank: Mapping[str, Any]) -> None:
     machine["actions"] = actions + [a for a in of_rank["actions"] if a not in actions]
 
 
-def _gather(value: Any) -> list[Any]:  # noqa: ANN401  # any picklable value
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def _measure_links(leaders: Sequence[int]) -> list[dict[str, Any] | None]:
     """Return what each of ``leaders``, a rank of each machine, measured to the next one."""
     if len(leaders) == 1:
@@ -117,7 +111,7 @@ def _measure_links(leaders: Sequence[int]) -> list[dict[str, Any] | None]:
         elif dist.get_rank() == receiver:
             _answer(sender)
         dist.barrier()
-    return [_gather(mine)[leader] for leader in leaders]
+    return [from_every_rank(mine)[leader] for leader in leaders]
 
 
 def _send(receiver: int) -> dict[str, Any]:
@@ -168,8 +162,8 @@ def _find_shared(paths: Sequence[str]) -> dict[str, bool]:
             else ""
             for path in paths
         ]
-        marks = _gather(marks)[0]
-        seen = _gather([Path(mark).exists() for mark in marks])
+        marks = from_every_rank(marks)[0]
+        seen = from_every_rank([Path(mark).exists() for mark in marks])
     return {path: all(of_rank[n] for of_rank in seen) for n, path in enumerate(paths)}
 
 

@@ -12,7 +12,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parts_within
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 from tensorstow.fsdp.full_tensors import whole_weights
-from tensorstow.fsdp.sharding import host_group, rank_here
+from tensorstow.fsdp.sharding import from_every_rank, host_group, rank_here
 
 
 class GeminiModel(ModelWrapper):
@@ -122,11 +122,7 @@ class GeminiStates(OptimizerWrapper):
 def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
     """Return rank 0's states if ``only_rank_0`` left a rank without any, else this rank's."""
     group = host_group()
-    if group is None:
-        return states
-    lacking = [False] * dist.get_world_size(group)
-    dist.all_gather_object(lacking, any(not entry for entry in states.values()), group)
-    if not any(lacking):
+    if group is None or not any(from_every_rank(any(not entry for entry in states.values()))):
         return states
     broadcast = {}
     for index, entry in states.items():

@@ -24,7 +24,13 @@ from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, cast_of, directory_of, weight_ram_budget
 from tensorstow.deepspeed.states import cast_model
-from tensorstow.fsdp.sharding import current_device, host_group, on_every_rank, rank_here
+from tensorstow.fsdp.sharding import (
+    current_device,
+    from_every_rank,
+    host_group,
+    on_every_rank,
+    rank_here,
+)
 from tensorstow.fsdp.stow import stow
 from tensorstow.io.digest_list import DigestList, digest_of
 
@@ -92,10 +98,8 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
 
 def _file_of_machine(directory: Path) -> Path:
     """Return a new name, the same for all ranks of a machine."""
-    token = [secrets.token_hex(8)]
-    if host_group() is not None:
-        dist.broadcast_object_list(token, 0, host_group())
-    return directory / f"tensorstow-{token[0]}-{_first_of_machine()}.safetensors"
+    token = from_every_rank(secrets.token_hex(8))[0]
+    return directory / f"tensorstow-{token}-{_first_of_machine()}.safetensors"
 
 
 def _first_of_machine() -> int:

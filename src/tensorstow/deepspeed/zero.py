@@ -42,7 +42,7 @@ from tensorstow.deepspeed.registry import (
 from tensorstow.doorkit.construction import ConstructionContext
 from tensorstow.fsdp.full_tensors import copy_from_full
 from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place
-from tensorstow.fsdp.sharding import host_group, rank_here
+from tensorstow.fsdp.sharding import from_every_rank, rank_here
 from tensorstow.nn.tiled_linear import TiledLinear
 from tensorstow.tensors.dtensor import is_sharded
 
@@ -202,11 +202,8 @@ class DroppedChanges:
         if self._owner is None:
             return
         is_changed = bool(self._changed)
-        group = host_group() if self._owner.checks_writes else None
-        if group is not None:
-            any_rank = torch.tensor(int(is_changed))
-            dist.all_reduce(any_rank, dist.ReduceOp.MAX, group=group)
-            is_changed = bool(any_rank)
+        if self._owner.checks_writes:
+            is_changed = any(from_every_rank(is_changed))
         if not is_changed:
             return
         names = {id(p): name for name, p in self._owner.module.named_parameters()}

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
@@ -45,6 +44,7 @@ from tensorstow.deepspeed.states import StatesByName, group_names, set_states, s
 from tensorstow.doorkit.checkpoint_checks import reading, refuse_other_names, refuse_other_shape
 from tensorstow.fsdp.full_tensors import host_dtensor, resharded
 from tensorstow.fsdp.sharding import (
+    from_every_rank,
     gather_digests,
     host_group,
     on_every_rank,
@@ -153,12 +153,7 @@ def validate_same_folder(directory: str | os.PathLike[str], tag: str | None, cal
     Hosts may have the directory in different places. ``tag``: None where there is no file
     ``latest``.
     """
-    group = host_group()
-    if group is None:
-        return
-    place = (tag, socket.gethostname(), os.path.realpath(directory))
-    places: list[tuple[str | None, str, str]] = [place] * dist.get_world_size(group)
-    dist.all_gather_object(places, place, group=group)
+    places = from_every_rank((tag, socket.gethostname(), os.path.realpath(directory)))
     tags = [entry[0] for entry in places]
     if len(set(tags)) > 1:
         noun, values = "tags", tags
