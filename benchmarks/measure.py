@@ -249,9 +249,7 @@ def run_ways(
     return in_turns(ways, turns, lambda way: run_alone(module, way, str(directory), quick=quick))
 
 
-def as_child(
-    measure: Callable[..., Mapping[str, Any]], ways: Iterable[str] | None = None
-) -> None:
+def as_child(measure: Callable[..., Mapping[str, Any]], ways: Iterable[str] | None = None) -> None:
     """Be the process that ``run_alone`` starts: print what ``measure`` returns as JSON.
 
     It is called on all cores with a way, a directory and ``quick``, as the command line has them.
