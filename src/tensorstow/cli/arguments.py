@@ -12,6 +12,8 @@ from tensorstow.measure.known_models import KNOWN
 
 DTYPES = ("fp32", "bf16", "fp16")
 """Names that `tensorstow plan` uses for the dtypes of a model's parameters."""
+_MODULES = {"verify": "verify.run"}
+"""Modules whose names are not those of their commands."""
 _JSON_BY_RANK = "one JSON object, or a list of them by rank,"
 _EXAMPLES = {
     "doctor": """\
@@ -80,12 +82,15 @@ class Command:
 
     name: str
     summary: str
-    module: str
-    """Module whose ``run`` is called with the parsed arguments."""
     declare_own: Callable[[argparse.ArgumentParser], None]
     """Function that declares the options of this command only."""
     json: str = "one JSON object"
     """What ``--json`` prints."""
+
+    @property
+    def module(self) -> str:
+        """Return the module whose ``run`` is called with the parsed arguments."""
+        return f"tensorstow.cli.{_MODULES.get(self.name, self.name)}"
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options of the command, and its examples."""
@@ -394,7 +399,7 @@ def _index(text: str) -> int:
 
 
 RUN_COMMANDS = tuple(
-    Command(name, summary, f"tensorstow.cli.{name}", declare_own, _JSON_BY_RANK)
+    Command(name, summary, declare_own, _JSON_BY_RANK)
     for name, summary, declare_own in (
         ("inspect", "print what a run's directory holds, also while the run is live", _inspect),
         ("scrub", "read everything of a run or its copies, and report damage", _scrub),
@@ -405,37 +410,18 @@ RUN_COMMANDS = tuple(
     )
 )
 """The commands of `tensorstow run`."""
+_PROFILE = "the profile as JSON, which `plan --profile` reads,"
+_COPY = "write a copy of a model's folder in 8 or 4 bits, to be read or adapted"
+_SAME = "train with states in memory and on disk, and compare the results bit for bit"
 COMMANDS = (
+    Command("doctor", "say whether this machine is ready, and what to do if not", _doctor),
     Command(
-        "doctor",
-        "say whether this machine is ready, and what to do if not",
-        "tensorstow.cli.doctor",
-        _doctor,
+        "calibrate", "measure this machine's memory, disks, cores and GPU", _calibrate, _PROFILE
     ),
     Command(
-        "calibrate",
-        "measure this machine's memory, disks, cores and GPU",
-        "tensorstow.cli.calibrate",
-        _calibrate,
-        "the profile as JSON, which `plan --profile` reads,",
+        "plan", "say whether a model fits, where its parts go, and how long a step takes", _plan
     ),
-    Command(
-        "plan",
-        "say whether a model fits, where its parts go, and how long a step takes",
-        "tensorstow.cli.plan",
-        _plan,
-    ),
-    Command(
-        "quantize",
-        "write a copy of a model's folder in 8 or 4 bits, to be read or adapted",
-        "tensorstow.cli.quantize",
-        _quantize,
-    ),
-    Command(
-        "verify",
-        "train with states in memory and on disk, and compare the results bit for bit",
-        "tensorstow.cli.verify.run",
-        _verify,
-    ),
+    Command("quantize", _COPY, _quantize),
+    Command("verify", _SAME, _verify),
 )
 RUN_SUMMARY = "inspect, scrub, recover, clean or copy a run's directory"
