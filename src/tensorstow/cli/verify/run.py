@@ -109,7 +109,7 @@ def _kill(
     arguments = ["--directory", str(directory), "--dtype", run.dtype, "--format", run.state_format]
     arguments += ["--device", str(device), *(["--model", model] if model else [])]
     arguments += ["--search", *sys.path]  # module:function may be in any of these
-    with started(run.title, "tensorstow.cli.verify.killed", arguments) as process:
+    with started(run.title, "tensorstow.cli.verify.training", arguments) as process:
         kill_in_an_update(process, COMMITTED, announce)
 
 

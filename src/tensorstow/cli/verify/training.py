@@ -1,5 +1,12 @@
-"""The training loop of every run, and the first difference between the results of two."""
+"""The training loop of every run, and the first difference between the results of two.
 
+``python -m tensorstow.cli.verify.training`` is the run that `verify` kills: it reports each part of
+a step when the part begins, and trains until it is killed.
+"""
+
+import argparse
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +17,13 @@ import torch
 
 import tensorstow
 from tensorstow.cli.digests import checksum_of, digests_of, digests_of_states
-from tensorstow.cli.process import OPTIMIZER
+from tensorstow.cli.process import OPTIMIZER, teller
 from tensorstow.cli.verify.rows import COMMITTED, STEPS, VerifiedRun
-from tensorstow.cli.verify.subject import Subject
+from tensorstow.cli.verify.subject import Subject, subject_of
 from tensorstow.io.local_share import usable_cores
 from tensorstow.states.policy import PipelinePolicy
 
+_ENDLESS = 1_000_000
 _CHUNK = 1 << 16
 """Small, so that a small model has many chunks."""
 Announce = Callable[[int, str], None]
@@ -128,3 +136,23 @@ def _named(kind: str, names: Sequence[str]) -> str:
     if len(names) == 1:
         return f"the {kind} {names[0]} differs"
     return f"{len(names)} {kind}s differ, the first is {names[0]},"
+
+
+def main() -> None:
+    """Train with the arguments of the command line."""
+    parser = argparse.ArgumentParser(prog="tensorstow.cli.verify.training", description=__doc__)
+    for name in ("directory", "dtype", "format", "device"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--search", nargs="*", default=[], help="directories to import from")
+    parser.add_argument("--descriptor", type=int, required=True)
+    options = parser.parse_args()
+    sys.path += [path for path in options.search if path and path not in sys.path]
+    run = VerifiedRun(options.dtype, "disk", options.format, is_killed=True)
+    with os.fdopen(options.descriptor, "w", encoding="utf-8") as pipe:
+        subject, device = subject_of(options.model), torch.device(options.device)
+        train(run, subject, Path(options.directory), device, teller(pipe), steps=_ENDLESS)
+
+
+if __name__ == "__main__":
+    main()
