@@ -5,12 +5,14 @@ from collections.abc import Collection
 from functools import cache, partialmethod
 from os import PathLike
 from pathlib import Path
+from typing import Literal
 
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import read_value
 from tensorstow.fsdp.sharding import rank_here
 
-_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_Level = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 _FORMAT = logging.Formatter("colossalai - %(name)s - %(levelname)s: %(message)s")
 
 
@@ -46,7 +48,7 @@ class DistributedLogger:
         Raises:
             OptionError: It is none of these.
         """
-        self._logger.setLevel(_checked(level))
+        self._logger.setLevel(read_value(_Level, level, "level"))
 
     def log_to_file(
         self,
@@ -66,7 +68,7 @@ class DistributedLogger:
         Raises:
             OptionError: The level is unknown.
         """
-        checked = _checked(level)
+        read_value(_Level, level, "level")
         folder = Path(path)
         make_folder(folder)
         ending = "" if suffix is None else f"_{suffix}"
@@ -75,7 +77,7 @@ class DistributedLogger:
             message = f"{file} was to be written, and it is a symbolic link: remove it."
             raise OptionError(message)
         handler = logging.FileHandler(file, mode)
-        handler.setLevel(checked)
+        handler.setLevel(level)
         handler.setFormatter(_FORMAT)
         self._logger.addHandler(handler)
 
@@ -112,10 +114,3 @@ def disable_existing_loggers(
     for name in list(logging.Logger.manager.loggerDict):
         if name in include if include is not None else name not in exclude:
             logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def _checked(level: str) -> str:
-    if level not in _LEVELS:
-        message = f"level={level!r} was given: it is one of {', '.join(_LEVELS)}."
-        raise OptionError(message)
-    return level

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import PositiveInt, read_value
 from tensorstow.deepspeed.config.json_text import Source, load
 from tensorstow.deepspeed.config.key import section_of
 from tensorstow.deepspeed.config.settings import (
@@ -31,9 +32,7 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
     ``source`` is a file or a dict. ``fill`` has values for "auto", by path:
     ``{"optimizer.params.lr": 1e-4}``. Keys without a meaning here are logged once.
     """
-    if world < 1:
-        message = f"world={world} was given: it must be at least 1."
-        raise OptionError(message)
+    read_value(PositiveInt, world, "world")
     keys = given_keys(load(source))
     values = values_of(keys, fill or {})
     older = older_names(keys)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
-from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import PositiveFloat, PositiveInt, read_value
 from tensorstow.deepspeed.config.key import (
     ANY_NUMBER,
     ANY_WHOLE,
@@ -98,15 +98,9 @@ class Fp16:
 
     def __post_init__(self) -> None:
         """Check a dynamic scale. A static one ignores these numbers, as upstream."""
-        if self.loss_scale == 0.0 and self.loss_scale_window < 1:
-            message = (
-                f"fp16.loss_scale_window={self.loss_scale_window} was given: it must be a whole"
-                " number, at least 1."
-            )
-            raise OptionError(message)
-        if self.loss_scale == 0.0 and self.min_loss_scale <= 0.0:
-            message = f"fp16.min_loss_scale={self.min_loss_scale} was given: it must be above 0."
-            raise OptionError(message)
+        if self.loss_scale == 0.0:
+            read_value(PositiveInt, self.loss_scale_window, "fp16.loss_scale_window")
+            read_value(PositiveFloat, self.min_loss_scale, "fp16.min_loss_scale")
 
 
 @dataclass(frozen=True, slots=True)

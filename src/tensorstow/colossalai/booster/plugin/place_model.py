@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base import notices
 from tensorstow.base.errors import OptionError
+from tensorstow.base.fields import read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.booster.plugin.plugin_base import Plugin
@@ -60,10 +61,7 @@ class TrainingOptions:
 
     def __post_init__(self) -> None:
         """Check the values, also those that this precision does not use; raises OptionError."""
-        if self.precision is not None and self.precision not in DTYPES:
-            names = ", ".join(f'"{name}"' for name in DTYPES)
-            message = f"precision={self.precision!r} was given: it must be one of {names}."
-            raise OptionError(message)
+        read_value(Literal["fp32", "bf16", "fp16"] | None, self.precision, "precision")
         if not self.max_norm >= 0.0:
             message = f"max_norm={self.max_norm} was given: it must be 0 (no clipping) or positive."
             raise OptionError(message)
