@@ -879,7 +879,6 @@ ELSEWHERE = {
 """Errors with an advice that has no case, and where it is tested."""
 UNTRIED = (
     ": gradients are reduced in the dtype",
-    "was given: no tensor is deferred here,",
     "dist_init_required=False was given, and",
     '" was given to the Accelerator, and its',
     "was given with the plugin of",
@@ -894,12 +893,10 @@ UNTRIED = (
     ", whose inputs are not known: they are",
     "were given: the files of a run are all",
     ": they have the model's names, and a",
-    "keep_vars=True was given to the state",
     ": it clips by the 2-norm, once,",
     "An optimizer with dir=, overlap= or",
     ", which has its own: leave them out, or",
     ". Leave it out, or set the",
-    "were given: parameters are made whole,",
     ": it decides which states exist. Create",
     ", or their names differ: create the",
     ": create the same one, or pass",

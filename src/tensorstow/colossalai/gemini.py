@@ -8,11 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import parts_within
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
+from tensorstow.doorkit.keyword_table import checks_keywords, refused
 from tensorstow.fsdp.full_tensors import whole_weights
 from tensorstow.fsdp.sharding import from_every_rank, host_group, rank_here
+
+_SHARDED = refused("parameters are sharded. state_dict() of model.unwrap() has them", "keep_vars")
 
 
 class GeminiModel(ModelWrapper):
@@ -26,11 +28,12 @@ class GeminiModel(ModelWrapper):
         """Yield the module's parameters by its own names."""
         yield from self.module.named_parameters(*args, **kwargs)
 
+    @checks_keywords(_SHARDED)
     def state_dict(  # type: ignore[override]  # upstream's signature
         self,
         destination: dict[str, Any] | None = None,
         prefix: str = "",
-        keep_vars: bool = False,  # upstream's
+        keep_vars: bool = False,  # noqa: ARG002  # upstream's
         only_rank_0: bool = True,
     ) -> dict[str, Any]:
         """Return whole weights and persistent buffers; collective.
@@ -38,39 +41,34 @@ class GeminiModel(ModelWrapper):
         Args:
             destination: What they are put into. Default: None, a new dict.
             prefix: Is put before each name.
-            keep_vars: Refused: parameters themselves are sharded.
             only_rank_0: Whether the other ranks have empty tensors in place of the weights.
 
         Returns:
             Tensors in host memory by the module's names, in the parameters' dtype. One rank alone
             has the memory of its parameters, as of ``torch.nn.Module.state_dict``.
-
-        Raises:
-            OptionError: ``keep_vars`` is set.
         """
-        _refuse_keep_vars(keep_vars)
         weights: dict[str, Any] = OrderedDict() if destination is None else destination
         for name, values in whole_weights(self.module):
             weights[prefix + name] = values if _keeps(only_rank_0) else values.new_empty(0)
         return weights
 
+    @checks_keywords(_SHARDED)
     def state_dict_shard(
         self,
         prefix: str = "",
-        keep_vars: bool = False,  # upstream's
+        keep_vars: bool = False,  # noqa: ARG002  # upstream's
         max_shard_size: float = 1024,
         only_rank_0: bool = True,
     ) -> Iterator[tuple[dict[str, Any], float]]:
         """Yield what ``state_dict`` returns in parts; collective.
 
         Args:
-            prefix, keep_vars, only_rank_0: As of ``state_dict``.
+            prefix, only_rank_0: As of ``state_dict``.
             max_shard_size: The largest part in MiB; a larger tensor is a part of its own.
 
         Yields:
             A part, and its size in MiB.
         """
-        _refuse_keep_vars(keep_vars)
         sized = (  # gathered one after the other
             (prefix + name, v if _keeps(only_rank_0) else v.new_empty(0), v.nbytes / 2**20)
             for name, v in whole_weights(self.module)
@@ -138,12 +136,3 @@ def _with_size(part: list[tuple[str, Any, float]]) -> tuple[dict[str, Any], floa
 
 def _keeps(only_rank_0: bool) -> bool:
     return not (only_rank_0 and rank_here() > 0)
-
-
-def _refuse_keep_vars(keep_vars: bool) -> None:
-    if keep_vars:
-        message = (
-            "keep_vars=True was given to the state dict of a model that Gemini has placed, whose"
-            " parameters are sharded: leave it out, or call state_dict() of model.unwrap()."
-        )
-        raise OptionError(message)

@@ -3,10 +3,11 @@
 import torch
 from torch import nn
 
-from tensorstow.base.errors import OptionError
 from tensorstow.doorkit.construction import ConstructionContext
+from tensorstow.doorkit.keyword_table import checks_keywords, refused
 
 
+@checks_keywords(refused("no tensor is deferred, so there is no class of such ones", "tensor_cls"))
 class LazyInitContext(ConstructionContext):
     """A context in which a ColossalAI script creates its model.
 
@@ -15,22 +16,14 @@ class LazyInitContext(ConstructionContext):
     than host memory is made on the meta device and placed by ``tensorstow.stow(weights=...)``.
 
     Args:
-        tensor_cls: The class of deferred tensors; only None is taken.
         default_device: Where parameters are made. Default: None, host memory.
-
-    Raises:
-        OptionError: ``tensor_cls`` was given.
     """
 
     def __init__(
-        self, tensor_cls: type | None = None, default_device: torch.device | str | int | None = None
+        self,
+        tensor_cls: type | None = None,  # noqa: ARG002
+        default_device: torch.device | str | int | None = None,
     ) -> None:
-        if tensor_cls is not None:
-            message = (
-                f"tensor_cls={tensor_cls!r} was given: no tensor is deferred here, so there is no"
-                " class of deferred ones. Leave it out."
-            )
-            raise OptionError(message)
         super().__init__("cpu" if default_device is None else default_device)
 
     @staticmethod
