@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.grad_scaler import DynamicGradScaler
-from tensorstow.doorkit.keyword_table import refused_call
+from tensorstow.doorkit.keyword_table import checks_keywords, refused, refused_call
 from tensorstow.doorkit.stop_point import StopPoint
 from tensorstow.fsdp.full_tensors import full_tensor
 from tensorstow.optim.stowed_adam import StowedAdam
@@ -168,21 +168,15 @@ class OptimizerWrapper(Optimizer):
         self._is_scaled = True
         scaled.backward(inputs=inputs, retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    @checks_keywords(
+        refused("call Booster.backward, which scales the loss, then step()", "closure")
+    )
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Clip, update, and adapt the loss scale.
-
-        Args:
-            closure: Refused unless None.
 
         Raises:
             OptionError: A closure was given, or the gradients were not scaled under fp16.
         """
-        if closure is not None:
-            message = (
-                "step() was given a closure, which would compute gradients without the loss scale:"
-                " call Booster.backward, then step()."
-            )
-            raise OptionError(message)
         if self._scaler is not None and not self._is_scaled:
             message = (
                 "step() was called under fp16 without Booster.backward(loss, optimizer), which"
