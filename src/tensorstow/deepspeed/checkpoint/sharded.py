@@ -236,12 +236,12 @@ class ShardedCheckpoint:
         for values that cannot have been saved.
         """
         folder = self._folder
-        saved, own = self._saved_weights(), _kept(module)
+        saved, own = saved_weights(folder), _kept(module)
         if strict:
             missing, unexpected = own.keys() - saved.keys(), saved.keys() - own.keys()
             refuse_other_names(folder, missing, unexpected, STRICT)
         for name in own.keys() & saved.keys():
-            refuse_other_shape(folder, name, saved[name].size, own[name].shape)
+            refuse_other_shape(folder, name, saved[name].shape, own[name].shape)
         if optimizer is not None:
             self._check_states(module, optimizer)
 
@@ -282,16 +282,9 @@ class ShardedCheckpoint:
                 elif "step" in entry:
                     check_step(entry["step"], name)
 
-    def _saved_weights(self) -> dict[str, TensorStorageMetadata]:
-        return {
-            name.removeprefix(_MODULE): entry
-            for name, entry in _metadata(self._folder).items()
-            if name.startswith(_MODULE)
-        }
-
     def load_module(self, module: nn.Module) -> None:
         """Load the weights and buffers that the checkpoint has, after ``check``."""
-        saved = self._saved_weights()
+        saved = saved_weights(self._folder)
         room = {
             key: torch.empty_like(values)
             for key, values in _values_of(module).items()
