@@ -21,8 +21,11 @@ _WRAPPERS = {
     ("peft.tuners.tuners_utils", "BaseTuner"): ("model",),
     ("peft.tuners.tuners_utils", "BaseTunerLayer"): ("base_layer",),
     ("peft.utils.other", "AuxiliaryTrainingWrapper"): ("original_module", "token_adapter"),
+    ("tensorstow.measure.adapters", "AdaptedModel"): ("base_model",),
+    ("tensorstow.measure.adapters", "Tuner"): ("model",),
+    ("tensorstow.measure.adapters", "Adapted"): ("base_layer",),
 }
-"""Classes of peft, and the children that a wrapper of the class is put around."""
+"""Classes of peft, and of the planner, and the children that a wrapper is put around."""
 _COPIES = "modules_to_save"
 """The child of a wrapper that has a trained copy of the module for each adapter."""
 _DRAWN = (True, False, "gaussian")

@@ -17,6 +17,8 @@ from tensorstow.cli.plan_output import Shown, print_plan
 from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.fsdp.frozen_files import coded_bytes_of
+from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, count_of, placed_elsewhere
 from tensorstow.fsdp.units import units_of
@@ -128,8 +130,13 @@ def _request(
     )
     if traced is not None:
         conditions = replace(conditions, activations=traced.held())
+    units, ranks = units_of(model.module), options.world_size
+    codes: dict[str, int] = {}
+    if getattr(model.config, "quantization_config", None) is not None:
+        values = InitialValues(options.model, None, None, model.module)
+        codes = coded_bytes_of(units, values, ranks)
     request = PlanRequest(
-        Sizes.of(units_of(model.module), options.world_size),
+        Sizes.of(units, ranks, codes),
         limits.budget,
         conditions,
         Plan(
@@ -141,7 +148,7 @@ def _request(
         micro_batchings=_micro_batchings(model, traced, options, KEPT),
         on_device=True,
     )
-    if traced is None or not blocks_with_activations(units_of(model.module)):
+    if traced is None or not blocks_with_activations(units):
         return request
 
     def trace(placed: TracedPlacement) -> Iterator[MicroBatching]:

@@ -29,8 +29,11 @@ class Adapted(nn.Module):
         return (output + added).to(output.dtype)
 
 
-class _Tuner(nn.Module):
+class Tuner(nn.Module):
+    """A model with adapters inside, as the wrapper of peft has it."""
+
     def __init__(self, model: nn.Module) -> None:
+        """Hold ``model``."""
         super().__init__()
         self.model = model
 
@@ -41,7 +44,7 @@ class AdaptedModel(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         """Wrap ``model``."""
         super().__init__()
-        self.base_model = _Tuner(model)
+        self.base_model = Tuner(model)
 
     def forward(self, *positional: Any, **named: Any) -> Any:  # noqa: ANN401  # the model's own
         """Call the model."""

@@ -591,6 +591,26 @@ def test_adapters_are_trained_alone(small: str, capsys: pytest.CaptureFixture[st
     assert found["deepspeed"]["bf16"] == {"enabled": True}
 
 
+def test_codes_of_a_quantized_base_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415  # seconds
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    config = LlamaConfig(vocab_size=512, num_attention_heads=8, **sizes)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    assert main(["quantize", str(tmp_path / "base"), str(tmp_path / "nf4"), "--nf4"]) == 0
+    capsys.readouterr()
+    held = {}
+    for folder in ("base", "nf4"):
+        words = ["--lora", "r=4", "--device", "0", "--host", "48MiB", "--headroom", "0", "--json"]
+        assert main(["plan", str(tmp_path / folder), *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["plan"]["parameters"] == ("disk" if folder == "base" else "host")
+        held[folder] = sum(i["bytes"] for i in found["held"] if i["what"] == "parameters")
+    assert held["nf4"] < 0.4 * held["base"]
+
+
 def broken() -> nn.Module:
     message = "boom"
     raise RuntimeError(message)
