@@ -37,3 +37,16 @@ def test_some_calls_that_fail(
         for at in dice.sample(range(total), min(total, 8))
     ]
     assert [told for told in outcomes if told.startswith("WRONG")] == []
+
+
+@pytest.mark.parametrize("code", [codes.EIO, codes.ENOSPC])
+def test_what_a_run_looks_at_last_is_named_too(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it has its states it looks for copies that were not completed; an export for lists."""
+    attack = OpeningFaults(tmp_path, monkeypatch)
+    total = attack.count(go_on)
+    outcomes = [attack.fail(go_on, at, code) for at in range(total - 12, total)]
+    total = attack.count(export)
+    outcomes += [attack.fail(export, at, code) for at in range(total // 2, total // 2 + 8)]
+    assert [told for told in outcomes if told.startswith("WRONG")] == []

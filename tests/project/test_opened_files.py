@@ -1,6 +1,7 @@
 """Files are opened by name through ``base/regular_file.py``, or the reason is listed here."""
 
 import ast
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -120,3 +121,18 @@ def test_an_opened_file_is_seen(code: str, name: str) -> None:
 @pytest.mark.parametrize("code", ["open_regular(p)", "read_text(p)", "path.exists()", "a.open = 1"])
 def test_nothing_else_is(code: str) -> None:
     assert not list(opened(code))
+
+
+REMOVING = {
+    "base/new_file.py": "a file that this process made, whose name it gives up",
+    "base/regular_file.py": "the one that is used",
+    "io/files.py": "a new file, in the block that names its directory",
+    "store/manifest_copy.py": "recovery and copies name the manifest",
+}
+"""Modules that remove files without the helper, and why each may."""
+
+
+def test_files_are_removed_by_one_helper_or_the_reason_is_known() -> None:
+    files = {str(p.relative_to(SOURCE)): p.read_text() for p in SOURCE.rglob("*.py")}
+    found = {file for file, code in files.items() if re.search(r"\.unlink\(|os\.remove\(", code)}
+    assert found == REMOVING.keys()

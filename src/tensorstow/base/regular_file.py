@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.errors import DirectoryError, named
 from tensorstow.base.sizes import format_bytes
 
 _KINDS = {
@@ -25,6 +25,16 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
 }
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, if there is one.
+
+    Raises:
+        DirectoryError: It cannot be removed.
+    """
+    with named("The removal of", path):
+        path.unlink(missing_ok=True)
 
 
 def is_there(path: Path) -> bool:

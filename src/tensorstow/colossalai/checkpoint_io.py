@@ -26,7 +26,7 @@ from tensorstow.base.directories import make_folder, path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.fields import PositiveFloat, read_value
 from tensorstow.base.new_file import NewFiles
-from tensorstow.base.regular_file import check_regular
+from tensorstow.base.regular_file import check_regular, remove_file
 from tensorstow.base.sizes import parts_within
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
@@ -294,7 +294,7 @@ def _write_shards(
         text = index_of(file_of, total, **{key: file for key, (file, _) in alone.items()})
         new_files.keep()
         listed.remove()
-        listed.main.unlink(missing_ok=True)
+        remove_file(listed.main)
         new_files.publish()
         listed.write_main(lambda stream: stream.write(text))
 

@@ -20,6 +20,7 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
 from tensorstow.base.launch import launched
 from tensorstow.base.plan import Plan
+from tensorstow.base.regular_file import remove_file
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.plans import PARAMETER_TIERS, cast_of, directory_of, weight_ram_budget
@@ -86,7 +87,7 @@ def _stow_on_disk(model: nn.Module, settings: Settings) -> nn.Module:
 
     def remove() -> None:
         if _writes_file():
-            file.unlink(missing_ok=True)
+            remove_file(file)
             listed.remove()
 
     try:

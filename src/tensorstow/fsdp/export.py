@@ -25,6 +25,7 @@ from tensorstow.base.directories import expand_path, make_folder
 from tensorstow.base.errors import OptionError
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.new_file import RANDOM, NewFiles, replace_files, sync_directory
+from tensorstow.base.regular_file import remove_file
 from tensorstow.base.sizes import parts_within
 from tensorstow.checkpoint.pretrained import is_of_transformers
 from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of, shard_name
@@ -201,7 +202,7 @@ def _remove_older(folder: Path, count: int) -> None:
     index, one = DigestList(folder / INDEX), DigestList(folder / ONE)
     ones = [one.main] if count > 1 else []
     for old in (index.main, index.path, one.path, *ones, *sorted(folder.glob(_SHARDS))):
-        old.unlink(missing_ok=True)
+        remove_file(old)
     sync_directory(folder)
 
 
@@ -215,7 +216,7 @@ def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> N
         listed.write()
     folder = listed.main.parent
     for left in folder.glob(f".model*.safetensors.{RANDOM}"):  # by an export that was killed
-        left.unlink(missing_ok=True)
+        remove_file(left)
     write_configuration(model, folder)
 
 

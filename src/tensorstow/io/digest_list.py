@@ -22,7 +22,7 @@ from tensorstow.base.core_share import LocalRanks
 from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import DamageError, named
 from tensorstow.base.new_file import NewFile, new_stream
-from tensorstow.base.regular_file import check_regular, open_regular, read_regular
+from tensorstow.base.regular_file import check_regular, open_regular, read_regular, remove_file
 
 logger = logging.getLogger("tensorstow")
 
@@ -138,7 +138,7 @@ class DigestList:
 
     def remove(self) -> None:
         """Remove an older list, before the first of its files is replaced."""
-        self.path.unlink(missing_ok=True)
+        remove_file(self.path)
 
 
 def verify(main: Path, ranks: LocalRanks | None = None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import LockedError, OptionError, named
+from tensorstow.base.regular_file import remove_file
 from tensorstow.store.datafiles import PATTERN, Label, is_file_of
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.inspect import data_files, read_only
@@ -88,7 +89,7 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
 def remove(removal: Removal) -> None:
     """Remove the files; call it while the run is held."""
     for path in removal.files:
-        path.unlink(missing_ok=True)
+        remove_file(path)
     for parent in {path.parent for path in removal.files}:
         SystemDisk().sync_directory(parent)
 

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from tensorstow.base.errors import DirectoryError
+from tensorstow.base.errors import DirectoryError, named
 from tensorstow.base.new_file import NewFile
-from tensorstow.base.regular_file import read_regular
+from tensorstow.base.regular_file import read_regular, remove_file
 
 logger = logging.getLogger("tensorstow")
 
@@ -36,7 +36,7 @@ def write_note(directory: Path, name: str, url: str) -> None:
 def remove_note(directory: Path, name: str, url: str | None = None) -> None:
     """Remove the note of a snapshot, if there is one; only that of a copy to ``url``, if given."""
     if url is None or read_notes(directory).get(name) == url:
-        note_path(directory, name).unlink(missing_ok=True)
+        remove_file(note_path(directory, name))
 
 
 def read_notes(directory: Path) -> Mapping[str, str]:
@@ -60,7 +60,8 @@ def read_notes(directory: Path) -> Mapping[str, str]:
 
 def note_files(directory: Path) -> list[Path]:
     """Return the files that have names of notes."""
-    return sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}"))
+    with named("The directory", directory):
+        return sorted(directory.glob(f"{_PREFIX}*{_SUFFIX}"))
 
 
 def is_note(path: Path) -> bool:
