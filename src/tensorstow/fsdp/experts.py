@@ -7,6 +7,7 @@ again, which are read ahead of it if it is the last one. The rest of the buffer 
 """
 
 import inspect
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -44,13 +45,18 @@ def routed_experts(
 def take_experts(unit: Unit, names: Collection[str] | None = None) -> list[Unit]:
     """Take the modules of experts out of a unit, and return them as units of their own.
 
-    ``names``: the parameters that may be taken; None: all of the unit.
+    ``names``: the parameters that may be taken; None: all of the unit. Parameters that another
+    module uses too are not taken: a tied one, or peft's that adds an adapter to whole stacks.
     """
+    modules = list(unit.module.modules())
+    users = Counter(id(p) for m in modules for p in m._parameters.values())  # noqa: SLF001
+    adapted = {id(getattr(module, "base_layer", None)) for module in modules}
     taken: list[Unit] = []
     for name, module in unit.module.named_modules():
         mine = {id(p) for p in module.parameters()}
         parameters = {n: p for n, p in unit.parameters.items() if id(p) in mine}
-        may_take = names is None or parameters.keys() <= set(names)
+        is_apart = id(module) not in adapted and all(users[p] == 1 for p in mine)
+        may_take = is_apart and (names is None or parameters.keys() <= set(names))
         if name and may_take and len(parameters) == len(mine) and is_of_experts(module):
             whole_name = f"{unit.name}.{name}" if unit.name else name
             taken.append(Unit(whole_name, module, parameters))

@@ -18,8 +18,9 @@ from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_folder import quantize_folder
 from tensorstow.checkpoint.weight_encoders import ENCODERS
 from tensorstow.checkpoint.weight_files import WeightFile
-from tensorstow.fsdp.experts import is_of_experts, routed_experts
+from tensorstow.fsdp.experts import is_of_experts, routed_experts, take_experts
 from tensorstow.fsdp.read_only import stream_of
+from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.weight_stream import StreamedUnit
 from tensorstow.io.file_runs import Run
 from tensorstow.io.files import IoFuture
@@ -295,3 +296,29 @@ def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
             model(tokens)
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, whole(tokens).logits)
+
+
+def test_parameters_that_other_modules_use_stay_in_their_block() -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.ones(4, 2, 3))
+
+        def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
+            return hidden @ self.up[top_k_index[0]].T
+
+    class Adapter(torch.nn.Module):  # peft's adds to its base layer's parameters before it calls it
+        def __init__(self, base_layer: torch.nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+
+    def taken(block: torch.nn.Module) -> list[str]:
+        unit = Unit("block", block, {f"block.{n}": p for n, p in block.named_parameters()})
+        return [part.name for part in take_experts(unit)]
+
+    first, second = Experts(), Experts()
+    block = torch.nn.ModuleDict({"first": first, "second": second})
+    assert taken(block) == ["block.first", "block.second"]
+    second.up = first.up
+    assert taken(block) == []
+    assert taken(torch.nn.ModuleDict({"mlp": Adapter(Experts())})) == []

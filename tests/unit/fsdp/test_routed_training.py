@@ -31,14 +31,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 
 
-def adapted(family: str, dtype: torch.dtype) -> Any:  # noqa: ANN401  # peft's
+ATTENTION = r".*self_attn\.(q|v|q_b|kv_b)_proj"
+
+
+def adapted(family: str, dtype: torch.dtype, layers: str = ATTENTION) -> Any:  # noqa: ANN401  # peft's
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  # takes seconds
 
     model = made(family, dtype)
     model.config.use_cache = False
     torch.manual_seed(1)
-    config = LoraConfig(r=4, target_modules=r".*self_attn\.(q|v|q_b|kv_b)_proj")
-    return get_peft_model(model, config).train()
+    return get_peft_model(model, LoraConfig(r=4, target_modules=layers)).train()
 
 
 class Reads:
@@ -321,4 +323,20 @@ def test_weights_that_are_cast_or_sharded_are_read_as_wholes(folder: Path) -> No
     with torch.no_grad():
         logits = model(input_ids=tokens).logits
         assert torch.equal(logits, alone.bfloat16()(input_ids=tokens).logits)
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")  # of peft
+def test_adapters_of_the_experts_themselves_have_the_same_bits(folder: Path) -> None:
+    """All linear layers of peft include stacked experts, to which it adds before their call."""
+    alone = adapted("mixtral", torch.float32, "all-linear")
+    losses = train(alone, ADAMW(alone.named_parameters()), 3)
+    model = adapted("mixtral", torch.float32, "all-linear")
+    assert any("experts.lora_A" in name for name, _ in model.named_parameters())
+    plan = Plan(parameters="disk", states="host", prefetch=1)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=folder)
+    assert train(model, optimizer, 3) == losses
+    wanted = adapters(alone)
+    for name, value in adapters(model).items():
+        assert torch.equal(value, wanted[name]), name
     optimizer.close()
