@@ -404,7 +404,8 @@ class BufferPool:
         if not buffer.is_stored:
             buffer.move(ByteState.PRESENT)
             return
-        self.bytes_read += _begin_read(self._files, buffer, sorted(buffer.upcoming))
+        pieces = sorted(buffer.upcoming) if buffer.pieces else []
+        self.bytes_read += _begin_read(self._files, buffer, pieces)
 
     def _settle(self, buffer: PooledBuffer) -> None:
         """Settle transfers that are over; raise their errors, and those of what was read."""

@@ -253,6 +253,23 @@ def test_a_write_in_a_forward_has_the_experts_that_no_token_used(folder: Path) -
     optimizer.close()
 
 
+def test_experts_that_are_loaded_after_a_forward_are_read_as_wholes(folder: Path) -> None:
+    """Their buffer leaves the files, and what a backward would read of it was known already."""
+    alone = adapted("mixtral", torch.float32)
+    model, optimizer = stowed(folder)
+    tokens = torch.tensor([[3, 5]])
+    model(input_ids=tokens)
+    state = {n: 2 * v if "down_proj" in n else v for n, v in alone.state_dict().items()}
+    for each in (alone, model):
+        each.load_state_dict(state)
+    empty(model)
+    losses = [each(input_ids=tokens, labels=tokens).loss for each in (alone, model)]
+    assert torch.equal(*losses)
+    empty(model)
+    losses[1].backward()
+    optimizer.close()
+
+
 def test_a_read_that_fails_is_raised(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = stowed(folder)
     train(model, optimizer, 1)
