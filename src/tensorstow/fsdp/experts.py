@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 
+from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.module_hooks import tensors_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.memory.buffer_pool import PooledBuffer
@@ -65,19 +67,36 @@ def take_experts(unit: Unit, names: Collection[str] | None = None) -> list[Unit]
     return taken
 
 
+def validate_routing(module: nn.Module, used: Collection[int], read: Collection[int]) -> None:
+    """Raise OptionError if a call ``used`` experts that were not ``read`` for it."""
+    unread = sorted(set(used) - set(read))
+    if unread:
+        message = (
+            f"{ROUTED} of a {type(module).__name__} has experts {unread} after the call, which it"
+            " did not have when their weights were read: a hook of the module, or its forward, has"
+            f" changed it. Change {ROUTED} before the module is called, such as in its router."
+        )
+        raise OptionError(message)
+
+
 class RoutedReads:
     """Hooks of one module of frozen experts: each call, and its backward, reads what it uses."""
 
     def __init__(self, module: nn.Module, buffer: PooledBuffer) -> None:
         """Read into ``buffer``, which FSDP2 has pinned before: its hooks come first."""
         self._buffer = buffer
+        self._called: frozenset[int] = frozenset()
+        """The experts of the last call."""
+        self._first_node = 0
+        """Autograd's number of the first node that the last call may make."""
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, with_kwargs=True)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # a graph has no reads
     def _before(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Read the experts of a call."""
-        self._read(routed_experts(module, args, kwargs))
+        self._called, self._first_node = routed_experts(module, args, kwargs), _get_sequence_nr()
+        self._read(self._called)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _after(
@@ -87,14 +106,18 @@ class RoutedReads:
         kwargs: Mapping[str, Any],
         output: object,
     ) -> None:
-        """Have the backward of the call read them too; a recomputed one is part of a backward."""
+        """Have the backward of the call read them too; a recomputed one is part of a backward.
+
+        A tensor that is older than the call is only passed on: its gradient needs no experts.
+        """
+        experts = self._called
+        validate_routing(module, routed_experts(module, args, kwargs), experts)
         is_recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        tensors = tensors_of(output) if torch.is_grad_enabled() and not is_recomputed else []
-        if tensors:
-            experts = self._buffer.upcoming = routed_experts(module, args, kwargs)
-            for tensor in tensors:
-                hook: Any = tensor.register_hook
-                hook(lambda _: self._read(experts))
+        outputs: Any = tensors_of(output) if torch.is_grad_enabled() and not is_recomputed else []
+        for tensor in outputs:
+            if tensor.grad_fn._sequence_nr() >= self._first_node:  # noqa: SLF001
+                self._buffer.upcoming = experts
+                tensor.register_hook(lambda _: self._read(experts))
 
     def _read(self, experts: frozenset[int]) -> None:
         self._buffer.read(experts)

@@ -19,7 +19,7 @@ from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.experts import routed_experts
+from tensorstow.fsdp.experts import routed_experts, validate_routing
 from tensorstow.fsdp.frozen_files import watch_mapped_files
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
@@ -217,6 +217,9 @@ def _register(stream: WeightStream) -> None:
     for call in stream.calls:
         enter, leave = partial(_enter, stream, call), partial(apart_from_graphs, stream.leave, call)
         call.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        if call.unit.experts:
+            validate = partial(_validate_experts, stream, call.unit)
+            call.module.register_forward_hook(validate, with_kwargs=True)
         call.module.register_forward_hook(leave, always_call=True)
 
 
@@ -249,6 +252,17 @@ def _attach(
     kwargs: Mapping[str, Any],
 ) -> None:
     stream.enter(call, routed_experts(module, args, kwargs) if call.unit.experts else frozenset())
+
+
+def _validate_experts(
+    stream: WeightStream,
+    unit: StreamedUnit,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    _: object,
+) -> None:
+    validate_routing(module, routed_experts(module, args, kwargs), stream.experts_of(unit))
 
 
 def _decline_compilation(model: nn.Module) -> None:

@@ -322,3 +322,21 @@ def test_parameters_that_other_modules_use_stay_in_their_block() -> None:
     second.up = first.up
     assert taken(block) == []
     assert taken(torch.nn.ModuleDict({"mlp": Adapter(Experts())})) == []
+
+
+def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(tmp_path: Path) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32)
+
+    def others(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, indices, weights = args
+        return hidden, (indices + 1) % 8, weights
+
+    handle = model.model.layers[1].mlp.experts.register_forward_pre_hook(others)
+    tokens = torch.tensor([[3, 5]])
+    with torch.no_grad():
+        with pytest.raises(OptionError, match="top_k_index of a MixtralExperts has experts"):
+            model(tokens)
+        handle.remove()
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)

@@ -14,7 +14,7 @@ import torch
 import tensorstow
 from parity.cover import crossed
 from tensorstow import Plan
-from tensorstow.base.errors import PoisonedError
+from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.checkpoint.weight_files import WeightFile
 from tensorstow.fsdp import placements
 from tensorstow.fsdp.experts import is_of_experts, routed_experts
@@ -267,6 +267,37 @@ def test_experts_that_are_loaded_after_a_forward_are_read_as_wholes(folder: Path
     assert torch.equal(*losses)
     empty(model)
     losses[1].backward()
+    optimizer.close()
+
+
+def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(folder: Path) -> None:
+    model, optimizer = stowed(folder)
+    experts = next(module for module in model.modules() if is_of_experts(module))
+
+    def others(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        hidden, indices, weights = args
+        return hidden, (indices + 1) % 8, weights
+
+    handle = experts.register_forward_pre_hook(others)
+    with pytest.raises(OptionError, match="Experts has experts"):
+        model(input_ids=torch.tensor([[3, 5]]))
+    handle.remove()
+    alone = adapted("mixtral", torch.float32)
+    assert train(model, optimizer, 1) == train(alone, ADAMW(alone.named_parameters()), 1)
+    optimizer.close()
+
+
+def test_a_tensor_that_experts_only_pass_on_needs_none_of_them(folder: Path) -> None:
+    def pass_on(_: torch.nn.Module, args: tuple[Any, ...], output: object) -> Any:  # noqa: ANN401
+        del output
+        return args[0]
+
+    alone, model = (adapted("mixtral", torch.float32) for _ in range(2))
+    for each in (alone, model):
+        next(m for m in each.modules() if is_of_experts(m)).register_forward_hook(pass_on)
+    plan = Plan(parameters="disk", states="host", prefetch=1)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=folder)
+    assert train(model, optimizer, 2) == train(alone, ADAMW(alone.named_parameters()), 2)
     optimizer.close()
 
 
