@@ -39,7 +39,7 @@ from typing import Protocol
 import torch
 
 import tensorstow._native as _native
-from tensorstow.base.errors import DamageError
+from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.base.health import Health
 from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.allocator import check_memory_limit, fits_memory_limit, memory_limit
@@ -58,6 +58,11 @@ _FORKED = (
     " the model in the process that uses it."
 )
 _FAILED = "Weights on disk failed before: {} Make the model anew and resume() the last commit."
+_WROTE_TO_PIECES = (
+    "Frozen experts on disk were written to during a call that had only those in memory that tokens"
+    " were routed to: the others would lack the change. Write to them before stow(), or while their"
+    " module is not called."
+)
 _KEPT = 2
 
 
@@ -344,8 +349,9 @@ class BufferPool:
             if self._health.failure is not None:
                 buffer.pins -= 1
                 return
-        if dirty:
-            self.read(buffer, range(len(buffer.pieces)))  # all bytes are written
+        if dirty and len(buffer.present) < len(buffer.pieces):
+            with self._poisoning():
+                raise OptionError(_WROTE_TO_PIECES)
         if dirty and buffer.transfers:
             self._wait(buffer)
         with self._poisoning():

@@ -253,6 +253,21 @@ def test_a_write_in_a_forward_has_the_experts_that_no_token_used(folder: Path) -
     optimizer.close()
 
 
+def test_a_write_in_a_call_that_lacks_experts_is_refused(folder: Path) -> None:
+    """The experts that no token used would be read from the files afterwards, without it."""
+    model, optimizer = stowed(folder)
+    experts = next(module for module in model.modules() if is_of_experts(module))
+
+    def scale(module: torch.nn.Module, *_: object) -> None:
+        module.down_proj.mul_(2)
+
+    experts.register_forward_pre_hook(scale)
+    with torch.no_grad(), pytest.raises(OptionError, match="the others would lack the change"):
+        model(input_ids=torch.tensor([[3]]))
+    with suppress(PoisonedError):
+        optimizer.close()
+
+
 def test_experts_that_are_loaded_after_a_forward_are_read_as_wholes(folder: Path) -> None:
     """Their buffer leaves the files, and what a backward would read of it was known already."""
     alone = adapted("mixtral", torch.float32)
