@@ -122,3 +122,15 @@ class RoutedReads:
     def _read(self, experts: frozenset[int]) -> None:
         self._buffer.read(experts)
         self._buffer.upcoming = frozenset()
+
+
+def forget_experts_before_forward(model: nn.Module, buffers: Collection[PooledBuffer]) -> None:
+    """Let a forward read no experts ahead that a backward of the last one would have used."""
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    def forget(*_: object) -> None:
+        for buffer in buffers:
+            buffer.upcoming = frozenset()
+
+    if buffers:
+        model.register_forward_pre_hook(forget, prepend=True)

@@ -34,7 +34,7 @@ from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, meant, reaches_device
 from tensorstow.checkpoint.pretrained import PretrainedFiles
-from tensorstow.fsdp.experts import take_experts
+from tensorstow.fsdp.experts import forget_experts_before_forward, take_experts
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, coded_in, codes_in_memory, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
@@ -344,6 +344,8 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     _offload_gradients(request, [parameter for parameter, _ in stored])
     optimizer = request.make_optimizer()
     _wait_for_updates_before_reads(stored, optimizer)
+    pagers = dict.fromkeys(storage.pager for _, storage in stored)
+    forget_experts_before_forward(model, [b for b in pagers if b is not None and b.pieces])
     # Only StowedAdam updates a model on a device with memory of its own.
     if sharding.h2d_prefetcher is not None and isinstance(optimizer, StowedAdam):
         sharding.h2d_prefetcher.register(model, optimizer)

@@ -199,6 +199,22 @@ def test_a_backward_reads_experts_ahead(folder: Path, monkeypatch: pytest.Monkey
     optimizer.close()
 
 
+def test_a_forward_reads_no_experts_of_the_one_before(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = adapted("mixtral", torch.float32)
+    model, optimizer = stowed(folder)
+    train(model, optimizer, 2)
+    empty(model)
+    reads, calls = Reads(monkeypatch), used(alone)
+    for tokens in torch.tensor([[[3, 5]], [[7, 11]]]):  # gradients are recorded, and not used
+        for each in (alone, model):
+            each(input_ids=tokens, labels=tokens)
+        empty(model)
+    assert reads.nbytes == bytes_of(calls)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("options", [{"micro_batches": 2}, {"activations": "disk"}], ids=str)
 def test_other_plans_have_the_same_bits(folder: Path, options: dict[str, Any]) -> None:
     def trained(**plan: Any) -> list[float]:  # noqa: ANN401
