@@ -74,8 +74,8 @@ def quantize_folder(
         What was written.
 
     Raises:
-        OptionError: The source is quantized already, or has no matrix to quantize; or the target
-            has files.
+        OptionError: The source is quantized already, or has no matrix to quantize, or of experts
+            none where they were asked for; or the target has files.
         StoreFormatError: The files are not the model's, are cut short, or have a value that is not
             finite.
         DirectoryError: There is no room, or the target cannot be made.
@@ -85,6 +85,13 @@ def quantize_folder(
     _validate_target(target)
     files = PretrainedFiles(source, model)
     stacked = _matrices_of_experts(model, files)
+    if experts and not stacked:
+        message = (
+            f"{source} was to be quantized with its experts, and its files have no matrix of an"
+            f" expert that {type(model).__name__} stacks: the model is dense, or its files have the"
+            " stacks, which stay as they are. Leave that out (--experts)."
+        )
+        raise OptionError(message)
     chosen = _chosen(source, files, model, encoder, stacked if experts else frozenset())
     files.verify()
     with _new_folder(target) as folder:

@@ -48,6 +48,15 @@ def test_experts_are_quantized_on_request(
     assert "stayed" not in said
 
 
+def test_experts_that_are_no_matrices_are_not_passed_over(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = folder.with_name("out")
+    assert main(["quantize", str(folder), str(out), "--int8", "--experts"]) == 2
+    assert "no matrix of an expert that LlamaForCausalLM stacks" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_errors_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         ([str(folder), str(folder), "--int8"], "nothing is overwritten"),
