@@ -11,6 +11,7 @@ of one tensor and its sources. For other models the names in the files are the m
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -367,7 +368,18 @@ def _origins_by(
         return lambda read: convert(read)[name]
 
     names = tuple(name for name, _ in sources)
-    alike = convert(lambda name: torch.empty(tuple(shapes[name]), device="meta"))
+    try:
+        alike = convert(lambda name: torch.empty(tuple(shapes[name]), device="meta"))
+    except (RuntimeError, ValueError, IndexError) as error:
+        shape_of = {name: tuple(shapes[name]) for name in names}
+        usual, _ = Counter(shape_of.values()).most_common(1)[0]
+        odd = next((name for name in names if shape_of[name] != usual), names[0])
+        message = (
+            f"{target!r} is made of {len(names)} tensors of the files, such as {odd!r} of shape"
+            f" {shape_of[odd]}, and they do not fit together ({str(error).strip()}): the files are"
+            " damaged, or of another model. Take the original."
+        )
+        raise StoreFormatError(message) from error
     pieces: tuple[str, ...] = ()
     if {type(operation).__name__ for operation in converter.operations} <= _JOINING:
         pieces = _pieces_of(names, shapes, convert)

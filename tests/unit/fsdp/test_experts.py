@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import tensorstow
 from tensorstow import Plan
-from tensorstow.base.errors import OptionError
+from tensorstow.base.errors import OptionError, StoreFormatError
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_folder import quantize_folder
 from tensorstow.checkpoint.weight_encoders import ENCODERS
@@ -340,3 +340,13 @@ def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(tmp_
             model(tokens)
         handle.remove()
         assert torch.equal(model(tokens).logits, whole(tokens).logits)
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    made("mixtral").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    name = next(n for n in stored if "layers.1" in n and "experts.3.w1" in n)
+    save_file({**stored, name: stored[name][:-1].clone()}, path)
+    with pytest.raises(StoreFormatError, match=f"'{name}' of shape .47, 32., and they do not fit"):
+        on_disk(tmp_path, "mixtral", torch.float32)
