@@ -89,7 +89,7 @@ def quantize_folder(
         message = (
             f"{source} was to be quantized with its experts, and its files have no matrix of an"
             f" expert that {type(model).__name__} stacks: the model is dense, or its files have the"
-            " stacks, which stay as they are. Leave that out (--experts)."
+            " stacks, which stay as they are. Quantize it without --experts."
         )
         raise OptionError(message)
     chosen = _chosen(source, files, model, encoder, stacked if experts else frozenset())

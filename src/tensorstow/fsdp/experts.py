@@ -132,5 +132,4 @@ def forget_experts_before_forward(model: nn.Module, buffers: Collection[PooledBu
         for buffer in buffers:
             buffer.upcoming = frozenset()
 
-    if buffers:
-        model.register_forward_pre_hook(forget, prepend=True)
+    model.register_forward_pre_hook(forget, prepend=True)

@@ -344,8 +344,6 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     _offload_gradients(request, [parameter for parameter, _ in stored])
     optimizer = request.make_optimizer()
     _wait_for_updates_before_reads(stored, optimizer)
-    pagers = dict.fromkeys(storage.pager for _, storage in stored)
-    forget_experts_before_forward(model, [b for b in pagers if b is not None and b.pieces])
     # Only StowedAdam updates a model on a device with memory of its own.
     if sharding.h2d_prefetcher is not None and isinstance(optimizer, StowedAdam):
         sharding.h2d_prefetcher.register(model, optimizer)
@@ -449,6 +447,9 @@ def _shard_all(
         readers = values.readers(unit)
         stored += shard_unit(unit, request.plan.tier_of(unit.name), sharding, readers, pool)
         unit.parameters.clear()  # the whole tensors go, unit by unit
+    pagers = dict.fromkeys(storage.pager for _, storage in stored)
+    if of_experts := [buffer for buffer in pagers if buffer is not None and buffer.pieces]:
+        forget_experts_before_forward(request.model, of_experts)
     values.buffers(request.model)
     move_buffers(request.model, sharding.device)
     return stored

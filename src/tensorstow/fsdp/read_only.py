@@ -262,7 +262,8 @@ def _validate_experts(
     kwargs: Mapping[str, Any],
     _: object,
 ) -> None:
-    validate_routing(module, routed_experts(module, args, kwargs), stream.experts_of(unit))
+    read = unit.present if stream.link is None else unit.copied_experts
+    validate_routing(module, routed_experts(module, args, kwargs), read)
 
 
 def _decline_compilation(model: nn.Module) -> None:

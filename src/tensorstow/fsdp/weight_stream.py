@@ -241,11 +241,6 @@ class WeightStream:
         with self._lock:
             call.depth += 1
 
-    def experts_of(self, unit: StreamedUnit) -> frozenset[int]:
-        """Return the experts of a unit in use that are in the memory that is computed with."""
-        with self._lock:
-            return frozenset(unit.present if self.link is None else unit.copied_experts)
-
     def leave(self, call: Call, *_: object) -> None:
         """Take the weights back; a call that could not begin has none.
 
