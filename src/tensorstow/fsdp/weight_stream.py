@@ -380,7 +380,7 @@ class WeightStream:
                 unit.transfers.append(run.file.read(run.offset, into))
                 self.bytes_read += run.nbytes
         except BaseException:
-            self.host.drop(unit)
+            _forget_read(self.host, unit)
             raise
         return True
 
@@ -395,7 +395,7 @@ class WeightStream:
             try:
                 unit.settle(partial(_check_and_cast, unit, memory))
             except BaseException:
-                self.host.drop(unit)
+                _forget_read(self.host, unit)
                 raise
         return memory
 
@@ -455,6 +455,18 @@ class WeightStream:
     def _forget_copy(unit: StreamedUnit, _: DeviceMemory) -> None:
         unit.copied = None
         unit.copied_experts.clear()
+
+
+def _forget_read(buffers: UnitBuffers[StreamedUnit, HostMemory], unit: StreamedUnit) -> None:
+    """Forget a read that failed; other calls may compute with experts that were read before."""
+    if not unit.attached:
+        buffers.drop(unit)
+        return
+    with suppress(OSError):
+        unit.wait()
+    unit.transfers.clear()
+    unit.move(ByteState.PRESENT)
+    unit.present -= unit.fresh
 
 
 def _wait_for(unit: StreamedUnit) -> None:

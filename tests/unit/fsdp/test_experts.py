@@ -298,6 +298,39 @@ def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
         assert torch.equal(model(tokens).logits, whole(tokens).logits)
 
 
+def test_a_read_that_fails_leaves_a_call_under_way_its_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    model = on_disk(tmp_path, "mixtral", torch.float32)
+    stream = stream_of(model)
+    assert stream is not None
+    call, other, *_ = (call for call in stream.calls if call.unit.experts)
+    wanted = dict(whole.named_parameters())
+    stream.enter(call, frozenset({0}))
+    read = WeightFile.read
+
+    def broken(file: WeightFile, offset: int, into: torch.Tensor) -> IoFuture:
+        if into.numel():
+            raise OSError(errno.EIO, "broken")
+        return read(file, offset, into)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WeightFile, "read", broken)
+        with pytest.raises(OSError, match="broken"):
+            stream.enter(call, frozenset({1}))
+    stream.enter(other, frozenset(range(8)))  # would have the memory if that were free
+    for tensor, weight in zip(call.unit.tensors, call.unit.attached, strict=True):
+        assert torch.equal(weight[0], wanted[tensor.name][0])
+    stream.leave(other)
+    stream.enter(call, frozenset({1}))
+    for tensor, weight in zip(call.unit.tensors, call.unit.attached, strict=True):
+        assert torch.equal(weight[:2], wanted[tensor.name][:2])
+    for _ in range(2):
+        stream.leave(call)
+
+
 def test_parameters_that_other_modules_use_stay_in_their_block() -> None:
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
