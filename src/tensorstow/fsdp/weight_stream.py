@@ -462,8 +462,7 @@ def _forget_read(buffers: UnitBuffers[StreamedUnit, HostMemory], unit: StreamedU
     if not unit.attached:
         buffers.drop(unit)
         return
-    with suppress(OSError):
-        unit.wait()
+    _wait_for(unit)
     unit.transfers.clear()
     unit.move(ByteState.PRESENT)
     unit.present -= unit.fresh
