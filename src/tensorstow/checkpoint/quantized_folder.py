@@ -74,8 +74,8 @@ def quantize_folder(
         What was written.
 
     Raises:
-        OptionError: The source is quantized already, or has no matrix to quantize, or of experts
-            none where they were asked for; or the target has files.
+        OptionError: The source is quantized already, or has no matrix to quantize; with
+            ``experts``, it has no matrix of an expert; or the target has files.
         StoreFormatError: The files are not the model's, are cut short, or have a value that is not
             finite.
         DirectoryError: There is no room, or the target cannot be made.
@@ -156,7 +156,7 @@ def _chosen(
 ) -> frozenset[str]:
     """Return the files' names of the weights to quantize; check that the files are the model's.
 
-    ``stacked``: those that are to be among them beside weights of linear layers.
+    ``stacked``: further names, beside those of linear layers' weights.
     """
     for name, parameter in model.named_parameters():
         files.origin([name], parameter)

@@ -54,7 +54,7 @@ def push_marked(
     rank left are removed too.
 
     Args:
-        remote: Where.
+        remote: The place that is pushed to.
         name: The snapshot.
         rank: The rank of this process.
         world: The number of ranks.
@@ -62,8 +62,8 @@ def push_marked(
         digest: The digest of the rank's list.
 
     Yields:
-        Returns whether the push still has its mark: a clean may have given it up, and another push
-        of the same list may have ended.
+        A function that returns whether the push still has its mark: a clean may have given it up,
+        and another push of the same list may have ended.
 
     Raises:
         LockedError: Another commit is being pushed by that name.

@@ -2,7 +2,7 @@
 
 import errno
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 import tensorstow
 from parity.cover import crossed
+from ranks.pool import Ranks
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.checkpoint.weight_files import WeightFile
@@ -98,6 +99,38 @@ def pool_of(model: torch.nn.Module) -> BufferPool:
     return next(s.pager.pool for s in storages if s is not None and s.pager is not None)
 
 
+def read_alike(
+    alone: Any,  # noqa: ANN401
+    model: Any,  # noqa: ANN401
+    plan: Plan,
+    weights: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[int, int]:
+    """Train both alike; return the bytes of experts that a forward reads, and that it uses.
+
+    Whatever is in memory leaves before each half of a step: the backward reads as many.
+    """
+    losses = train(alone, ADAMW(alone.named_parameters()), 3)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=weights)
+    held = parameter_bytes(model)
+    assert held.disk_bytes - held.file_bytes == sum(v.nbytes for v in adapters(alone).values())
+    assert train(model, optimizer, 3) == losses
+    wanted = adapters(alone)
+    for name, value in adapters(model).items():
+        assert torch.equal(value, wanted[name]), name
+    reads, calls = Reads(monkeypatch), used(alone)
+    tokens = torch.tensor([[3, 5]])
+    empty(model)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    assert torch.equal(loss, alone(input_ids=tokens, labels=tokens).loss)
+    once = reads.nbytes
+    empty(model)
+    loss.backward()
+    assert reads.nbytes == 2 * once
+    optimizer.close()
+    return once, bytes_of(calls)
+
+
 def empty(model: torch.nn.Module) -> None:
     """Let everything that is in memory leave it."""
     pool = pool_of(model)
@@ -120,28 +153,9 @@ def test_a_step_reads_routed_experts_alone(
 ) -> None:
     made(family, dtype).save_pretrained(tmp_path, max_shard_size="100KB")
     alone = adapted(family, dtype)
-    losses = train(alone, ADAMW(alone.named_parameters()), 3)
-    model = adapted(family, dtype)
     plan = Plan(parameters="disk", states="host", activations=activations, prefetch=1)
-    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=tmp_path)
-    held = parameter_bytes(model)
-    assert held.disk_bytes - held.file_bytes == sum(v.nbytes for v in adapters(alone).values())
-    assert train(model, optimizer, 3) == losses
-    wanted = adapters(alone)
-    for name, value in adapters(model).items():
-        assert torch.equal(value, wanted[name]), name
-    # Whatever is in memory leaves before each half of a step: both read what is used.
-    reads, calls = Reads(monkeypatch), used(alone)
-    tokens = torch.tensor([[3, 5]])
-    empty(model)
-    loss = model(input_ids=tokens, labels=tokens).loss
-    assert torch.equal(loss, alone(input_ids=tokens, labels=tokens).loss)
-    routed = bytes_of(calls)
-    assert 0 < reads.nbytes == routed
-    empty(model)
-    loss.backward()
-    assert reads.nbytes == 2 * routed
-    optimizer.close()
+    once, routed = read_alike(alone, adapted(family, dtype), plan, tmp_path, monkeypatch)
+    assert 0 < once == routed
 
 
 @pytest.fixture
@@ -366,25 +380,63 @@ def test_codes_of_routed_experts_alone_are_read(
     for name, parameter in alone.base_model.model.named_parameters():
         if "lora_" not in name:
             parameter.data.copy_(values[name.replace("base_layer.", "")])
-    losses = train(alone, ADAMW(alone.named_parameters()), 3)
     plan = Plan(parameters="disk", states="host", prefetch=1)
-    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=target)
-    assert train(model, optimizer, 3) == losses
-    wanted = adapters(alone)
-    for name, value in adapters(model).items():
-        assert torch.equal(value, wanted[name]), name
-    reads, calls = Reads(monkeypatch), used(alone)
-    tokens = torch.tensor([[3, 5]])
-    empty(model)
-    loss = model(input_ids=tokens, labels=tokens).loss
-    assert torch.equal(loss, alone(input_ids=tokens, labels=tokens).loss)
-    once, routed = reads.nbytes, bytes_of(calls)
+    once, routed = read_alike(alone, model, plan, target, monkeypatch)
     share = {"int8": (0.5, 0.75), "nf4": (0.25, 0.4)}[kind]
     assert share[0] * routed <= once <= share[1] * routed
-    empty(model)
-    loss.backward()
-    assert reads.nbytes == 2 * once
+
+
+def clipped(model: Any, optimizer: Any, steps: range) -> list[float]:  # noqa: ANN401
+    """Train with two micro-batches a step, and clipping that always fires."""
+    losses = []
+    for step in steps:
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            tokens = torch.randint(1, 64, (1, 3), generator=generator)
+            loss = model(input_ids=tokens, labels=tokens).loss / 2
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.clip_grad_norm_(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_run_that_clips_and_accumulates_goes_on(folder: Path, overlap: str) -> None:
+    alone = adapted("mixtral", torch.float32)
+    wanted = clipped(alone, ADAMW(alone.named_parameters()), range(4))
+    plan = Plan(parameters="disk", states="disk", accumulation_steps=2, overlap=overlap)
+    found = []
+    for steps in (range(2), range(2, 4)):
+        model = adapted("mixtral", torch.float32)
+        model, optimizer = tensorstow.stow(
+            model, ADAMW, plan=plan, weights=folder, dir=folder.parent / "run"
+        )
+        assert optimizer.resume() == (steps.start or None)
+        found += clipped(model, optimizer, steps)
+        optimizer.close()
+    assert found == wanted
+    for name, value in adapters(alone).items():
+        assert torch.equal(adapters(model)[name], value), name
+
+
+def of_ranks(folder: Path, tier: str) -> list[float]:
+    plan = Plan(parameters=tier, states="host", prefetch=1)
+    where = {"dir": folder.parent / f"run-{tier}"} if tier == "disk" else {}
+    make = partial(ADAMW, **({"durability": "none"} if where else {}))
+    model = adapted("mixtral", torch.float32)
+    model, optimizer = tensorstow.stow(model, make, plan=plan, weights=folder, **where)
+    losses = clipped(model, optimizer, range(2))
     optimizer.close()
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_ranks_have_the_bits_of_weights_in_memory(
+    ranks: Callable[[int], Ranks], folder: Path
+) -> None:
+    assert ranks(2).run(of_ranks, folder, "disk") == ranks(2).run(of_ranks, folder, "host")
 
 
 def test_weights_that_are_cast_or_sharded_are_read_as_wholes(folder: Path) -> None:
