@@ -347,6 +347,12 @@ void bind_pipeline(nb::module_& m) {
            "resident"_a, "blank"_a, "checksums"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
+      .def("set_deferring", [](PyPipeline& self, const std::vector<int>& chunks,
+                               bool defers) { self.get().ledger().set_deferring(chunks, defers); })
+      .def("want", [](PyPipeline& self,
+                      const std::vector<int>& chunks) { self.get().ledger().want(chunks); })
+      .def("lagging",
+           [](PyPipeline& self, int parameter) { return self.get().ledger().lagging(parameter); })
       .def("set_caller_chunks",
            [](PyPipeline& self, const std::vector<int>& chunks) {
              self.get().set_caller_chunks(chunks);

@@ -114,4 +114,21 @@ bool ChunkLedger::unchanged(int parameter, const void* weight) {
   return true;
 }
 
+void ChunkLedger::set_deferring(const std::vector<int>& chunks, bool defers) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.step.is_under_way()) throw std::logic_error("set_deferring in a step");
+  for (int number : chunks) data_.deferred.set(data_.chunks.at(number), defers);
+}
+
+void ChunkLedger::want(const std::vector<int>& chunks) {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  if (data_.step.is_under_way()) throw std::logic_error("want in a step");
+  for (int number : chunks) data_.chunks.at(number).is_wanted = true;
+}
+
+std::int64_t ChunkLedger::lagging(int parameter) const {
+  const PipelineMonitor::Lock lock = data_.monitor.lock();
+  return data_.deferred.lagging(parameter);
+}
+
 }  // namespace stow

@@ -32,6 +32,14 @@ class ChunkLedger {
   // While idle: whether the weights at `weight` are those that our last update left.
   bool unchanged(int parameter, const void* weight);
 
+  // While idle: whether these chunks, each of one parameter, defer updates with a zero gradient
+  // ([Note: Deferred updates]); not in steps that may be undone, or of a caller who updates.
+  void set_deferring(const std::vector<int>& chunks, bool defers);
+  // While idle: the next step to begin makes the updates that these chunks have deferred.
+  void want(const std::vector<int>& chunks);
+  // The number of the parameter's chunks that have deferred updates.
+  std::int64_t lagging(int parameter) const;
+
  private:
   PipelineData& data_;
 };

@@ -9,7 +9,7 @@ namespace stow {
 UpdateScope ChunkUpdater::scope_of(const PipelineChunk& chunk) const {
   if (chunk.state == ChunkState::resident) return UpdateScope::resident;
   const bool in_place = chunk.place == chunk.target || chunk.slot_states == SlotStates::zero;
-  return !chunk.has_gradient && in_place ? UpdateScope::weights_only : UpdateScope::slot;
+  return !chunk.has_update && in_place ? UpdateScope::weights_only : UpdateScope::slot;
 }
 
 std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, UpdatePhase phase,
@@ -19,10 +19,11 @@ std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, Updat
       chunk.spec,
       chunk.parts,
       chunk.gradients,
+      data_.deferred.missed(chunk, chunk.gradients.front().data != nullptr),
       chunk.checksums,
       memory_of(chunk, scope),
       scope == UpdateScope::slot ? chunk.slot_states : SlotStates::known,
-      !chunk.has_gradient,
+      !chunk.has_update,
       scope == UpdateScope::slot || (scope == UpdateScope::resident && step.spec().capture),
       phase};
   const int count = threads();

@@ -85,6 +85,12 @@ void Pipeline::prefetch() {
 void Pipeline::begin(const std::vector<StepParameter>& parameters,
                      const std::vector<AdamHyper>& hypers, const StepSpec& step,
                      const std::vector<char>& expected, bool runs) {
+  if (!data_.deferred.is_unused() && (step.undoable || step.caller == Caller::updates)) {
+    throw std::logic_error("begin: such a step cannot defer updates");
+  }
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    data_.deferred.inspect(static_cast<int>(p), parameters[p].grad, parameters[p].grad_dtype);
+  }
   PipelineMonitor::Lock lock = data_.monitor.lock();
   if (data_.monitor.has_failed()) {  // reported by the waits
     data_.monitor.wait(lock, [] { return true; });
@@ -98,10 +104,15 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   }
   if (step.undoable) undo_.check(parameters, step, expected);
   data_.step.start(parameters, hypers, step, expected);
+  for (std::size_t p = 0; p < parameters.size(); ++p) {
+    const StepParameter& row = parameters[p];
+    if (row.grad != nullptr) data_.deferred.record(static_cast<int>(p), row, hypers[row.hyper]);
+  }
   data_.queues.clear();
   data_.queues.set_newest_first(step.newest_first);
   data_.order.restart(step.newest_first);
   for (int number : data_.order.numbers()) scheduler_.plan_chunk(data_.chunks.at(number));
+  data_.order.keep_participants();
   if (!data_.step.has_unfinished()) data_.step.end();
   if (runs) data_.monitor.wake_scheduler();
 }
@@ -109,6 +120,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
 Failure Pipeline::run() { return scheduler_.run(); }
 
 void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
+  data_.deferred.inspect(parameter, grad, dtype);
   const PipelineMonitor::Lock lock = data_.monitor.lock();
   if (data_.monitor.has_failed()) return;  // reported by the waits
   CurrentStep& step = data_.step;
@@ -116,11 +128,14 @@ void Pipeline::add_gradient(int parameter, const void* grad, DType dtype) {
     throw std::logic_error("add_gradient: no gradient of this parameter is expected");
   }
   const StepParameter& row = step.set_gradient(parameter, grad, dtype);
+  data_.deferred.record(parameter, row, step.hypers()[row.hyper]);
   for (int number : data_.chunks.of(parameter)) {
     PipelineChunk& chunk = data_.chunks.at(number);
     const std::size_t s = segment_of(chunk.spec, parameter);
+    const bool leaves_out = !step.spec().capture && data_.deferred.leaves_out(chunk);
+    if (leaves_out) chunk.captured = false;
     const SegmentGradient gradient = piece_of(row, chunk.spec.segments[s]);
-    scheduler_.add_gradient(chunk, s, gradient.data, gradient.dtype);
+    scheduler_.add_gradient(chunk, s, leaves_out ? nullptr : gradient.data, gradient.dtype);
   }
   data_.monitor.wake_scheduler();
 }
@@ -129,6 +144,7 @@ void Pipeline::add_chunk_gradients(int number, const std::vector<PieceGradient>&
   const PipelineMonitor::Lock lock = data_.monitor.lock();
   if (data_.monitor.has_failed()) return;  // reported by the waits
   PipelineChunk& chunk = data_.chunks.at(number);
+  if (chunk.defers) throw std::logic_error("add_chunk_gradients: the chunk defers updates");
   for (const PieceGradient& piece : pieces) {
     const std::size_t s = segment_of(chunk.spec, piece.parameter);
     if (!data_.step.takes_gradients() || !chunk.gradients[s].due) {

@@ -4,6 +4,7 @@
 #include "base/trace.h"
 #include "pipeline/chunk_table.h"
 #include "pipeline/current_step.h"
+#include "pipeline/deferred_updates.h"
 #include "pipeline/monitor.h"
 #include "pipeline/read_order.h"
 #include "pipeline/slot_ring.h"
@@ -12,7 +13,7 @@
 namespace stow {
 
 struct PipelineData {
-  explicit PipelineData(Order kind) : ring(counters), order(kind, chunks) {}
+  explicit PipelineData(Order kind) : ring(counters), order(kind, chunks), deferred(chunks) {}
 
   // Whether a caller of the step may do the scheduler's work ([Note: Help] in scheduler.h).
   bool takes_help() const {
@@ -34,6 +35,7 @@ struct PipelineData {
   ChunkTable chunks;
   CurrentStep step;
   ReadOrder order;
+  DeferredUpdates deferred;
   UpdateQueues queues;
 };
 

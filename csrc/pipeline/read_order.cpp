@@ -29,7 +29,14 @@ void ReadOrder::set_next_order() {
 void ReadOrder::restart(bool newest_first) {
   ready_to_read_.clear();
   ready_to_read_.set_newest_first(newest_first);
+  current_ = numbers_;
   next_ = 0;
+}
+
+void ReadOrder::keep_participants() {
+  current_.erase(std::remove_if(current_.begin(), current_.end(),
+                                [&](int n) { return chunks_.at(n).stage == StepStage::out; }),
+                 current_.end());
 }
 
 PipelineChunk* ReadOrder::next(const CurrentStep& step) {
@@ -38,14 +45,16 @@ PipelineChunk* ReadOrder::next(const CurrentStep& step) {
     while (has_ready() && ready_to_read_.front().stage != StepStage::waiting) ready_to_read_.pop();
     if (has_ready() && ready_to_read_.front().needs_slot()) return &ready_to_read_.front();
   }
-  for (; next_ < numbers_.size(); ++next_) {
-    PipelineChunk& chunk = chunks_.at(numbers_[next_]);
+  for (; next_ < current_.size(); ++next_) {
+    PipelineChunk& chunk = chunks_.at(current_[next_]);
     if (stepping) {
       if (chunk.stage != StepStage::waiting) continue;
-      if (chunk.blank() && chunk.gradients_due != 0) continue;  // nothing to read ahead of it
+      // There is nothing to read ahead of it, or it is perhaps not needed.
+      if ((chunk.blank() || chunk.defers) && chunk.gradients_due != 0) continue;
     } else if (chunk.state != ChunkState::stored && chunk.state != ChunkState::writing) {
       continue;
     }
+    if (!stepping && chunk.defers) continue;
     // The end of its write sees to it.
     if (chunk.has_own_memory() && chunk.state == ChunkState::writing) continue;
     return chunk.needs_slot() ? &chunk : nullptr;
@@ -59,8 +68,8 @@ void ReadOrder::pop(const PipelineChunk& chunk) {
 
 bool ReadOrder::has_more_than(std::size_t slots) const {
   std::size_t found = 0;
-  for (std::size_t k = next_; k < numbers_.size() && found <= slots; ++k) {
-    const PipelineChunk& chunk = chunks_.at(numbers_[k]);
+  for (std::size_t k = next_; k < current_.size() && found <= slots; ++k) {
+    const PipelineChunk& chunk = chunks_.at(current_[k]);
     found += chunk.stage == StepStage::waiting && chunk.needs_slot() ? 1 : 0;
   }
   return found > slots;

@@ -23,6 +23,8 @@ class ReadOrder {
   // Whether the next step begins with what this one ends with.
   bool alternates() const { return kind_ == Order::alternating; }
 
+  // Takes only these from now on, of a step that begins: most may have no part in it.
+  void keep_participants();
   // From the first chunk on. `newest_first`: of those whose gradients are there.
   void restart(bool newest_first = false);
   // Gradients of a chunk that waits are there: it is read before those in turn.
@@ -44,8 +46,9 @@ class ReadOrder {
   const Order kind_;
   const ChunkTable& chunks_;
   std::vector<int> numbers_;  // of all chunks
-  std::size_t next_ = 0;      // in numbers_
-  ChunkQueue ready_to_read_;  // passed by in numbers_
+  std::vector<int> current_;  // of those that may have a part in the step
+  std::size_t next_ = 0;      // in current_
+  ChunkQueue ready_to_read_;  // passed by in current_
 };
 
 }  // namespace stow

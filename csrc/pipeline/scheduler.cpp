@@ -86,8 +86,14 @@ void Scheduler::work(PipelineMonitor::Lock& lock, const std::function<bool()>& s
 void Scheduler::plan_chunk(PipelineChunk& chunk) {
   CurrentStep& step = data_.step;
   chunk.stage = StepStage::out;
-  step.gradients().plan(chunk, step.parameters());
-  if (!chunk.has_gradient && chunk.gradients_due == 0 && !step.must_capture(chunk)) {
+  const DeferredUpdates& deferred = data_.deferred;
+  const bool is_whole = step.spec().capture;
+  const bool leaves_out = !is_whole && deferred.leaves_out(chunk);
+  step.gradients().plan(chunk, step.parameters(), leaves_out);
+  if (leaves_out) chunk.captured = false;
+  if ((is_whole || chunk.is_wanted) && deferred.lags(chunk)) chunk.has_update = true;
+  chunk.is_wanted = false;
+  if (!chunk.has_update && chunk.gradients_due == 0 && !step.must_capture(chunk)) {
     exclude(chunk);
     return;
   }
@@ -105,7 +111,7 @@ void Scheduler::add_gradient(PipelineChunk& chunk, std::size_t segment, const vo
                              DType dtype) {
   data_.step.gradients().add(chunk, segment, data, dtype);
   if (chunk.gradients_due != 0) return;
-  if (chunk.has_gradient || data_.step.must_capture(chunk)) {
+  if (chunk.has_update || data_.step.must_capture(chunk)) {
     mark_ready(chunk);
   } else {
     exclude(chunk);
@@ -170,7 +176,7 @@ void Scheduler::start_read(PipelineChunk& chunk) {
   chunk.stage = stepping ? StepStage::admitted : StepStage::out;
   if (chunk.blank()) chunk.slot_states = SlotStates::zero;
   const bool needs_read =
-      !stepping || chunk.gradients_due != 0 || chunk.has_gradient || chunk.place != chunk.target;
+      !stepping || chunk.gradients_due != 0 || chunk.has_update || chunk.place != chunk.target;
   if (!chunk.blank() && needs_read) {
     transfers_.read(chunk);
     return;
@@ -181,7 +187,7 @@ void Scheduler::start_read(PipelineChunk& chunk) {
 
 // Frees a slot for a chunk that has its gradients.
 bool Scheduler::evict() {
-  PipelineChunk* chunk = data_.order.to_evict();
+  PipelineChunk* chunk = data_.ring.has_ready() ? data_.order.to_evict() : nullptr;
   if (chunk == nullptr) return false;
   const bool takes_part = chunk->stage != StepStage::out;
   exclude(*chunk);
@@ -214,7 +220,7 @@ PipelineChunk* Scheduler::next_to_update() {
 UpdatePhase Scheduler::phase_of(const PipelineChunk& chunk) const {
   if (chunk.stage == StepStage::released) return UpdatePhase::after;
   const bool by_caller = data_.step.spec().caller == Caller::updates && chunk.is_of_caller;
-  return by_caller && chunk.has_gradient ? UpdatePhase::before : UpdatePhase::both;
+  return by_caller && chunk.has_update ? UpdatePhase::before : UpdatePhase::both;
 }
 
 void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
@@ -261,8 +267,11 @@ void Scheduler::fail_update(PipelineChunk& chunk, std::int64_t block) {
 void Scheduler::settle_update(PipelineChunk& chunk, UpdateScope scope) {
   const int streams = chunk.parts.layout.streams;
   const bool capture = data_.step.spec().capture;
-  if (chunk.has_gradient) ++data_.counters.chunks_updated;
-  if (chunk.has_gradient && scope == UpdateScope::slot) chunk.slot_states = SlotStates::known;
+  if (chunk.has_update) {
+    ++data_.counters.chunks_updated;
+    data_.deferred.catch_up(chunk);
+  }
+  if (chunk.has_update && scope == UpdateScope::slot) chunk.slot_states = SlotStates::known;
   if (scope == UpdateScope::weights_only) {
     transfers_.write(chunk, streams, 1);
   } else if (capture) {
@@ -274,7 +283,7 @@ void Scheduler::settle_update(PipelineChunk& chunk, UpdateScope scope) {
       transfers_.write(chunk, 0, streams);
     }
   }
-  if (chunk.has_gradient && !capture) chunk.captured = false;
+  if (chunk.has_update && !capture) chunk.captured = false;
   finish(chunk);
 }
 

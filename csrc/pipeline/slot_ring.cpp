@@ -7,6 +7,7 @@ namespace stow {
 void SlotRing::set(const RingSpec& spec) {
   spec_ = spec;
   free_.clear();
+  holders_.assign(spec.slots, nullptr);
   free_.reserve(spec.slots);
   for (int slot = spec.slots - 1; slot >= 0; --slot) free_.push_back(slot);
 }
@@ -14,6 +15,7 @@ void SlotRing::set(const RingSpec& spec) {
 void SlotRing::take(PipelineChunk& chunk) {
   chunk.slot = free_.back();
   free_.pop_back();
+  holders_[chunk.slot] = &chunk;
   ++counters_.slots_in_use;
   counters_.slots_high_water = std::max(counters_.slots_high_water, counters_.slots_in_use);
 }
@@ -21,10 +23,17 @@ void SlotRing::take(PipelineChunk& chunk) {
 void SlotRing::leave(PipelineChunk& chunk, ChunkState next) {
   chunk.move(next);
   free_.push_back(chunk.slot);
+  holders_[chunk.slot] = nullptr;
   --counters_.slots_in_use;
   chunk.slot = -1;
   chunk.unwanted = false;
   chunk.slot_states = SlotStates::known;
+}
+
+bool SlotRing::has_ready() const {
+  return std::any_of(holders_.begin(), holders_.end(), [](const PipelineChunk* chunk) {
+    return chunk != nullptr && chunk->state == ChunkState::ready;
+  });
 }
 
 char* SlotRing::part(const PipelineChunk& chunk, int part) const {

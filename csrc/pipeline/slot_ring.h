@@ -24,6 +24,8 @@ class SlotRing {
   // The chunk gives its slot back, and is what `next` says.
   void leave(PipelineChunk& chunk, ChunkState next);
 
+  // Whether a slot holds a chunk that nothing is being done with.
+  bool has_ready() const;
   // Where the chunk's slot has one of its parts.
   char* part(const PipelineChunk& chunk, int part) const;
 
@@ -31,6 +33,7 @@ class SlotRing {
   PipelineCounters& counters_;
   RingSpec spec_;
   std::vector<int> free_;
+  std::vector<const PipelineChunk*> holders_;  // by slot; null: it is free
 };
 
 }  // namespace stow

@@ -24,16 +24,18 @@ void StepGradients::start(std::size_t parameters, bool open, const std::vector<c
   pieces_due_of_.assign(parameters, 0);
 }
 
-void StepGradients::plan(PipelineChunk& chunk, const std::vector<StepParameter>& parameters) {
+void StepGradients::plan(PipelineChunk& chunk, const std::vector<StepParameter>& parameters,
+                         bool leaves_out) {
   chunk.gradients_due = 0;
-  chunk.has_gradient = false;
+  chunk.has_update = false;
   for (std::size_t s = 0; s < chunk.spec.segments.size(); ++s) {
     const Segment& segment = chunk.spec.segments[s];
     const StepParameter& parameter = parameters[segment.parameter];
     SegmentGradient& gradient = chunk.gradients[s] = {};
     if (parameter.grad != nullptr) {
+      if (leaves_out) continue;
       gradient = piece_of(parameter, segment);
-      chunk.has_gradient = true;
+      chunk.has_update = true;
     } else if (expected_[segment.parameter] != 0) {
       gradient.due = true;
       ++chunk.gradients_due;
@@ -50,7 +52,7 @@ void StepGradients::add(PipelineChunk& chunk, std::size_t segment, const void* d
   chunk.gradients[segment] = {static_cast<const char*>(data), dtype, false};
   if (--pieces_due_of_[parameter] == 0) expected_[parameter] = 0;
   if (data != nullptr) {
-    chunk.has_gradient = true;
+    chunk.has_update = true;
   } else {
     --unpublished_of_[parameter];
   }

@@ -13,8 +13,9 @@ class StepGradients {
   // In an open step the `expected` parameters may get one.
   void start(std::size_t parameters, bool open, const std::vector<char>& expected);
 
-  // Finds what the chunk gets: gradients that are there, and those that are due.
-  void plan(PipelineChunk& chunk, const std::vector<StepParameter>& parameters);
+  // Finds what the chunk gets: gradients that are there, unless it `leaves_out` their update, and
+  // those that are due.
+  void plan(PipelineChunk& chunk, const std::vector<StepParameter>& parameters, bool leaves_out);
 
   bool is_expected(int parameter) const { return expected_.at(parameter) != 0; }
   void set_arrived(int parameter) { expected_.at(parameter) = 0; }

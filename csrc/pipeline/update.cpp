@@ -10,6 +10,8 @@
 namespace stow {
 namespace {
 
+constexpr float kZeros[kUpdateBlock] = {};
+
 class BlockUpdate {
  public:
   BlockUpdate(const UpdateTask& task, const std::vector<StepParameter>& parameters,
@@ -52,7 +54,7 @@ class BlockUpdate {
     const Segment& segment = task_.spec.segments[piece.segment];
     const StepParameter& parameter = parameters_[segment.parameter];
     const SegmentGradient& gradient = task_.gradients[piece.segment];
-    if (gradient.data == nullptr) return;
+    if (gradient.data == nullptr && task_.missed.count == 0) return;
     const Family& family = task_.spec.family;
     AdamArgs args{};
     args.first = segment.parameter_offset + piece.offset;
@@ -76,17 +78,25 @@ class BlockUpdate {
     const SegmentGradient& gradient = task_.gradients[piece.segment];
     const Family& family = task_.spec.family;
     const Layout& layout = task_.parts.layout;
-    args.grad = gradient.data + piece.offset * size_of(gradient.dtype);
     for (int k = 0; k < layout.streams; ++k) {
       args.states[static_cast<int>(layout.which[k])] =
           task_.memory.states[k] + layout.parts[k].at(segment.chunk_offset + piece.offset);
     }
-    args.key = parameter.key;
     args.param_dtype = family.param_dtype;
-    args.grad_dtype = gradient.dtype;
     args.format = family.format;
     args.amsgrad = family.amsgrad;
     args.ema = family.ema;
+    args.grad = kZeros;
+    args.grad_dtype = DType::f32;
+    for (std::size_t k = 0; k < task_.missed.count; ++k) {
+      args.key = task_.missed.first[k].key;
+      args.hyper = task_.missed.first[k].hyper;
+      adam_update(args, isa_);
+    }
+    if (gradient.data == nullptr) return;
+    args.grad = gradient.data + piece.offset * size_of(gradient.dtype);
+    args.grad_dtype = gradient.dtype;
+    args.key = parameter.key;
     args.seed_master = parameter.seed_master;
     args.hyper = hypers_[parameter.hyper];
     adam_update(args, isa_);

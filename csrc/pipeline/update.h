@@ -26,6 +26,17 @@ struct SegmentGradient {
   bool due = false;  // it may still come
 };
 
+// What an update with a zero gradient needs to be made later.
+struct MissedUpdate {
+  AdamHyper hyper;
+  std::uint64_t key;
+};
+
+struct MissedUpdates {
+  const MissedUpdate* first = nullptr;
+  std::size_t count = 0;
+};
+
 // Memory of a chunk in one step. `states` is what the kernel works on.
 struct UpdateMemory {
   char* states[kMaxStreams];
@@ -56,10 +67,11 @@ struct UpdateTask {
   const ChunkSpec& spec;
   const ChunkParts& parts;
   const std::vector<SegmentGradient>& gradients;  // by segment
+  MissedUpdates missed;                           // made before that with the gradient
   ChunkChecksums& checksums;
   UpdateMemory memory;
   SlotStates states;
-  bool idle;  // no gradient: only verified and copied
+  bool idle;  // no update: only verified and copied
   bool sum;   // the states go to disk
   UpdatePhase phase;
 };

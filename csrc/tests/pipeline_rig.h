@@ -39,6 +39,11 @@ class Rig {
   // One step with gradients for `due`; those are also the ones expected in an open step.
   void begin(int number, const std::vector<char>& due, const StepSpec& spec = {}) {
     training_.start_step(number);
+    for (const int chunk : untouched_) {
+      for (const Segment& s : file_.spec(chunk).segments) {
+        std::fill_n(training_.at(s.parameter).gradient.begin() + s.parameter_offset, s.count, 0.0f);
+      }
+    }
     std::vector<StepParameter> rows;
     for (int p = 0; p < training_.size(); ++p) {
       const bool is_given = due[p] && !spec.open;
@@ -53,6 +58,18 @@ class Rig {
     const bool by_caller = spec.caller == Caller::waits && !spec.open && number % 2 == 0;
     pipeline_->begin(rows, {hyper_of(number)}, spec, due, !by_caller);
     if (by_caller) pipeline_->run();  // a failure is reported by the waits too
+  }
+
+  // The chunks whose gradients are zero in the next steps.
+  void leave_untouched(std::vector<int> chunks) { untouched_ = std::move(chunks); }
+
+  // Has chunks catch up with the updates that they deferred, outside of a step.
+  void catch_up(const std::vector<int>& chunks) {
+    std::vector<StepParameter> rows;
+    for (int p = 0; p < training_.size(); ++p) rows.push_back(training_.row(p, nullptr));
+    pipeline_->ledger().want(chunks);
+    pipeline_->begin(rows, {hyper_of(1)}, {}, {}, false);
+    pipeline_->run();
   }
 
   // What a caller that updates does: acquires chunks, up to `most` at once, changes them,
@@ -239,6 +256,7 @@ class Rig {
   std::map<int, std::vector<std::vector<float>>> staging_;  // by chunk, of each piece
   Memory ring_;
   std::int64_t slot_bytes_ = 0;
+  std::vector<int> untouched_;
   std::vector<char> due_;  // in the step of now, by parameter
   bool reopened_ = false;
   std::unique_ptr<Pipeline> pipeline_;

@@ -538,7 +538,7 @@ void test_updates_wait_for_a_caller_who_helps(Make make) {
   CHECK(pipeline.quiesce().error == 0);
   for (const bool waits : {false, true}) {
     const std::int64_t before = updated();
-    rig.engine().faults().add({Op::read, 4, 2, 0, 0, 300000});
+    rig.engine().faults().add({Op::read, 4, 2, 0, 0, 1000000});
     rig.begin(waits ? 3 : 2, rig.training().all_but(), {.caller = Caller::helps});
     usleep(50000);
     CHECK(updated() == before);  // something is being read: the scheduler's thread updates nothing

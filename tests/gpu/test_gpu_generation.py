@@ -17,8 +17,8 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_folder import quantize_folder
 from tensorstow.checkpoint.weight_encoders import ENCODERS
-from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
+from tensorstow.nn.routed_experts import is_of_experts, routed_experts
 
 WORDS, NEW = 96, 4
 PLANS = {

@@ -858,6 +858,9 @@ CASES = [
     ),
 ]
 ELSEWHERE = {
+    "and the model has no weight of which only some rows are read": "test_deferred_rows",
+    "which alone defers updates": "test_deferred_rows",
+    "in host memory, where it saves nothing": "test_deferred_rows",
     "and a commit every": "delayed updates: test_delayed_overlap",
     "was given with nan_until_published=True": "delayed updates: test_delayed_overlap",
     "was requested without module=": "test_forward_overlap and test_delayed_overlap",

@@ -59,5 +59,7 @@ class RunOptions:
     """Called at the end of each step, and by ``commit()``, for what the caller keeps with it."""
     stop_signals: Mapping[int, int] = field(default_factory=dict)
     """Exit statuses by the numbers of signals, after which the run commits and ends."""
+    defers_rows: bool = False
+    """Whether rows with a zero gradient are updated when they are next read."""
     checkpoints: Checkpoints = "full"
     """What ``state_dict()`` returns: states, or the name of a snapshot that holds them."""

@@ -1,4 +1,4 @@
-"""Modules that have the weights of all experts of a layer, and are told which of them are used.
+"""Reads of the routed experts alone, of modules that have the weights of all experts of a layer.
 
 [Note: Routed experts] Of such a module in files on disk only the experts are read that tokens are
 routed to. Which they are is known when the module is called, so they are not read ahead of that. In
@@ -6,7 +6,6 @@ training a backward has the gradients of the outputs of one call: it needs the e
 again, which are read ahead of it if it is the last one. The rest of the buffer has no values.
 """
 
-import inspect
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -19,29 +18,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.module_hooks import tensors_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.memory.buffer_pool import PooledBuffer
-
-ROUTED = "top_k_index"
-"""The argument of transformers' experts: the numbers of the experts of each token."""
-
-
-def is_of_experts(module: nn.Module) -> bool:
-    """Return whether a module has the weights of several experts, and is told which are used."""
-    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
-    return (
-        len({len(p) for p in own}) == 1
-        and len(own) == len(list(module.parameters()))
-        and ROUTED in inspect.signature(module.forward).parameters
-    )
-
-
-def routed_experts(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> frozenset[int]:
-    """Return the experts that a call of such a module uses."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    indices: Any = bound.arguments[ROUTED]
-    count = len(next(module.parameters()))
-    return frozenset(i for i in indices.unique().tolist() if i < count)  # else: of another rank
+from tensorstow.nn.routed_experts import ROUTED, is_of_experts, routed_experts
 
 
 def take_experts(unit: Unit, names: Collection[str] | None = None) -> list[Unit]:

@@ -20,13 +20,13 @@ from tensorstow.base.regular_file import regular_stream
 from tensorstow.base.sizes import format_bytes
 from tensorstow.checkpoint.coded_weights import CodedStack, CodedWeight, Memory, PlacedCodes
 from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
-from tensorstow.fsdp.experts import is_of_experts
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.shard_storage import FrozenLayout
 from tensorstow.fsdp.units import Unit
 from tensorstow.io.file_runs import BufferLayout, Run, cut_runs, runs_of
 from tensorstow.io.mapped import drop_pages
 from tensorstow.io.safetensors import Entry
+from tensorstow.nn.routed_experts import is_of_experts
 from tensorstow.tensors.dtensor import rows_of_rank, rows_per_rank
 
 logger = logging.getLogger("tensorstow")

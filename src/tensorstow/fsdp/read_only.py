@@ -19,7 +19,7 @@ from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.experts import routed_experts, validate_routing
+from tensorstow.fsdp.experts import validate_routing
 from tensorstow.fsdp.frozen_files import watch_mapped_files
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
@@ -32,6 +32,7 @@ from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
 from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
 from tensorstow.io.arena import TENSOR_ALIGN
 from tensorstow.io.device_link import open_link
+from tensorstow.nn.routed_experts import routed_experts
 from tensorstow.planner.resident import UnitBytes, passing_bytes
 
 _Version = tuple[str, "weakref.ref[nn.Parameter]", int]

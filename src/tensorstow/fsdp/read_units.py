@@ -17,8 +17,9 @@ from torch import nn
 
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
-from tensorstow.fsdp.experts import is_of_experts, take_experts
+from tensorstow.fsdp.experts import take_experts
 from tensorstow.fsdp.units import ROOT, Unit, units_of
+from tensorstow.nn.routed_experts import is_of_experts
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -50,6 +50,7 @@ class Adam(StowedAdam):
         extra: As in ``AdamW``.
         stop_signals: As in ``AdamW``.
         checkpoints: As in ``AdamW``.
+        defer_untouched: As in ``AdamW``.
         grad_dtype: As in ``AdamW``.
         policy: As in ``AdamW``.
 
@@ -88,6 +89,7 @@ class Adam(StowedAdam):
         extra: Callable[[], Extra] | None = None,
         stop_signals: StopSignals = None,
         checkpoints: Checkpoints = "full",
+        defer_untouched: bool = False,
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
@@ -124,6 +126,7 @@ class Adam(StowedAdam):
                 extra=extra,
                 stop_signals=stop_signals,
                 checkpoints=checkpoints,
+                defer_untouched=defer_untouched,
                 durable=placement.durable,
             ),
             grad_dtype=grad_dtype,
@@ -196,6 +199,10 @@ class AdamW(Adam):
             Default: None.
         checkpoints: "full", or "reference" with ``dir``: ``state_dict()`` then refers to a snapshot
             in the run's directory and holds no states, and ``load_state_dict()`` resumes from it.
+        defer_untouched: Whether rows of embeddings, and stacked experts of transformers, whose
+            gradient is zero in a step are left out of it, and their updates made when the rows are
+            next read, with the same bits. For states on disk, which are then read and written in
+            proportion to what was touched. It needs ``module``. Default: False.
         grad_dtype: The dtype of the gradients of fp32 parameters, if it is a 16-bit one.
         policy: Sizes, threads and the I/O backend of the pipeline; no value changes a result.
 
@@ -233,6 +240,7 @@ class AdamW(Adam):
         extra: Callable[[], Extra] | None = None,
         stop_signals: StopSignals = None,
         checkpoints: Checkpoints = "full",
+        defer_untouched: bool = False,
         grad_dtype: torch.dtype | None = None,
         policy: PipelinePolicy | None = None,
     ) -> None:
@@ -264,6 +272,7 @@ class AdamW(Adam):
             extra=extra,
             stop_signals=stop_signals,
             checkpoints=checkpoints,
+            defer_untouched=defer_untouched,
             grad_dtype=grad_dtype,
             policy=policy,
         )

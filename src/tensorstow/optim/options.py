@@ -25,6 +25,7 @@ from tensorstow.formats.state_format import StateFormat
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
+from tensorstow.step.deferred_rows import refuse_without_rows
 from tensorstow.step.validation import refuse_beside
 
 StatePlacement = Literal["host", "ram", "cpu", "disk", "nvme"] | float
@@ -103,6 +104,7 @@ def run_options(
     stop_signals: StopSignals = None,
     checkpoints: Checkpoints = "full",
     durable: bool = True,
+    defer_untouched: bool = False,
 ) -> RunOptions:
     """Return the options of keywords about a durable run; raise OptionError for bad values."""
     read_value(Checkpoints, checkpoints, "checkpoints")
@@ -142,7 +144,15 @@ def run_options(
         extra=extra,
         stop_signals=statuses,
         checkpoints=checkpoints,
+        defers_rows=read_value(bool, defer_untouched, "defer_untouched"),
     )
+
+
+def check_deferred(offload_policy: OffloadPolicy, run: RunOptions) -> None:
+    """Raise OptionError if updates of rows are to be deferred, and none can be."""
+    if run.defers_rows:
+        timing, fraction = offload_policy.timing, offload_policy.placement.disk_fraction
+        refuse_without_rows(run.module, timing, moves=fraction > 0)
 
 
 def check_delayed(offload_policy: OffloadPolicy, run: RunOptions) -> None:

@@ -41,6 +41,7 @@ from tensorstow.optim.step_runner import ParamFilter, StepRunner
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock
+from tensorstow.step.deferred_rows import DeferredRows
 from tensorstow.step.delayed_overlap import DelayedOverlap
 from tensorstow.step.forward_waits import ForwardWaits
 from tensorstow.step.param_table import ParamTable
@@ -123,6 +124,8 @@ class OptimizerRuntime:
             return SpeculativeOverlap(self.params, run.accumulation_steps, self.waits)
         if offload_policy.timing.begins_early:
             return BackwardOverlap(self.params, run.accumulation_steps, self.waits)
+        if run.defers_rows and run.module is not None:
+            return DeferredRows(self.params, run.module)
         if self.waits is None:
             return Synchronous(self.params)
         return ForwardOverlap(self.params, self.waits)

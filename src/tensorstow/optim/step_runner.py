@@ -5,7 +5,7 @@ so what takes steps is an object that they share, and autograd's hooks lead to i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -262,17 +262,18 @@ class StepRunner:
         self._schedule.check_scaling(factor / scale, may_skip=may_skip)
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
-        if self._early is None:
-            self.wait_idle()
-        if overflowed:
-            unscale(self.contents.parameters(), scale)
-            with SignalsDeferred():
-                self._count_step()
-                self._end_step(commits=False)
-        elif self._early is None:
-            self._take_step(factor, scale)
-        else:
-            self._end_open_step(self._early, factor)
+        with self._schedule.stepping() if self._early is None else nullcontext():
+            if self._early is None:
+                self._commits.join(self._params)
+            if overflowed:
+                unscale(self.contents.parameters(), scale)
+                with SignalsDeferred():
+                    self._count_step()
+                    self._end_step(commits=False)
+            elif self._early is None:
+                self._take_step(factor, scale)
+            else:
+                self._end_open_step(self._early, factor)
         if self._commits.prompt:
             self._commits.join(self._params)
         stop = self._commits.stop

@@ -82,6 +82,7 @@ class StowedAdam(PlacedOptimizer):
         self._call_lock = CallLock()
         validation.check_overlap(offload_policy.timing, run.module, run.accumulation_steps)
         options.check_delayed(offload_policy, run)
+        options.check_deferred(offload_policy, run)
         extra_checked = is_checked(run.extra)
         self._isa = offload_policy.policy.isa
         self._update_on = offload_policy.update_on

@@ -9,6 +9,7 @@ bytes.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -265,6 +266,42 @@ def parts_of(family: Family, elements: int) -> tuple[Part, ...]:
     Computed by the native core; [Note: Extents] in csrc/pipeline/chunk.h.
     """
     return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements))
+
+
+_LEAST_FILLED = 0.75
+_MOST_ROW_CHUNKS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunks:
+    """The group of chunks of one parameter that are cut between its rows."""
+
+    elements: int
+    """Elements of each chunk."""
+    parameter: int
+    """Tells it from other parameters' groups."""
+
+    @classmethod
+    def of(cls, family: Family, size: int, row: int, largest: int, parameter: int) -> "RowChunks":
+        """Return those of a parameter of ``size`` elements, of at most ``largest`` each.
+
+        They have as few rows as possible, if three quarters of their bytes on disk are states: what
+        is read and written is whole disk blocks. Rows that are larger than that are cut evenly.
+        """
+        unit = lcm(row, LANE)
+        if unit >= largest:
+            pieces = range(-(-row // largest), row // LANE + 1)
+            even = (row // n for n in pieces if row % n == 0 and row // n % LANE == 0)
+            return cls(next(even, largest), parameter)
+        count = max(1, -(-size // (unit * _MOST_ROW_CHUNKS)))
+        while not _is_filled(family, unit * count) and unit * (count + 1) <= largest:
+            count += 1
+        return cls(unit * count, parameter)
+
+
+def _is_filled(family: Family, elements: int) -> bool:
+    nbytes = chunk_bytes(family, elements, with_weights=False)
+    return family.state_bytes(elements) >= _LEAST_FILLED * nbytes
 
 
 def chunk_bytes(family: Family, elements: int, *, with_weights: bool) -> int:

@@ -175,6 +175,8 @@ class UpdatePipeline:
         self.undoing = Undoing(handle)
         self.memory = handle.resources.memory
         """Memory outside the ring that steps read and write: it outlives the native pipeline."""
+        self.before_reading: Callable[[], None] = lambda: None
+        """Called before states are read or set: makes updates that were deferred."""
         self.lock = threading.RLock()
         """Held while the ring is used: by a step, or to read or set states."""
 

@@ -36,6 +36,7 @@ from tensorstow.states.layout import (
     ElementRange,
     Family,
     RingPlan,
+    RowChunks,
     Segment,
     chunk_bytes,
     cut,
@@ -275,7 +276,8 @@ class StateStore:
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
-                chunks += [Chunk(plan, family) for plan in cut(on_disk, self.policy.chunk)]
+                size = unit.elements if isinstance(unit, RowChunks) else self.policy.chunk
+                chunks += [Chunk(plan, family) for plan in cut(on_disk, size)]
         place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
 
         def rank(chunk: Chunk) -> tuple[int, int]:
@@ -371,6 +373,7 @@ class StateStore:
         """
         wanted = set(parameters)
         with self.pipeline.lock:
+            self.pipeline.before_reading()
             self.pipeline.wait_idle()
             reseeded = {p for p in wanted if _is_reseeded(self, p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
@@ -389,6 +392,7 @@ class StateStore:
         poisons the store.
         """
         with self.pipeline.lock:
+            self.pipeline.before_reading()
             self.pipeline.wait_idle()
             for chunk in self.chunks:
                 named = [p for p in chunk.owners if p in states]
@@ -417,6 +421,7 @@ class StateStore:
         It returns whether it wrote to them. A failure poisons the store.
         """
         with self.pipeline.lock:
+            self.pipeline.before_reading()
             self.pipeline.wait_idle()
             for chunk in self.chunks:
                 if parameters.isdisjoint(chunk.owners):

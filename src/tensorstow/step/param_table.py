@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from tensorstow.base.errors import PoisonedError
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn, reaches_device, refuse_delayed
 from tensorstow.states.chunks import Chunk
-from tensorstow.states.layout import RESIDENT_CAPACITY, Family, OptionalStates
+from tensorstow.states.layout import RESIDENT_CAPACITY, Family, OptionalStates, RowChunks
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.state_store import ChunkStorage, StateStore
@@ -86,6 +86,8 @@ class ParamTable:
         self._hooks = GradientHooks(on_gradient)
         self.links = OptimizerLinks()
         self._kept_alive = False
+        self.row_sizes: Mapping[int, int] = {}
+        """Elements of a row, by the ids of parameters whose chunks are cut between rows."""
         if offload_policy.format is not None and not offload_policy.format.exact:
             logger.warning(
                 'state_format="%s" is inexact: moments are rounded by chance, and results differ'
@@ -207,7 +209,12 @@ class ParamTable:
             capacity = offload_policy.policy.chunk
         sizes = [s.numel() for s in shards]
         # All weights of a chunk are in memory at once, so each pager has chunks of its own.
-        chunk_groups = [id(pager_of(p)) for p in new]
+        chunk_groups: list[Hashable] = [id(pager_of(p)) for p in new]
+        for index, (parameter, family) in enumerate(zip(new, families, strict=True)):
+            row = self.row_sizes.get(id(parameter))
+            if row is not None:
+                largest = offload_policy.policy.chunk
+                chunk_groups[index] = RowChunks.of(family, sizes[index], row, largest, index)
         numbers = self.store.extend(sizes, families, capacity, chunk_groups)
         for parameter, shard, number, family in zip(new, shards, numbers, families, strict=True):
             states = self.store.views(number)

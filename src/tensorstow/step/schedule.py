@@ -3,7 +3,8 @@
 [Note: Schedules] All of them take the same steps by the same path ([Note: Feeds]). They differ only
 in when a weight is published. The first three publish it before it is read.
 
-none      ``step()`` returns when every weight is new (``Synchronous``).
+none      ``step()`` returns when every weight is new (``Synchronous``), but for rows whose updates
+          are deferred ([Note: Rows] in deferred_rows).
 forward   ``step()`` returns at once; a read of a weight waits for it (``ForwardOverlap``, and
           [Note: Unpublished]).
 backward  a step is open while backward runs; each gradient is offered when it is final, and
@@ -87,6 +88,12 @@ class Schedule:
         Steps are counted in ``states``, which is ``optimizer.state``.
         """
         raise NotImplementedError
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Take a step in the block, when all weights may be read."""
+        self.wait()
+        yield
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, may be read."""

@@ -156,7 +156,7 @@ def test_an_error_behind_step_is_raised_by_each_forward(plan: Plan) -> None:
     engine = optimizer._states().engine
     assert engine is not None
     optimizer.synchronize()
-    engine.inject_fault("read", times=-1, delay_us=20_000, error=5)
+    engine.inject_fault("read", times=-1, delay_us=500_000, error=5)
     train(model, optimizer, range(2, 3))
     with pytest.raises(OSError, match=r"[Ii]nput/output error"):
         train(model, optimizer, range(3, 4))

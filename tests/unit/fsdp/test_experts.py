@@ -18,12 +18,13 @@ from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_folder import quantize_folder
 from tensorstow.checkpoint.weight_encoders import ENCODERS
 from tensorstow.checkpoint.weight_files import WeightFile
-from tensorstow.fsdp.experts import is_of_experts, routed_experts, take_experts
+from tensorstow.fsdp.experts import take_experts
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.fsdp.units import Unit
 from tensorstow.fsdp.weight_stream import StreamedUnit
 from tensorstow.io.file_runs import Run
 from tensorstow.io.files import IoFuture
+from tensorstow.nn.routed_experts import is_of_experts, routed_experts
 
 SIZES = {
     "hidden_size": 32,

@@ -18,12 +18,12 @@ from tensorstow import Plan
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.checkpoint.weight_files import WeightFile
 from tensorstow.fsdp import placements
-from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.files import IoFuture
 from tensorstow.memory import buffer_pool
 from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
+from tensorstow.nn.routed_experts import is_of_experts, routed_experts
 from tensorstow.tensors.dtensor import to_local
 from unit.fsdp.test_experts import FAMILIES, coded, made
 
