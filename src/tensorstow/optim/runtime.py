@@ -12,13 +12,15 @@ alive at the interpreter's exit are finished there, before files close: see ``_f
 that Python takes modules apart, and no run could commit: a durable one is no longer begun.
 """
 
+import _thread
 import atexit
+import concurrent.futures.thread
 import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
@@ -271,20 +273,30 @@ class OptimizerRuntime:
     def finish_and_log(self) -> None:
         """Finish and log errors: a finalizer has no caller to raise them to.
 
-        Python's garbage collector runs in any thread. The committing thread would wait for its own
-        commit, so another thread finishes then.
+        Python's garbage collector runs in any thread, between any two instructions. The committing
+        thread would wait for its own commit, and a thread that holds a lock of Python's own would
+        wait for itself. Then another thread finishes, which takes none of these locks to start.
         """
         if self._owner != os.getpid():  # a forked child has nothing to wait for
             self._finished = True
             self.params.abandon()
             return
-        if in_commit_thread():
-            threading.Thread(target=self.finish_and_log, name="tensorstow-end").start()
-            return
+        if in_commit_thread() or any(lock.locked() for lock in _LOCKS):
+            end = threading.Event()
+            _ENDS.add(end)
+            _thread.start_new_thread(self._finish_and_log, (end,))
+        else:
+            self._finish_and_log()
+
+    def _finish_and_log(self, end: threading.Event | None = None) -> None:
         try:
             self.finish(asked=False)
         except Exception:
             logger.exception("An optimizer was dropped, and the work after its last step failed")
+        finally:
+            if end is not None:
+                _ENDS.discard(end)
+                end.set()
 
     def __del__(self) -> None:
         """End background work: the model may outlive the optimizer, and needs its new weights.
@@ -299,6 +311,17 @@ class OptimizerRuntime:
 _NUMBERS = itertools.count()
 _LIVING: "weakref.WeakValueDictionary[int, OptimizerRuntime]" = weakref.WeakValueDictionary()
 """Living runtimes in the order of their creation, which is the same on every rank."""
+_ENDS: set[threading.Event] = set()
+"""Events that threads set when they have finished runtimes that were dropped."""
+_LOCKS: Sequence[Any] = [
+    lock
+    for lock in (
+        getattr(threading, "_shutdown_locks_lock", None),  # until Python 3.12
+        getattr(concurrent.futures.thread, "_global_shutdown_lock", None),
+    )
+    if hasattr(lock, "locked")
+]
+"""Python's locks that starting and joining threads, and passing work to an executor, take."""
 _exit_is_over = threading.Event()
 """Set when ``_finish_all`` begins."""
 
@@ -317,6 +340,8 @@ def _finish_all() -> None:
             runtime.finish_and_log()
         except BaseException as error:  # noqa: BLE001  # raised below: the others end first
             raised = raised or error
+    for end in [*_ENDS]:
+        end.wait()
     if raised is not None:
         raise raised
 

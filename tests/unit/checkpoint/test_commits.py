@@ -18,6 +18,7 @@ from parity.cover import crossed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import ForkError, LockedError, OptionError, PoisonedError
 from tensorstow.checkpoint.commits import storage_of
+from tensorstow.optim.runtime import _ENDS
 from tensorstow.store.records import Generation
 
 Made = tuple[AdamW, list[nn.Parameter]]
@@ -86,7 +87,7 @@ def test_an_optimizer_that_is_collected_by_the_thread_that_commits_ends(
     finally:
         gc.enable()
     assert collected_in[0].startswith("tensorstow-commit")
-    while any(t.name == "tensorstow-end" for t in threading.enumerate()):
+    while _ENDS:
         time.sleep(0.01)
     again, weights = make(tmp_path, commit_every=1)
     assert again.resume() == 2

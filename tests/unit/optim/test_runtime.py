@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import nn
 
 import children
 from tensorstow import AdamW, PipelinePolicy
+from tensorstow.optim.runtime import _ENDS, _LOCKS
 from tensorstow.states.state_store import _KEPT
 
 WIDTH = 64
@@ -338,3 +340,59 @@ def test_a_script_that_closes_nothing_ends_silently_with_every_update(
         assert optimizer.resume() == 4
         assert same(layers, expected(4))
         optimizer.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("number", range(len(_LOCKS)))
+def test_the_collector_may_run_where_a_thread_begins(number: int, tmp_path: Path) -> None:
+    """It did when a thread that held one of Python's locks made an object: nothing went on."""
+    layers = model()
+    optimizer = AdamW(layers.parameters(), lr=1e-2, policy=POLICY, dir=tmp_path, commit_every=1)
+    step(layers, optimizer)
+    optimizer.zero_grad()
+    step(layers, optimizer)
+
+    def collect() -> None:
+        with _LOCKS[number]:
+            gc.collect()
+
+    with without_collector():
+        ring: list[Any] = [optimizer]
+        ring.append(ring)
+        watcher = weakref.ref(optimizer._runtime)
+        del optimizer, ring
+        thread = threading.Thread(target=collect)
+        thread.start()
+        thread.join()
+    for end in [*_ENDS]:
+        end.wait()
+    assert watcher() is None or watcher()._finished
+    again = AdamW(model().parameters(), lr=1e-2, policy=POLICY, dir=tmp_path)
+    assert again.resume() == 2
+    again.close()
+    assert same(layers, expected(2))
+
+
+DROPPED_WHERE_A_THREAD_BEGINS = """
+import gc, sys, threading, torch
+from tensorstow import AdamW
+from tensorstow.optim.runtime import _LOCKS
+layers = torch.nn.Linear(8, 8)
+ring = [AdamW(layers.parameters(), lr=1e-2, dir=sys.argv[1], commit_every=None)]
+torch.autograd.backward(layers(torch.ones(2, 8)).sum())
+ring[0].step()
+ring[0].request_commit()
+torch.autograd.backward(layers(torch.ones(2, 8)).sum())
+ring[0].step()
+ring.append(ring)
+del ring
+with _LOCKS[0]:
+    gc.collect()
+"""
+
+
+def test_the_interpreter_waits_for_an_optimizer_that_ends_elsewhere(tmp_path: Path) -> None:
+    children.run("-c", DROPPED_WHERE_A_THREAD_BEGINS, tmp_path, teardown=True)
+    again = AdamW(nn.Linear(8, 8).parameters(), lr=1e-2, dir=tmp_path)
+    assert again.resume() == 2
+    again.close()
