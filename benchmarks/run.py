@@ -14,6 +14,7 @@ SUBJECTS = {
     "kernels": "the update kernels against torch's and DeepSpeed's",
     "optimizer": "opt.step of the seed example in RAM",
     "averages": "a step that keeps averages of the weights, and torch's AveragedModel beside it",
+    "touched_rows": "updates of untouched rows made later, and dense updates: bytes and bits",
     "offload": "the offloaded step against disk and kernel alone",
     "raw_io": "reads and writes against fio",
     "durable": "commits, pins, resumes, and bytes per parameter",

@@ -61,6 +61,7 @@ TITLES = {
     "reshard": "Another number of ranks",
     "worlds": "The same weights on any number of ranks",
     "averages": "Averages of weights",
+    "touched_rows": "Rows that a step does not touch",
     "drives": "Two drives of which one is twice as fast",
     "vertical": "Micro-batches in vertical order",
 }

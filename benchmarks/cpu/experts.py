@@ -18,10 +18,10 @@ import tensorstow
 from benchmarks.cpu.generation import read_raw
 from benchmarks.measure import Figure, Settings, as_child, at_least, at_most, run_alone, run_ways
 from tensorstow import Plan
-from tensorstow.fsdp.experts import is_of_experts, routed_experts
 from tensorstow.fsdp.read_only import stream_of
 from tensorstow.fsdp.read_units import ReadUnit
 from tensorstow.fsdp.weight_stream import StreamedUnit
+from tensorstow.nn.routed_experts import is_of_experts, routed_experts
 
 _MODULE = "benchmarks.cpu.experts"
 _SIZES = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 14}

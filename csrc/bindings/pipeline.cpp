@@ -99,8 +99,9 @@ struct PyPipeline {
   int add_chunk(const FamilyTuple& family, const Segments& segments, std::int64_t elements,
                 const PlaceTuple& place,
                 const std::vector<std::pair<Address, nb::object>>& resident, bool blank,
-                const std::tuple<nb::bytes, nb::bytes>& checksums) {
+                const std::tuple<nb::bytes, nb::bytes>& checksums, bool is_small) {
     ChunkSpec spec{};
+    spec.is_small = is_small;
     std::vector<int> numbers;
     spec.family = std::apply(parse_family, family);
     for (const auto& [parameter, from, to, count] : segments) {
@@ -212,8 +213,9 @@ struct PyPipeline {
   }
 };
 
-nb::list layout_rows(const FamilyTuple& family, std::int64_t elements) {
+nb::list layout_rows(const FamilyTuple& family, std::int64_t elements, bool is_small) {
   ChunkSpec spec{};
+  spec.is_small = is_small;
   spec.family = std::apply(parse_family, family);
   spec.elements = elements;
   const Layout layout(spec);
@@ -326,10 +328,12 @@ void bind_chunks(nb::class_<PyPipeline>& c) {
 }  // namespace
 
 void bind_pipeline(nb::module_& m) {
-  m.def("chunk_layout", &layout_rows, "family"_a, "elements"_a,
-        "(width, per, offset in a file, offset in a slot, bytes) of each stream and the weight",
-        nb::sig("def chunk_layout(family: tuple[str, str, bool, bool], elements: int) -> "
-                "list[tuple[int, int, int, int, int]]"));
+  m.def(
+      "chunk_layout", &layout_rows, "family"_a, "elements"_a, "is_small"_a,
+      "(width, per, offset in a file, offset in a slot, bytes) of each stream and the weight",
+      nb::sig(
+          "def chunk_layout(family: tuple[str, str, bool, bool], elements: int, is_small: bool) -> "
+          "list[tuple[int, int, int, int, int]]"));
   m.attr("UPDATE_BLOCK") = kUpdateBlock;
   bind_step_rows(m);
   nb::class_<PyPipeline> c(m, "Pipeline");
@@ -338,13 +342,15 @@ void bind_pipeline(nb::module_& m) {
         "engine"_a, "isa"_a.none(), "alternate"_a, "team"_a)
       .def(
           "set_ring",
-          [](PyPipeline& self, Address base, int slots, std::int64_t slot_bytes, nb::object owner) {
-            self.get().set_ring({at<char>(base), slots, slot_bytes});
+          [](PyPipeline& self, Address base, std::pair<int, std::int64_t> slots,
+             std::pair<int, std::int64_t> small, nb::object owner) {
+            self.get().set_ring(
+                {at<char>(base), slots.first, slots.second, small.first, small.second});
             self.ring_owner = std::move(owner);
           },
-          "base"_a, "slots"_a, "slot_bytes"_a, "owner"_a.none())
+          "base"_a, "slots"_a, "small_slots"_a, "owner"_a.none())
       .def("add_chunk", &PyPipeline::add_chunk, "family"_a, "segments"_a, "elements"_a, "place"_a,
-           "resident"_a, "blank"_a, "checksums"_a)
+           "resident"_a, "blank"_a, "checksums"_a, "is_small"_a)
       .def("set_order",
            [](PyPipeline& self, std::vector<int> order) { self.get().set_order(std::move(order)); })
       .def("set_deferring", [](PyPipeline& self, const std::vector<int>& chunks,
@@ -422,6 +428,7 @@ void bind_pipeline(nb::module_& m) {
             d["chunks_updated"] = c.chunks_updated;
             d["slots_in_use"] = c.slots_in_use;
             d["slots_high_water"] = c.slots_high_water;
+            d["small_high_water"] = c.small_high_water;
             d["wait_seconds"] = c.wait_seconds;
             return d;
           },

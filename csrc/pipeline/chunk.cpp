@@ -14,8 +14,8 @@ constexpr bool kLegal[8][8] = {
     {false, false, true, false, true, false, false, false},    // blank: zeros need no read
     {false, false, true, true, true, false, false, true},      // stored: ready, for a weight alone
     {false, false, false, false, true, false, false, true},    // reading
-    {false, true, true, false, false, true, false, false},     // ready: evicted, or updated
-    {true, false, false, false, false, false, true, true},     // updating
+    {false, true, true, false, false, true, true, false},      // ready: evicted, or updated
+    {true, false, false, false, true, false, true, true},      // updating: or it stays in its slot
     {true, true, true, false, true, false, false, true},       // writing: may stay in its slot
     {false, false, false, false, false, false, false, false},  // failed
 };
@@ -49,7 +49,7 @@ Layout::Layout(const ChunkSpec& spec) {
     }
     part.bytes = padded(part.length(spec.elements));
     part.file_at = at;
-    part.slot_at = at + k * kStagger;
+    part.slot_at = at + k * (spec.is_small ? 0 : kStagger);
     at += part.bytes;
   }
 }

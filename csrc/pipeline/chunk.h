@@ -13,7 +13,8 @@ namespace stow {
 // in the core's own cache from the verifying pass to the summing one.
 inline constexpr std::int64_t kUpdateBlock = 1 << 14;
 inline constexpr std::int64_t kStreamAlign = 4096;  // of a stream, in a file and in a slot
-// Between streams in a slot, so that they never sit a power of two apart.
+// Between streams in a slot, so that they never sit a power of two apart, if they are not in a
+// small slot: there they are one transfer.
 inline constexpr std::int64_t kStagger = 3 * kStreamAlign;
 inline constexpr int kMaxParts = kMaxStreams + 1;  // the streams, and the weight in a commit
 
@@ -57,13 +58,14 @@ struct ChunkSpec {
   std::vector<Segment> segments;  // by chunk_offset; a parameter has one at most
   std::int64_t elements = 0;      // padding included
   DiskPosition place;
+  bool is_small = false;  // it passes through the ring of small slots
   // Where each stream stays in memory; null: it does not.
   char* resident[kMaxStreams] = {};
 };
 
 // [Note: Extents] On disk a chunk is its streams one after the other, each padded to kStreamAlign,
 // and behind them room for the weights of the same elements, which commits write. In a slot the
-// same parts stand kStagger further apart.
+// same parts stand kStagger further apart, if they are not small.
 struct Layout {
   explicit Layout(const ChunkSpec& spec);
 

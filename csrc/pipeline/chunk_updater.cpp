@@ -12,6 +12,12 @@ UpdateScope ChunkUpdater::scope_of(const PipelineChunk& chunk) const {
   return !chunk.has_update && in_place ? UpdateScope::weights_only : UpdateScope::slot;
 }
 
+UpdatePhase ChunkUpdater::phase_of(const PipelineChunk& chunk) const {
+  if (chunk.stage == StepStage::released) return UpdatePhase::after;
+  const bool by_caller = data_.step.spec().caller == Caller::updates && chunk.is_of_caller;
+  return by_caller && chunk.has_update ? UpdatePhase::before : UpdatePhase::both;
+}
+
 std::int64_t ChunkUpdater::update(PipelineChunk& chunk, UpdateScope scope, UpdatePhase phase,
                                   PipelineMonitor::Lock& lock) {
   const CurrentStep& step = data_.step;
@@ -62,13 +68,13 @@ UpdateMemory ChunkUpdater::memory_of(const PipelineChunk& chunk, UpdateScope sco
     char* own = chunk.spec.resident[k];
     if (scope == UpdateScope::resident) {
       memory.states[k] = own;
-      if (capture) memory.copy[k] = data_.ring.part(chunk, k);
+      if (capture) memory.copy[k] = data_.ring_of(chunk).part(chunk, k);
     } else {
-      memory.states[k] = data_.ring.part(chunk, k);
+      memory.states[k] = data_.ring_of(chunk).part(chunk, k);
       if (scope == UpdateScope::slot) memory.copy[k] = own;
     }
   }
-  if (capture) memory.weight = data_.ring.part(chunk, streams);
+  if (capture) memory.weight = data_.ring_of(chunk).part(chunk, streams);
   return memory;
 }
 

@@ -12,6 +12,7 @@ class ChunkUpdater {
   ChunkUpdater(PipelineData& data, Isa isa, Team team) : data_(data), isa_(isa), team_(team) {}
 
   UpdateScope scope_of(const PipelineChunk& chunk) const;
+  UpdatePhase phase_of(const PipelineChunk& chunk) const;
   // Gives up the lock meanwhile. Returns the first block whose states are not what was written, or
   // -1.
   std::int64_t update(PipelineChunk& chunk, UpdateScope scope, UpdatePhase phase,

@@ -18,28 +18,35 @@ Pipeline::Pipeline(Engine& engine, Isa isa, Order order, Team team)
 Pipeline::~Pipeline() {
   // The scheduler first: a step without a wait would start new transfers after `quiesce`.
   scheduler_.stop();
-  quiesce();
+  PipelineMonitor::Lock lock = data_.monitor.lock();
+  drain(lock);
 }
 
 bool Pipeline::in_owner() const { return getpid() == owner_; }
 
 PipelineCounters Pipeline::counters() const {
   const PipelineMonitor::Lock lock = data_.monitor.lock();
-  return data_.counters;
+  PipelineCounters counters = data_.counters;
+  counters.slots_in_use = data_.slots_in_use();
+  counters.slots_high_water = data_.ring.high_water();
+  counters.small_high_water = data_.small_ring.high_water();
+  return counters;
 }
 
 // --- what there is ---
 
 void Pipeline::require_idle(const char* method) const {
   const CurrentStep& step = data_.step;
-  if (!step.is_under_way() && !step.is_prefetching() && data_.ring.is_unused()) return;
+  if (!step.is_under_way() && !step.is_prefetching() && data_.slots_in_use() == 0) return;
   throw std::logic_error(std::string(method) + " while a step or a prefetch is under way");
 }
 
 void Pipeline::set_ring(const RingSpec& ring) {
   const PipelineMonitor::Lock lock = data_.monitor.lock();
   require_idle("set_ring");
-  data_.ring.set(ring);
+  data_.ring.set(ring.base, ring.slots, ring.slot_bytes);
+  data_.small_ring.set(ring.base + ring.slots * ring.slot_bytes, ring.small_slots,
+                       ring.small_bytes);
 }
 
 int Pipeline::add_chunk(ChunkSpec spec, bool blank, std::vector<std::uint32_t> states,
@@ -198,6 +205,14 @@ void Pipeline::release_chunk(int number) {
 Failure Pipeline::quiesce() {
   PipelineMonitor& monitor = data_.monitor;
   PipelineMonitor::Lock lock = monitor.lock();
+  drain(lock);
+  drain(lock);  // what the first has begun to write
+  return monitor.failure();
+}
+
+// Waits for the step and its writes. What is in slots then leaves them, or begins to be written.
+void Pipeline::drain(PipelineMonitor::Lock& lock) {
+  PipelineMonitor& monitor = data_.monitor;
   data_.step.end_prefetch();
   for (const auto& chunk : data_.chunks) {
     if (!data_.step.is_under_way()) scheduler_.exclude(*chunk);
@@ -206,9 +221,11 @@ Failure Pipeline::quiesce() {
     const bool step_over = !data_.step.is_under_way() || monitor.has_failed();
     return step_over && !data_.chunks.any_in_flight();
   });
-  // What was read meanwhile may have stayed in its slot.
-  for (const auto& chunk : data_.chunks) scheduler_.exclude(*chunk);
-  return monitor.failure();
+  // What was read or written meanwhile may have stayed in its slot.
+  for (const auto& chunk : data_.chunks) {
+    scheduler_.exclude(*chunk);
+    scheduler_.let_go(*chunk);
+  }
 }
 
 }  // namespace stow

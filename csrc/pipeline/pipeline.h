@@ -84,6 +84,7 @@ class Pipeline {
 
  private:
   void require_idle(const char* method) const;
+  void drain(PipelineMonitor::Lock& lock);
 
   const pid_t owner_;
   PipelineData data_;

@@ -53,6 +53,7 @@ struct PipelineChunk {
   bool captured = false;   // `place` also holds the current weights
   bool capturing = false;  // what is being written holds them
   SlotStates slot_states = SlotStates::known;
+  bool lags_on_disk = false;     // its slot has newer states than its place
   bool unwanted = false;         // let go as soon as its read is over
   int gradients_due = 0;         // of its parameters, in an open step
   bool has_update = false;       // a gradient, or updates that were deferred and are due now
@@ -77,6 +78,8 @@ struct PipelineChunk {
   void restore();
   bool has_own_memory() const { return spec.resident[0] != nullptr; }
   bool blank() const { return state == ChunkState::blank; }
+  // Whether it has a slot, and no part in a step.
+  bool is_idle() const { return state == ChunkState::ready && stage == StepStage::out; }
   bool needs_slot() const { return blank() || state == ChunkState::stored; }
   // What it is once it leaves its slot as it came.
   ChunkState state_on_disk() const {

@@ -13,13 +13,16 @@
 namespace stow {
 
 struct PipelineData {
-  explicit PipelineData(Order kind) : ring(counters), order(kind, chunks), deferred(chunks) {}
+  explicit PipelineData(Order kind) : order(kind, chunks), deferred(chunks) {}
 
   // Whether a caller of the step may do the scheduler's work ([Note: Help] in scheduler.h).
   bool takes_help() const {
     const bool helps = step.is_under_way() && step.spec().caller == Caller::helps;
     return helps && !monitor.is_replaced() && !monitor.has_failed();
   }
+
+  SlotRing& ring_of(const PipelineChunk& chunk) { return chunk.spec.is_small ? small_ring : ring; }
+  std::int64_t slots_in_use() const { return ring.in_use() + small_ring.in_use(); }
 
   // A caller was blocked since `start`.
   void record_wait(double start) {
@@ -32,6 +35,7 @@ struct PipelineData {
   Trace trace;
   PipelineCounters counters;
   SlotRing ring;
+  SlotRing small_ring;  // [Note: Small slots] in scheduler.cpp
   ChunkTable chunks;
   CurrentStep step;
   ReadOrder order;

@@ -79,7 +79,7 @@ PipelineChunk* ReadOrder::to_evict() const {
   PipelineChunk* last = nullptr;
   for (int number : numbers_) {
     PipelineChunk& chunk = chunks_.at(number);
-    if (chunk.state != ChunkState::ready) continue;
+    if (chunk.state != ChunkState::ready || chunk.spec.is_small) continue;
     if (chunk.stage == StepStage::out) return &chunk;
     if (chunk.stage == StepStage::admitted && chunk.gradients_due != 0) last = &chunk;
   }

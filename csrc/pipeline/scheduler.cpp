@@ -91,7 +91,8 @@ void Scheduler::plan_chunk(PipelineChunk& chunk) {
   const bool leaves_out = !is_whole && deferred.leaves_out(chunk);
   step.gradients().plan(chunk, step.parameters(), leaves_out);
   if (leaves_out) chunk.captured = false;
-  if ((is_whole || chunk.is_wanted) && deferred.lags(chunk)) chunk.has_update = true;
+  const bool is_behind = (is_whole && chunk.lags_on_disk) || deferred.lags(chunk);
+  if ((is_whole || chunk.is_wanted) && is_behind) chunk.has_update = true;
   chunk.is_wanted = false;
   if (!chunk.has_update && chunk.gradients_due == 0 && !step.must_capture(chunk)) {
     exclude(chunk);
@@ -131,10 +132,17 @@ void Scheduler::mark_ready(PipelineChunk& chunk) {
 
 void Scheduler::exclude(PipelineChunk& chunk) {
   chunk.stage = StepStage::out;
-  if (chunk.state == ChunkState::ready) {
-    data_.ring.leave(chunk, chunk.state_on_disk());
-  } else if (chunk.state == ChunkState::reading) {
-    chunk.unwanted = true;
+  if (!chunk.spec.is_small || chunk.state == ChunkState::reading) let_go(chunk);
+}
+
+void Scheduler::let_go(PipelineChunk& chunk) {
+  if (chunk.state == ChunkState::reading) chunk.unwanted = true;
+  if (chunk.state != ChunkState::ready) return;
+  if (!chunk.lags_on_disk) {
+    data_.ring_of(chunk).leave(chunk, chunk.state_on_disk());
+  } else if (!data_.monitor.is_stopping() && !data_.monitor.has_failed()) {
+    chunk.lags_on_disk = chunk.capturing = false;
+    transfers_.write(chunk, 0, chunk.parts.layout.streams);
   }
 }
 
@@ -162,7 +170,8 @@ bool Scheduler::start_next_read() {
   PipelineChunk* chunk = data_.order.next(step);
   if (chunk == nullptr) return false;
   const bool urgent = step.is_under_way() && chunk->gradients_due == 0;
-  if (!data_.ring.has_free() && !(urgent && evict())) return false;
+  SlotRing& ring = data_.ring_of(*chunk);
+  if (!ring.has_free() && !(urgent && evict(ring))) return false;
   data_.order.pop(*chunk);
   start_read(*chunk);
   return true;
@@ -171,7 +180,7 @@ bool Scheduler::start_next_read() {
 // Gives the chunk a slot and starts filling it.
 void Scheduler::start_read(PipelineChunk& chunk) {
   const bool stepping = data_.step.is_under_way();
-  data_.ring.take(chunk);
+  data_.ring_of(chunk).take(chunk);
   chunk.unwanted = false;
   chunk.stage = stepping ? StepStage::admitted : StepStage::out;
   if (chunk.blank()) chunk.slot_states = SlotStates::zero;
@@ -186,8 +195,20 @@ void Scheduler::start_read(PipelineChunk& chunk) {
 }
 
 // Frees a slot for a chunk that has its gradients.
-bool Scheduler::evict() {
-  PipelineChunk* chunk = data_.ring.has_ready() ? data_.order.to_evict() : nullptr;
+//
+// [Note: Small slots] Chunks of few rows stay in their slots until another one needs the slot, for
+// the rows that a step touches are often those of the last one. Those that have caught up before
+// they were read are not written before `step()` has updated them: `lags_on_disk`. When slots are
+// scarce they are written first; so are all of them when the pipeline is to be quiet.
+bool Scheduler::evict(SlotRing& ring) {
+  if (&ring == &data_.small_ring) {
+    PipelineChunk* idle = ring.next_idle(false);
+    const bool is_free = idle != nullptr;
+    if (!is_free) idle = ring.next_idle(true);
+    if (idle != nullptr) let_go(*idle);
+    return is_free;
+  }
+  PipelineChunk* chunk = ring.has_ready() ? data_.order.to_evict() : nullptr;
   if (chunk == nullptr) return false;
   const bool takes_part = chunk->stage != StepStage::out;
   exclude(*chunk);
@@ -212,25 +233,20 @@ PipelineChunk* Scheduler::next_to_update() {
   const StepSpec& spec = data_.step.spec();
   if (data_.queues.resident_is_next(spec.resident_first)) {
     // A commit also writes what is resident, through a slot.
-    if (!spec.capture || data_.ring.has_free() || evict()) return data_.queues.pop_resident();
+    const bool has_slot = !spec.capture || data_.ring.has_free() || evict(data_.ring);
+    if (has_slot) return data_.queues.pop_resident();
   }
   return data_.queues.pop_ready();
 }
 
-UpdatePhase Scheduler::phase_of(const PipelineChunk& chunk) const {
-  if (chunk.stage == StepStage::released) return UpdatePhase::after;
-  const bool by_caller = data_.step.spec().caller == Caller::updates && chunk.is_of_caller;
-  return by_caller && chunk.has_update ? UpdatePhase::before : UpdatePhase::both;
-}
-
 void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
   const UpdateScope scope = updater_.scope_of(chunk);
-  const UpdatePhase phase = phase_of(chunk);
+  const UpdatePhase phase = updater_.phase_of(chunk);
   if (phase != UpdatePhase::after) {
     if (data_.step.is_undoable()) chunk.keep_undo();
     chunk.capturing = data_.step.spec().capture;
     if (scope == UpdateScope::resident) {
-      if (chunk.capturing) data_.ring.take(chunk);
+      if (chunk.capturing) data_.ring_of(chunk).take(chunk);
     } else {
       chunk.move(ChunkState::updating);
     }
@@ -260,7 +276,7 @@ void Scheduler::fail_update(PipelineChunk& chunk, std::int64_t block) {
   data_.monitor.fail({kDamaged, chunk.place.file, chunk.number, Op::read,
                       chunk.place.offset + part.file_at + part.at(damaged.begin),
                       part.length(damaged.end - damaged.begin)});
-  data_.ring.leave(chunk, ChunkState::failed);
+  data_.ring_of(chunk).leave(chunk, ChunkState::failed);
 }
 
 // The chunk's memory holds new states: write them, or keep them.
@@ -272,13 +288,22 @@ void Scheduler::settle_update(PipelineChunk& chunk, UpdateScope scope) {
     data_.deferred.catch_up(chunk);
   }
   if (chunk.has_update && scope == UpdateScope::slot) chunk.slot_states = SlotStates::known;
+  const bool has_gradient = chunk.gradients.front().data != nullptr;
+  if (scope == UpdateScope::slot && chunk.spec.is_small && !capture && !has_gradient) {
+    chunk.move(ChunkState::ready);
+    chunk.captured = false;
+    chunk.lags_on_disk = true;
+    finish(chunk);
+    return;
+  }
+  if (scope == UpdateScope::slot) chunk.lags_on_disk = false;
   if (scope == UpdateScope::weights_only) {
     transfers_.write(chunk, streams, 1);
   } else if (capture) {
     transfers_.write(chunk, 0, streams + 1);
   } else if (scope == UpdateScope::slot) {
     if (chunk.has_own_memory()) {  // read once, and in its own memory from now on
-      data_.ring.leave(chunk, ChunkState::resident);
+      data_.ring_of(chunk).leave(chunk, ChunkState::resident);
     } else {
       transfers_.write(chunk, 0, streams);
     }
@@ -291,13 +316,13 @@ void Scheduler::settle_update(PipelineChunk& chunk, UpdateScope scope) {
 
 void Scheduler::settle_transfer(PipelineChunk& chunk, Op op, bool failed) {
   if (failed) {
-    data_.ring.leave(chunk, ChunkState::failed);
+    data_.ring_of(chunk).leave(chunk, ChunkState::failed);
   } else if (op == Op::write) {
     settle_write(chunk);
   } else {
     chunk.move(ChunkState::ready);
     if (chunk.unwanted) {
-      data_.ring.leave(chunk, ChunkState::stored);
+      data_.ring_of(chunk).leave(chunk, ChunkState::stored);
     } else if (chunk.stage == StepStage::admitted && chunk.gradients_due == 0) {
       mark_ready(chunk);
     }
@@ -308,12 +333,12 @@ void Scheduler::settle_write(PipelineChunk& chunk) {
   chunk.place = chunk.target;
   chunk.captured = chunk.capturing;
   if (chunk.slot_states == SlotStates::zero) {
-    data_.ring.leave(chunk, ChunkState::blank);
+    data_.ring_of(chunk).leave(chunk, ChunkState::blank);
     return;
   }
   const bool whole = chunk.transfer_count >= chunk.parts.layout.streams;
   if (chunk.has_own_memory() && whole) {
-    data_.ring.leave(chunk, ChunkState::resident);
+    data_.ring_of(chunk).leave(chunk, ChunkState::resident);
     if (chunk.stage == StepStage::waiting) {  // a new step has begun
       chunk.stage = StepStage::admitted;
       if (chunk.gradients_due == 0) mark_ready(chunk);
@@ -328,11 +353,11 @@ void Scheduler::settle_write(PipelineChunk& chunk) {
     return;
   }
   // The slot keeps its states if no chunk needs it now and the next step begins with it.
-  const bool over = chunk.stage == StepStage::out && !slots_are_wanted();
-  if (data_.order.alternates() && whole && over) {
+  const bool stays = chunk.spec.is_small || (data_.order.alternates() && !slots_are_wanted());
+  if (whole && stays && chunk.stage == StepStage::out) {
     chunk.move(ChunkState::ready);
   } else {
-    data_.ring.leave(chunk, ChunkState::stored);
+    data_.ring_of(chunk).leave(chunk, ChunkState::stored);
   }
 }
 

@@ -54,6 +54,8 @@ class Scheduler {
   void end_finished_step();
   // The chunk has no part in this step.
   void exclude(PipelineChunk& chunk);
+  // It leaves a slot that it idles in. If the disk has not what is there, that is first written.
+  void let_go(PipelineChunk& chunk);
   // All gradients that the chunk will get are there.
   void mark_ready(PipelineChunk& chunk);
 
@@ -62,10 +64,9 @@ class Scheduler {
   void work(PipelineMonitor::Lock& lock, const std::function<bool()>& stop);
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
-  bool evict();
+  bool evict(SlotRing& ring);
   PipelineChunk* next_to_update();
   void update(PipelineChunk& chunk, PipelineMonitor::Lock& lock);
-  UpdatePhase phase_of(const PipelineChunk& chunk) const;
   void settle_update(PipelineChunk& chunk, UpdateScope scope);
   void fail_update(PipelineChunk& chunk, std::int64_t block);
   void settle_transfer(PipelineChunk& chunk, Op op, bool failed);

@@ -4,27 +4,26 @@
 
 namespace stow {
 
-void SlotRing::set(const RingSpec& spec) {
-  spec_ = spec;
+void SlotRing::set(char* base, int slots, std::int64_t slot_bytes) {
+  base_ = base;
+  slot_bytes_ = slot_bytes;
   free_.clear();
-  holders_.assign(spec.slots, nullptr);
-  free_.reserve(spec.slots);
-  for (int slot = spec.slots - 1; slot >= 0; --slot) free_.push_back(slot);
+  free_.reserve(slots);
+  holders_.assign(slots, nullptr);
+  for (int slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
 }
 
 void SlotRing::take(PipelineChunk& chunk) {
   chunk.slot = free_.back();
   free_.pop_back();
   holders_[chunk.slot] = &chunk;
-  ++counters_.slots_in_use;
-  counters_.slots_high_water = std::max(counters_.slots_high_water, counters_.slots_in_use);
+  high_water_ = std::max(high_water_, in_use());
 }
 
 void SlotRing::leave(PipelineChunk& chunk, ChunkState next) {
   chunk.move(next);
   free_.push_back(chunk.slot);
   holders_[chunk.slot] = nullptr;
-  --counters_.slots_in_use;
   chunk.slot = -1;
   chunk.unwanted = false;
   chunk.slot_states = SlotStates::known;
@@ -36,8 +35,17 @@ bool SlotRing::has_ready() const {
   });
 }
 
+PipelineChunk* SlotRing::next_idle(bool lags) {
+  for (std::size_t k = 0; k < holders_.size(); ++k) {
+    turn_ = (turn_ + 1) % holders_.size();
+    PipelineChunk* chunk = holders_[turn_];
+    if (chunk != nullptr && chunk->is_idle() && chunk->lags_on_disk == lags) return chunk;
+  }
+  return nullptr;
+}
+
 char* SlotRing::part(const PipelineChunk& chunk, int part) const {
-  return spec_.base + chunk.slot * spec_.slot_bytes + chunk.parts.layout.parts[part].slot_at;
+  return base_ + chunk.slot * slot_bytes_ + chunk.parts.layout.parts[part].slot_at;
 }
 
 }  // namespace stow

@@ -10,14 +10,13 @@ namespace stow {
 
 class SlotRing {
  public:
-  explicit SlotRing(PipelineCounters& counters) : counters_(counters) {}
-
   // While no slot is in use.
-  void set(const RingSpec& spec);
+  void set(char* base, int slots, std::int64_t slot_bytes);
 
   bool has_free() const { return !free_.empty(); }
   std::size_t free_slots() const { return free_.size(); }
-  bool is_unused() const { return counters_.slots_in_use == 0; }
+  std::int64_t in_use() const { return static_cast<std::int64_t>(holders_.size() - free_.size()); }
+  std::int64_t high_water() const { return high_water_; }
 
   // Gives the chunk a slot; there is a free one.
   void take(PipelineChunk& chunk);
@@ -26,14 +25,19 @@ class SlotRing {
 
   // Whether a slot holds a chunk that nothing is being done with.
   bool has_ready() const;
+  // The next chunk in turn that has no part in the step and may leave its slot, or, if it `lags`
+  // on disk, may do so once it is written; null: there is none.
+  PipelineChunk* next_idle(bool lags);
   // Where the chunk's slot has one of its parts.
   char* part(const PipelineChunk& chunk, int part) const;
 
  private:
-  PipelineCounters& counters_;
-  RingSpec spec_;
+  char* base_ = nullptr;
+  std::int64_t slot_bytes_ = 0;
   std::vector<int> free_;
-  std::vector<const PipelineChunk*> holders_;  // by slot; null: it is free
+  std::vector<PipelineChunk*> holders_;  // by slot; null: it is free
+  std::int64_t high_water_ = 0;
+  std::size_t turn_ = 0;  // of `next_idle`
 };
 
 }  // namespace stow

@@ -27,7 +27,7 @@ void SlotTransfers::submit(PipelineChunk& chunk, Op op, DiskPosition place, int 
     t = Transfer{};
     t.file = place.file;
     t.op = op;
-    t.data = data_.ring.part(chunk, first_part + k);
+    t.data = data_.ring_of(chunk).part(chunk, first_part + k);
     t.length = part.bytes;
     t.offset = place.offset + part.file_at;
     t.done = &SlotTransfers::on_transfer;

@@ -11,11 +11,13 @@ namespace stow {
 // `error` of a failure where the disk gave other bytes than were written to it.
 inline constexpr int kDamaged = -2;
 
-// Slot s begins at base + s * slot_bytes.
+// Slot s begins at base + s * slot_bytes; behind them are the small ones, alike.
 struct RingSpec {
   char* base = nullptr;
   int slots = 0;
   std::int64_t slot_bytes = 0;
+  int small_slots = 0;
+  std::int64_t small_bytes = 0;
 };
 
 // How chunks are taken in turn.
@@ -72,6 +74,7 @@ struct PipelineCounters {
   std::int64_t chunks_updated = 0;
   std::int64_t slots_in_use = 0;
   std::int64_t slots_high_water = 0;
+  std::int64_t small_high_water = 0;
   double wait_seconds = 0;  // in which callers were blocked
 };
 

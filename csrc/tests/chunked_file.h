@@ -20,6 +20,7 @@ struct RigOptions {
   std::int64_t capacity = 1024;  // elements of a chunk
   std::int64_t gap = 0;          // elements between parameters
   std::vector<int> resident;     // chunks with memory of their own
+  int small_slots = 0;           // of other chunks with one parameter
   Order order = Order::alternating;
   int slots = 2;
   int few = 1;

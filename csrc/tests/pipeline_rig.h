@@ -215,10 +215,11 @@ class Rig {
       const Layout layout(spec);
       widest = std::max(widest, layout.weight().slot_at + layout.weight().bytes);
     }
-    ring_ = Memory(static_cast<char*>(std::aligned_alloc(4096, slots * widest)));
-    std::memset(ring_.get(), 0x77, slots * widest);  // nobody may take what he finds for zeros
+    const std::int64_t all = (slots + options_.small_slots) * widest;
+    ring_ = Memory(static_cast<char*>(std::aligned_alloc(4096, all)));
+    std::memset(ring_.get(), 0x77, all);  // nobody may take what he finds for zeros
     slot_bytes_ = widest;
-    pipeline_->set_ring({ring_.get(), slots, widest});
+    pipeline_->set_ring({ring_.get(), slots, widest, options_.small_slots, widest});
   }
 
  private:
@@ -241,6 +242,8 @@ class Rig {
       ChunkSpec spec = file_.spec(c);
       spec.place =
           left.empty() ? (options_.durable ? DiskPosition{} : file_.place_in(0, c)) : left[c].place;
+      const bool is_alone = spec.segments.size() == 1 && spec.resident[0] == nullptr;
+      spec.is_small = options_.small_slots != 0 && is_alone;
       const bool blank = left.empty() || left[c].blank;
       const int number = pipeline_->add_chunk(
           spec, blank, left.empty() ? std::vector<std::uint32_t>() : left[c].checksums);

@@ -53,6 +53,7 @@ void test_the_bits_are_the_same(Make make) {
     std::mt19937 random(seed);
     RigOptions options = durable(1 + static_cast<int>(random() % 4), kOrders[seed % 2], {1, 4});
     options.shapes = kShapes;
+    options.small_slots = seed % 3 == 0 ? 0 : 1 + static_cast<int>(random() % 12);
     Rig rig(make({4, 4096}), options);
     rig.pipeline().ledger().set_deferring(single(rig), true);
     std::int64_t most = 0;
@@ -124,6 +125,46 @@ void test_what_is_deferred_is_not_moved(Make make) {
   check_all(rig);
 }
 
+// Chunks that have caught up wait in their slots for the step, and are read and written once.
+void test_what_is_read_before_a_step_is_moved_once(Make make) {
+  doing("small slots");
+  RigOptions options = with(1, Order::given, {});
+  options.shapes.assign(1, Shape{{}, 16 * 1024});
+  options.small_slots = 4;
+  Rig rig(make({4, 4096}), options);
+  const std::int64_t chunk = Layout(rig.file().spec(0)).state_bytes();
+  rig.pipeline().ledger().set_deferring(all_of(rig), true);
+  CHECK(rig.step(1).error == 0);
+  rig.leave_untouched(all_of(rig));
+  CHECK(rig.step(2).error == 0);
+  CHECK(rig.pipeline().quiesce().error == 0);
+  PipelineCounters before = rig.pipeline().counters();
+  rig.catch_up({3, 4, 5});
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
+  CHECK(rig.pipeline().counters().bytes_read - before.bytes_read == 3 * chunk);
+  CHECK(rig.pipeline().counters().bytes_written == before.bytes_written);
+  std::vector<int> untouched = all_of(rig);
+  untouched.erase(untouched.begin() + 3, untouched.begin() + 5);
+  rig.leave_untouched(untouched);
+  CHECK(rig.step(3).error == 0);
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
+  CHECK(rig.pipeline().counters().bytes_read - before.bytes_read == 3 * chunk);
+  CHECK(rig.pipeline().counters().bytes_written - before.bytes_written == 2 * chunk);
+  CHECK(rig.pipeline().quiesce().error == 0);  // the third is written too
+  CHECK(rig.pipeline().counters().bytes_written - before.bytes_written == 3 * chunk);
+  CHECK(rig.pipeline().counters().slots_in_use == 0);
+  // More than there are slots for: those that came first are written.
+  before = rig.pipeline().counters();
+  rig.catch_up({6, 7, 8, 9, 10, 11, 12});
+  CHECK(rig.pipeline().progress().wait_written().error == 0);
+  CHECK(rig.pipeline().counters().bytes_read - before.bytes_read == 7 * chunk);
+  const std::int64_t written = rig.pipeline().counters().bytes_written - before.bytes_written;
+  CHECK(written >= 3 * chunk && written <= 7 * chunk);
+  CHECK(rig.pipeline().counters().small_high_water == 4);
+  rig.catch_up(all_of(rig));
+  check_all(rig);
+}
+
 // What has to be made up for at once is bounded.
 void test_all_catch_up_now_and_then(Make make) {
   doing("deferring is bounded");
@@ -168,6 +209,7 @@ int main() {
   for (const Make make : backends()) {
     test_the_bits_are_the_same(make);
     test_what_is_deferred_is_not_moved(make);
+    test_what_is_read_before_a_step_is_moved_once(make);
     test_all_catch_up_now_and_then(make);
     test_wrong_calls_are_refused(make);
   }

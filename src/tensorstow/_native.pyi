@@ -124,7 +124,7 @@ def fits_memory_limit(bytes: int) -> bool:
     whether so many new bytes fit below the limit, after freed memory went back if need be
     """
 
-def chunk_layout(family: tuple[str, str, bool, bool], elements: int) -> list[tuple[int, int, int, int, int]]:
+def chunk_layout(family: tuple[str, str, bool, bool], elements: int, is_small: bool) -> list[tuple[int, int, int, int, int]]:
     """
     (width, per, offset in a file, offset in a slot, bytes) of each stream and the weight
     """
@@ -146,9 +146,9 @@ class StepRows:
 class Pipeline:
     def __init__(self, engine: Engine, isa: str | None, alternate: bool, team: tuple[int, int, int]) -> None: ...
 
-    def set_ring(self, base: int, slots: int, slot_bytes: int, owner: object | None) -> None: ...
+    def set_ring(self, base: int, slots: tuple[int, int], small_slots: tuple[int, int], owner: object | None) -> None: ...
 
-    def add_chunk(self, family: tuple[str, str, bool, bool], segments: Sequence[tuple[int, int, int, int]], elements: int, place: tuple[int, int], resident: Sequence[tuple[int, object]], blank: bool, checksums: tuple[bytes, bytes]) -> int: ...
+    def add_chunk(self, family: tuple[str, str, bool, bool], segments: Sequence[tuple[int, int, int, int]], elements: int, place: tuple[int, int], resident: Sequence[tuple[int, object]], blank: bool, checksums: tuple[bytes, bytes], is_small: bool) -> int: ...
 
     def set_order(self, arg: Sequence[int], /) -> None: ...
 

@@ -698,7 +698,7 @@ CASES = [
         'is being updated by another optimizer, which has overlap="forward"',
         two,
         {"first": "forward", "second": "none", "closes": False},
-        {'overlap="none", and close()': {"first": "none", "closes": True}},
+        {'overlap="none", without defer_untouched, and close()': {"first": "none", "closes": True}},
     ),
     Case(
         "is in two optimizers, and the gradient is used up",

@@ -375,6 +375,7 @@ class StepRunner:
         self.clip.clear()
 
     def _end_step(self, *, commits: bool) -> None:
+        self._schedule.end_step()
         if self._params.offload_policy.placement.durable:
             groups, states = self.contents.groups, self.contents.states
             self._commits.end_step(self._params, groups, states, commits=commits)

@@ -1,6 +1,6 @@
 """Chunks: the memory of each one's states, and views of it by stream."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -11,10 +11,12 @@ from tensorstow.base.sizes import round_up
 from tensorstow.formats.state_format import decode, encode
 from tensorstow.io.arena import Arena
 from tensorstow.states.layout import (
+    LARGEST_SMALL,
     ChunkPlan,
     Family,
     RingPlan,
     Segment,
+    chunk_bytes,
     cut,
     parts_of,
     space_elements,
@@ -49,13 +51,29 @@ class Chunk:
     """One 1-D view per stream, in the stream's dtype; empty if the chunk moves."""
     number: int = field(default=-1)
     """The chunk's number in the pipeline."""
+    by_rows: bool = False
+    """Whether it is cut between rows, and passes through the small slots unless it stays."""
     file_bytes: int = 0
     """The chunk's bytes on disk, alignment included; 0 if it is never on disk."""
+
+    @property
+    def is_small(self) -> bool:
+        """Return whether it passes through the small slots."""
+        return self.by_rows and not self.resident
 
     @property
     def owners(self) -> Iterator[int]:
         """Return the numbers of the parameters whose states are in it."""
         return (run.parameter for run in self.plan.runs)
+
+
+def mark_rows(chunks: Iterable[Chunk], parameters: Container[int], *, with_weights: bool) -> None:
+    """Let small chunks of ``parameters`` that were cut between rows pass through small slots."""
+    for chunk in chunks:
+        nbytes = chunk_bytes(chunk.family, chunk.plan.elements, with_weights=with_weights)
+        owners = [*chunk.owners]
+        is_alone = len(owners) == 1 and owners[0] in parameters
+        chunk.by_rows = is_alone and nbytes <= LARGEST_SMALL
 
 
 class ChunkRing:
@@ -66,7 +84,7 @@ class ChunkRing:
         self.plan = plan
         # A forked child must not share pages that the kernel may be writing to.
         allocate = allocate or partial(Arena, in_children=False)
-        self._arena = allocate(plan.nbytes) if plan.slots else None
+        self._arena = allocate(plan.nbytes) if plan.nbytes else None
         self.memory: torch.UntypedStorage | None = None
         """The object that keeps the memory alive."""
         self.address = 0
@@ -86,8 +104,8 @@ class ChunkRing:
         """Return the views that hold ``chunk``'s streams while it is in ``slot``."""
         if self._arena is None:
             return ()
-        start = slot * self.plan.slot_bytes
-        parts = parts_of(chunk.family, chunk.plan.elements)
+        start, _ = self._slot(chunk, slot)
+        parts = parts_of(chunk.family, chunk.plan.elements, is_small=chunk.is_small)
         return tuple(
             self._arena.tensor(start + part.slot_at, spec.length(chunk.plan.elements), spec.dtype)
             for part, spec in zip(parts, chunk.family.specs, strict=False)
@@ -97,13 +115,20 @@ class ChunkRing:
         """Return the same as padded bytes, as they are on disk; last the weight, if it has room."""
         if self._arena is None:
             return []
-        start = slot * self.plan.slot_bytes
-        parts = parts_of(chunk.family, chunk.plan.elements)
+        start, slot_bytes = self._slot(chunk, slot)
+        parts = parts_of(chunk.family, chunk.plan.elements, is_small=chunk.is_small)
         return [
             self._arena.tensor(start + part.slot_at, part.nbytes, torch.uint8)
             for part in parts
-            if part.slot_at + part.nbytes <= self.plan.slot_bytes
+            if part.slot_at + part.nbytes <= slot_bytes
         ]
+
+    def _slot(self, chunk: Chunk, slot: int) -> tuple[int, int]:
+        """Return the offset and the bytes of a slot of the chunk's kind."""
+        plan = self.plan
+        if chunk.is_small:
+            return plan.slots * plan.slot_bytes + slot * plan.small_bytes, plan.small_bytes
+        return slot * plan.slot_bytes, plan.slot_bytes
 
 
 def place_in_ram(

@@ -31,6 +31,10 @@ RESIDENT_CAPACITY = 16 << 20
 less than the ring takes to fill, so that no read waits for it."""
 LEAST_SLOTS = 2
 DEFAULT_RING_BYTES = 48 << 20
+DEFAULT_SMALL_BYTES = 64 << 20
+"""Bytes of the slots of small chunks."""
+LARGEST_SMALL = 256 << 10
+"""Bytes of a slot that is small."""
 STREAMS = (
     "exp_avg",
     "exp_avg_sq",
@@ -260,12 +264,12 @@ class Part:
 
 
 @lru_cache(maxsize=1024)
-def parts_of(family: Family, elements: int) -> tuple[Part, ...]:
+def parts_of(family: Family, elements: int, *, is_small: bool = False) -> tuple[Part, ...]:
     """Return the parts of a chunk of ``elements``: each stream, then its weights.
 
     Computed by the native core; [Note: Extents] in csrc/pipeline/chunk.h.
     """
-    return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements))
+    return tuple(Part(*row) for row in _native.chunk_layout(family.native, elements, is_small))
 
 
 _LEAST_FILLED = 0.75
@@ -310,23 +314,37 @@ def chunk_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
     return weight.file_at + (weight.nbytes if with_weights else 0)
 
 
-def slot_bytes(family: Family, elements: int, *, with_weights: bool) -> int:
+def slot_bytes(family: Family, elements: int, *, with_weights: bool, is_small: bool = False) -> int:
     """Return the bytes of the ring that a chunk takes while it is in memory."""
-    weight = parts_of(family, elements)[-1]
+    weight = parts_of(family, elements, is_small=is_small)[-1]
     return weight.slot_at + (weight.nbytes if with_weights else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """The buffers that chunks pass through: ``slots`` of ``slot_bytes``."""
+    """The buffers that chunks pass through: ``slots`` of ``slot_bytes``, then small ones."""
 
     slots: int
     slot_bytes: int
+    small_slots: int = 0
+    small_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
         """Return the host memory of the ring."""
-        return self.slots * self.slot_bytes
+        return self.slots * self.slot_bytes + self.small_slots * self.small_bytes
+
+
+def plan_small_slots(widths: Sequence[int], *, budget: int | None, slots: int | None) -> RingPlan:
+    """Return a ring of small slots alone, one for each of ``widths``, and at most ``slots``.
+
+    They have at most a quarter of ``budget``. The rows of a step are to fit in, for they stay there
+    from forward to ``step()``.
+    """
+    most = DEFAULT_SMALL_BYTES if budget is None else min(DEFAULT_SMALL_BYTES, budget // 4)
+    widest = max(widths, default=0)
+    fitting = slots or max(LEAST_SLOTS, most // max(widest, 1))
+    return RingPlan(0, 0, min(fitting, len(widths)), widest)
 
 
 def plan_ring(slot: int, chunks: int, *, budget: int | None, slots: int | None = None) -> RingPlan:

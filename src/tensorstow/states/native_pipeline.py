@@ -198,9 +198,14 @@ class UpdatePipeline:
         self.wait_idle()
         if ring is not self._ring:
             plan = ring.plan
-            native.set_ring(ring.address, plan.slots, plan.slot_bytes, ring.memory)
+            native.set_ring(
+                ring.address,
+                (plan.slots, plan.slot_bytes),
+                (plan.small_slots, plan.small_bytes),
+                ring.memory,
+            )
         self._ring, self.handle.path_of = ring, path_of
-        self.counters.slot_bytes = ring.plan.slot_bytes
+        self.counters.ring = ring.plan
         for chunk, on_disk in zip(chunks, stored, strict=True):
             chunk.number = native.add_chunk(
                 chunk.family.native,
@@ -210,6 +215,7 @@ class UpdatePipeline:
                 [(view.data_ptr(), view.untyped_storage()) for view in chunk.resident],
                 on_disk.blank,
                 (on_disk.checksums, on_disk.weight_checksums),
+                chunk.is_small,
             )
 
     def prefetch(self) -> None:

@@ -4,7 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tensorstow.states.chunks import (
     allocate_resident,
     gather_weight,
     kept_by,
+    mark_rows,
     pack,
     place_in_ram,
     share_in_ram,
@@ -42,6 +43,8 @@ from tensorstow.states.layout import (
     cut,
     lay_out,
     parts_of,
+    plan_small_slots,
+    slot_bytes,
     split,
 )
 from tensorstow.states.memory import StateMemory, chunk_state_bytes, plan_host
@@ -173,6 +176,8 @@ class StateStore:
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
         self._ring = ChunkRing(RingPlan(0, 0))
         self._allocate = allocate
+        self._by_rows: set[int] = set()
+        """Parameters whose chunks are cut between rows."""
         self._budget_used = 0
         """Bytes of the RAM budget that states use which stay in RAM."""
         self._transfers = ChunkTransfers(self.pipeline.stored, self.storage)
@@ -221,9 +226,15 @@ class StateStore:
         families: Sequence[Family],
         chunks: Sequence[Chunk],
         stored: Sequence[StoredChunk],
+        by_rows: Iterable[int] = (),
     ) -> None:
-        """Adopt states on disk into an empty store, without reading them."""
+        """Adopt states on disk into an empty store, without reading them.
+
+        ``by_rows``: parameters whose chunks may have been cut between rows.
+        """
         with self.pipeline.lock:
+            self._by_rows.update(by_rows)
+            mark_rows(chunks, self._by_rows, with_weights=self.storage.durable)
             self._connect(chunks, self._plan_ring(chunks), stored)
             self.sizes += sizes
             self.families += families
@@ -277,7 +288,11 @@ class StateStore:
                 views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
                 size = unit.elements if isinstance(unit, RowChunks) else self.policy.chunk
-                chunks += [Chunk(plan, family) for plan in cut(on_disk, size)]
+                if isinstance(unit, RowChunks):
+                    self._by_rows.update(run.parameter for run in on_disk)
+                moving = [Chunk(plan, family) for plan in cut(on_disk, size)]
+                mark_rows(moving, self._by_rows, with_weights=self.storage.durable)
+                chunks += moving
         place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
 
         def rank(chunk: Chunk) -> tuple[int, int]:
@@ -292,20 +307,30 @@ class StateStore:
         share = list(share_in_ram(new, self.placement.disk_fraction)) if durable else []
         shared = set(share)
         # What has its place already; of the others as many stay in RAM as the budget buys.
-        placed = [*(c for c in self.chunks if durable or not c.resident), *share]
-        movable = [c for c in new if not c.resident and c not in shared]
+        placed = [c for c in self.chunks if not c.is_small and (durable or not c.resident)]
+        movable = [c for c in new if not (c.resident or c.by_rows) and c not in shared]
         budget = self.placement.ram_budget
+        small = plan_small_slots(
+            [
+                slot_bytes(c.family, c.plan.elements, with_weights=durable, is_small=True)
+                for c in (*self.chunks, *new)
+                if c.is_small and c not in shared
+            ],
+            budget=budget,
+            slots=self.policy.most_slots,
+        )
         plan = plan_host(
-            [(c.family, c.plan, 1) for c in (*placed, *movable)],
-            budget=None if budget is None else budget - self._budget_used,
+            [(c.family, c.plan, 1) for c in (*placed, *share, *movable)],
+            budget=None if budget is None else budget - self._budget_used - small.nbytes,
             slots=self.policy.most_slots,
             with_weights=durable,
-            at_home=len(placed),
+            at_home=len(placed) + len(share),
         )
         bought = movable[: plan.resident]
         allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.memory))
         self._budget_used += sum(c.family.state_bytes(c.plan.elements) for c in bought)
-        return self._ring if plan.ring == self._ring.plan else ChunkRing(plan.ring, self._allocate)
+        ring = replace(small, slots=plan.ring.slots, slot_bytes=plan.ring.slot_bytes)
+        return self._ring if ring == self._ring.plan else ChunkRing(ring, self._allocate)
 
     def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
         """Return the streams of a chunk in a slot of the ring, or (-1) in its own memory."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tensorstow.states.layout import RingPlan
 from tensorstow.states.native_handle import NativeHandle
 
 _LONGEST_TRACE = 1 << 18  # events: a log that nobody ends must not fill memory
@@ -45,8 +46,8 @@ class TrafficCounters:
     def __init__(self, handle: NativeHandle) -> None:
         """Use the pipeline of ``handle``."""
         self._handle = handle
-        self.slot_bytes: int | None = None
-        """Bytes of a slot of the ring; None: no ring exists yet."""
+        self.ring: RingPlan | None = None
+        """The slots of the ring; None: no ring exists yet."""
         self.update_lane = "update"
         """The lane of updates, with the number of their threads."""
         self._is_tracing = False
@@ -64,7 +65,7 @@ class TrafficCounters:
 
     def traffic(self) -> Traffic:
         """Return the bytes moved so far."""
-        if self._handle.native is None or self.slot_bytes is None:
+        if self._handle.native is None or self.ring is None:
             return self._last_traffic
         now = self._handle.native.counters()
         return Traffic(
@@ -72,7 +73,8 @@ class TrafficCounters:
             bytes_written=int(now["bytes_written"]),
             bytes_spared=int(now["bytes_spared"]),
             chunks_updated=int(now["chunks_updated"]),
-            ring_high_water_bytes=int(now["slots_high_water"]) * self.slot_bytes,
+            ring_high_water_bytes=int(now["slots_high_water"]) * self.ring.slot_bytes
+            + int(now["small_high_water"]) * self.ring.small_bytes,
             wait_seconds=now["wait_seconds"],
         )
 

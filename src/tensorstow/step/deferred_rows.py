@@ -3,16 +3,21 @@
 [Note: Rows] A token touches one row of an embedding, and the experts that it is routed to. All
 other rows have a zero gradient, and dense Adam updates them all the same: weights decay, and go on
 with their momentum. Here their chunks leave these updates out, and make them later in one pass
-([Note: Deferred updates] in csrc/pipeline/deferred_updates.h), with the same bits. Before a module
-reads rows, their chunks catch up. Any other read of the weight makes all of its chunks catch up, as
-[Note: Unpublished] says, and so does every read of states, and a commit.
+([Note: Deferred updates] in csrc/pipeline/deferred_updates.h), with the same bits. Between steps
+such a weight is unpublished ([Note: Unpublished]): ``torch.nn.functional.embedding`` has the chunks
+of its rows catch up, and any other read those of all rows, as does a read of states, or a commit. A
+module of experts has those of its call catch up, and its weights are published inside of it.
 """
 
+import copy
+import inspect
 import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -65,7 +70,9 @@ def refuse_without_rows(model: nn.Module | None, timing: UpdateTiming, *, moves:
     """
     asked = "defer_untouched=True was given"
     if model is None:
-        message = f"{asked} without module=: hooks on the model say which rows it reads. Pass it."
+        message = (
+            f"{asked} without module=, whose modules say what is read by rows. Pass the model."
+        )
     elif timing.is_overlapped:
         message = f'{asked} with {timing.keyword}: use overlap="none", which alone defers updates.'
     elif not moves:
@@ -76,8 +83,8 @@ def refuse_without_rows(model: nn.Module | None, timing: UpdateTiming, *, moves:
     elif not readers_of(model):
         message = (
             f"{asked}, and the model has no weight of which only some rows are read: an"
-            " nn.Embedding that is not tied and has no max_norm, or stacked experts of"
-            " transformers, trained as plain parameters in host memory. Leave it out."
+            " nn.Embedding that is not tied, or stacked experts of transformers, trained as plain"
+            " parameters in host memory. Leave it out."
         )
     else:
         return
@@ -86,24 +93,15 @@ def refuse_without_rows(model: nn.Module | None, timing: UpdateTiming, *, moves:
 
 def _reads_rows(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
-        plain = type(module).forward is nn.Embedding.forward and "forward" not in vars(module)
-        return plain and module.max_norm is None and not module.sparse
-    return any(True for _ in module.parameters(recurse=False)) and is_of_experts(module)
+        return not module.sparse
+    has_own = any(True for _ in module.parameters(recurse=False))
+    return has_own and "forward" not in vars(module) and is_of_experts(module)
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     is_away = device_link.is_remote(parameter) or pager_of(parameter) is not None
-    return layout_of(parameter) is None and not is_away and parameter.is_contiguous()
-
-
-def _rows_of_call(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> torch.Tensor:
-    """Return the rows that a call of a module reads, in any order; some may be out of range."""
-    if isinstance(module, nn.Embedding):
-        rows: torch.Tensor = args[0] if args else kwargs["input"]
-        return rows.detach().reshape(-1)
-    return routing_of(module, args, kwargs).detach().reshape(-1)
+    is_whole = layout_of(parameter) is None and parameter.is_contiguous()
+    return is_whole and not is_away and parameter.numel() > 0
 
 
 class _DeferredWeight:
@@ -131,8 +129,16 @@ class _DeferredWeight:
         return self._pipeline.handle.live().lagging(self.param.number)
 
     def chunks_of(self, rows: torch.Tensor) -> list[int]:
-        """Return the numbers of the chunks that have elements of ``rows``."""
-        found: npt.NDArray[np.int64] = np.unique(rows.cpu().numpy()).astype(np.int64)
+        """Return the numbers of the chunks that have elements of ``rows``.
+
+        Some rows may be out of range. All chunks are returned for rows that cannot be looked at, as
+        inside of ``vmap``.
+        """
+        try:
+            numbers = np.unique(rows.detach().reshape(-1).cpu().numpy())
+        except Exception:  # noqa: BLE001  # the call itself raises what is wrong with them
+            return self.chunks
+        found: npt.NDArray[np.int64] = numbers.astype(np.int64)
         found = found[(found >= 0) & (found < len(self.param.owner))] * self.row
         first = np.searchsorted(self._starts, found, side="right") - 1
         last = np.searchsorted(self._starts, found + self.row - 1, side="right") - 1
@@ -142,37 +148,51 @@ class _DeferredWeight:
         return [self.chunks[k] for k in np.flatnonzero(np.cumsum(edges[:-1]))]
 
 
-class _ReadHooks:
-    """Hooks on modules that read rows; a copy of the model has some that do nothing."""
+class _ExpertsCall:
+    """The forward of a module of experts: those that a call is given catch up before it.
 
-    def __init__(self, schedule: "DeferredRows | None" = None) -> None:
-        """Call ``schedule`` while it is alive."""
-        self._schedule = (lambda: None) if schedule is None else weakref.ref(schedule)
+    Not a hook: torch calls none after an interrupt, and hooks that come later may change what the
+    module is given. A copy of the module has its own forward again.
+    """
+
+    def __init__(self, module: nn.Module, schedule: "DeferredRows") -> None:
+        """Call ``schedule`` while it is alive; neither it nor ``module`` is kept alive."""
+        self.__wrapped__ = type(module).forward
+        self._module, self._schedule = weakref.ref(module), weakref.ref(schedule)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001  # a graph has no reads
-    def before(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Have the rows that a call reads catch up."""
-        schedule = self._schedule()
-        if schedule is not None:
-            schedule.before_read(module, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # the module's own
+        """Call the module's forward."""
+        module, schedule = self._module(), self._schedule()
+        if module is None or schedule is None:
+            return self.__wrapped__(module, *args, **kwargs)
+        with schedule.reading(module, args, kwargs):
+            return self.__wrapped__(module, *args, **kwargs)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
-    def after(self, module: nn.Module, *_: object) -> None:
-        """Let reads of other rows wait again."""
-        schedule = self._schedule()
-        if schedule is not None:
-            schedule.after_read(module)
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature without the module."""
+        return inspect.signature(MethodType(self.__wrapped__, self._module()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+        """Return the forward of the copied module."""
+        return MethodType(self.__wrapped__, copy.deepcopy(self._module(), memo))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Give a copy of the model, or a saved one, hooks without an optimizer."""
-        return _ReadHooks, ()
+        """Return the forward of the module that is loaded."""
+        return getattr, (self._module(), "forward")
+
+
+def _publish(weights: Iterable[_DeferredWeight]) -> None:
+    for weight in weights:
+        mark_published(weight.param.owner)
 
 
 class DeferredRows(Synchronous):
     """``overlap="none"`` whose steps leave out rows that have a zero gradient ([Note: Rows])."""
 
     def __init__(self, params: ParamTable, model: nn.Module) -> None:
-        """Put hooks on the modules of ``model`` that read rows."""
+        """Find what reads rows of weights in ``model``."""
         super().__init__(params)
         readers = readers_of(model)
         params.row_sizes = {
@@ -186,24 +206,28 @@ class DeferredRows(Synchronous):
         """How many parameters of the store were looked at."""
         self._weights: dict[int, _DeferredWeight] = {}
         """By the ids of the parameters."""
-        self._hooks: list[Any] = []
-        hooks = _ReadHooks(self)
+        self._calls: list[tuple[nn.Module, _ExpertsCall]] = []
         for module in dict.fromkeys(readers.values()):
-            before = module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
-            after = module.register_forward_hook(hooks.after, always_call=True)
-            self._hooks += [before, after]
+            if not isinstance(module, nn.Embedding):
+                call = _ExpertsCall(module, self)
+                module.forward = call
+                self._calls.append((module, call))
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Make weights ordinary parameters inside the block, which takes a step."""
-        for weight in self._weights.values():
-            mark_published(weight.param.owner)
         try:
+            with SignalsDeferred(), self._looking() as weights:
+                _publish(weights)
             yield
         finally:
-            with self._looking() as weights:
-                self._hide(weights)
+            self.end_step()
         self._measure()
+
+    def end_step(self) -> None:
+        """Let reads of rows whose updates are deferred wait again."""
+        with SignalsDeferred(), self._looking() as weights:
+            self._hide(weights)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once all rows of the parameters with these ids, or of all, may be read."""
@@ -211,8 +235,7 @@ class DeferredRows(Synchronous):
         with self._looking() as weights:
             chosen = [w for w in weights if wanted is None or id(w.param.owner) in wanted]
             self._catch_up(number for w in chosen if w.lagging for number in w.chunks)
-            for weight in chosen:
-                mark_published(weight.param.owner)
+            _publish(chosen)
 
     def finish(self) -> None:
         """Make every update that is still deferred: no step follows."""
@@ -225,22 +248,32 @@ class DeferredRows(Synchronous):
         super().abort()
         self._drop()
 
-    def before_read(
-        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        """Have the rows that a call of ``module`` reads catch up."""
-        with self._looking(module) as weights:
-            late = [weight for weight in weights if weight.lagging]
-            if late:
-                rows = _rows_of_call(module, args, kwargs)
-                self._catch_up(number for weight in late for number in weight.chunks_of(rows))
-            for weight in weights:
-                mark_published(weight.param.owner)
+    @contextmanager
+    def reading(
+        self,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Iterator[None]:
+        """Make a call of a module of experts in the block, when those that it reads catch up."""
+        try:
+            with SignalsDeferred(), self._looking(module) as weights:
+                late = [weight for weight in weights if weight.lagging]
+                if late:
+                    rows = routing_of(module, args, kwargs)
+                    self._catch_up(number for weight in late for number in weight.chunks_of(rows))
+                _publish(weights)
+            yield
+        finally:
+            with SignalsDeferred(), self._looking(module) as weights:
+                self._hide(weights)
 
-    def after_read(self, module: nn.Module) -> None:
-        """Let reads of rows that the call of ``module`` has not read wait again."""
-        with self._looking(module) as weights:
-            self._hide(weights)
+    def _read_rows(self, identity: int, rows: torch.Tensor) -> None:
+        """Return once these rows of the parameter with this id may be read."""
+        with self._looking():
+            weight = self._weights.get(identity)
+            if weight is not None and weight.lagging:
+                self._catch_up(weight.chunks_of(rows))
 
     @contextmanager
     def _looking(self, module: nn.Module | None = None) -> Iterator[Sequence[_DeferredWeight]]:
@@ -260,8 +293,7 @@ class DeferredRows(Synchronous):
 
     def _look(self, store: StateStore) -> None:
         if self._store is None or self._store() is not store:
-            for weight in self._weights.values():
-                mark_published(weight.param.owner)
+            _publish(self._weights.values())
             self._store, self._known, self._weights = weakref.ref(store), 0, {}
             store.pipeline.before_reading = weakly(self.wait)
         params = self._params.all()
@@ -273,10 +305,11 @@ class DeferredRows(Synchronous):
     def _hide(self, weights: Iterable[_DeferredWeight]) -> None:
         """Make reads of weights with deferred updates wait, and raise after a failure."""
         has_failed = self._params.store.pipeline.handle.is_poisoned
-        waiter = weakly(self.wait)
+        waiter, row_reader = weakly(self.wait), weakly(self._read_rows)
         for weight in weights:
             if has_failed or weight.lagging:
-                mark_unpublished(weight.param.owner, waiter)
+                owner = weight.param.owner
+                mark_unpublished(owner, waiter, partial(row_reader, id(owner)))
 
     def _catch_up(self, chunks: Iterable[int]) -> None:
         """Make the deferred updates of these chunks."""
@@ -291,11 +324,11 @@ class DeferredRows(Synchronous):
             pipeline.step([StepRow(weight=p.weight) for p in self._params.all()], [])
 
     def _drop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        for weight in self._weights.values():
-            mark_published(weight.param.owner)
-        self._hooks, self._weights = [], {}
+        for module, call in self._calls:
+            if vars(module).get("forward") is call:
+                del module.forward
+        _publish(self._weights.values())
+        self._calls, self._weights = [], {}
 
     def _measure(self) -> None:
         """Stop deferring where it does not pay, by what the first steps have deferred."""

@@ -240,7 +240,8 @@ class ParamTable:
         shards = [shard_of(p) for p in parameters]
         self.links.open(shards, (), self.offload_policy.update_on)
         sizes = [s.numel() for s in shards]
-        self.store.restore(sizes, families, chunks, adopt())
+        by_rows = [n for n, p in enumerate(parameters) if id(p) in self.row_sizes]
+        self.store.restore(sizes, families, chunks, adopt(), by_rows)
         for number, (parameter, family) in enumerate(zip(parameters, families, strict=True)):
             self._add(parameter, number, family)
         self.update_router.connect(self._numbered)

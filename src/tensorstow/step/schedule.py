@@ -95,6 +95,9 @@ class Schedule:
         self.wait()
         yield
 
+    def end_step(self) -> None:
+        """End the step that ``stepping`` takes, before what follows it, as a commit."""
+
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, may be read."""
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 import torch
+from torch.nn.functional import embedding
 
 from tensorstow.base.errors import OptionError
 
@@ -53,11 +54,21 @@ Waiter = Callable[[Iterable[int]], None]
 
 _waiters: dict[int, Waiter] = {}
 """Waiters by the id of an unpublished parameter."""
+RowReader = Callable[[torch.Tensor], None]
+"""Blocks until rows of one parameter, by their numbers, may be read."""
+_row_readers: dict[int, RowReader] = {}
 
 
-def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:
-    """Make reads of ``parameter`` call ``waiter`` first, until it is marked published."""
+def mark_unpublished(
+    parameter: torch.Tensor, waiter: Waiter, row_reader: RowReader | None = None
+) -> None:
+    """Make reads of ``parameter`` call ``waiter`` first, until it is marked published.
+
+    If there is a ``row_reader``, ``torch.nn.functional.embedding`` calls that instead.
+    """
     _waiters[id(parameter)] = waiter
+    if row_reader is not None:
+        _row_readers[id(parameter)] = row_reader
     kind = type(parameter)
     if not issubclass(kind, Unpublished):
         parameter.__class__ = _unpublished(kind)
@@ -66,6 +77,7 @@ def mark_unpublished(parameter: torch.Tensor, waiter: Waiter) -> None:
 def mark_published(parameter: torch.Tensor) -> None:
     """Restore the class of ``parameter``: reads no longer wait."""
     _waiters.pop(id(parameter), None)
+    _row_readers.pop(id(parameter), None)
     kind = type(parameter)
     if issubclass(kind, Unpublished):
         parameter.__class__ = kind.published
@@ -93,6 +105,12 @@ class Unpublished:
         if function in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return function(*args, **keywords)
+        if function is embedding:
+            row_reader = _row_readers.get(id(keywords.get("weight", args[-1])))
+            if row_reader is not None:
+                row_reader(keywords.get("input", args[0]))
+                with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+                    return function(*args, **keywords)
         tensors = list(_tensors_in((args, keywords)))
         for tensor in tensors:
             _wait_for(tensor)

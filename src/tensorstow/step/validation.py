@@ -264,9 +264,9 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise DTypeError(message)
     if issubclass(type(parameter), Unpublished):
         message = (
-            f'{name} is being updated by another optimizer, which has overlap="forward". Pass each'
-            ' parameter to one optimizer; or create both with overlap="none", and close() the one'
-            " that you do not need."
+            f'{name} is being updated by another optimizer, which has overlap="forward" or'
+            " defer_untouched=True. Pass each parameter to one optimizer; or create both with"
+            ' overlap="none", without defer_untouched, and close() the one that you do not need.'
         )
         raise OptionError(message)
     if type(parameter) not in PLAIN_TENSORS:

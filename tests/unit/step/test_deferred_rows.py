@@ -6,6 +6,7 @@ import io
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,14 @@ def _released(model: Words, optimizer: Adam) -> list[Any]:
     return [model(words(5))]
 
 
+def _updated(model: Words, optimizer: Adam) -> list[Any]:
+    """Read the weight by an operation that asks no subclass."""
+    with optimizer.updated():
+        return [torch.Tensor._make_subclass(torch.Tensor, model.embed.weight).clone()]
+
+
 READS = {
+    "updated": _updated,
     "norm": lambda model, _: [model.embed.weight.norm()],
     "data": lambda model, _: [model.embed.weight.data.clone()],
     "state_dict": lambda model, _: [v.clone() for v in model.state_dict().values()],
@@ -277,6 +285,111 @@ def test_reads_find_the_weights_of_dense_updates(read: str, dtype: torch.dtype) 
         return found
 
     assert_same(both(train, dtype=dtype))
+
+
+def shifted(forward: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+    return forward((ids + 77) % WORDS)
+
+
+def test_hooks_and_forwards_of_users_find_the_weights_of_dense_updates() -> None:
+    def train(model: Words, optimizer: Adam) -> list[Any]:
+        found: list[Any] = []
+        embed = model.embed
+        embed.register_forward_pre_hook(lambda _, args: ((args[0] + 150) % WORDS,))
+        embed.register_forward_hook(lambda module, *_: found.append(module.weight.sum().item()))
+        embed.register_forward_pre_hook(
+            lambda module, _: found.append(module.weight[3].detach().clone()), prepend=True
+        )
+        for step in range(8):
+            if step == 5:
+                embed.forward = partial(shifted, embed.forward)
+            take_step(model, optimizer, step)
+        return found
+
+    assert_same(both(train))
+
+
+@pytest.mark.parametrize("ids", ["vmap", "meta", "out of range"])
+def test_calls_of_odd_rows_are_as_ever(ids: str) -> None:
+    def train(model: Words, optimizer: Adam) -> list[Any]:
+        for step in range(3):
+            take_step(model, optimizer, step)
+        if ids == "vmap":
+            found = [torch.vmap(model.embed)(words(4).view(3, 4)).detach()]
+        elif ids == "meta":
+            found = [model.embed(words(4)).detach()]
+            found.append(model.embed(words(4).to("meta")).shape)
+        else:
+            with pytest.raises(IndexError) as raised:
+                model.embed(torch.tensor([0, WORDS]))
+            found = [str(raised.value)]
+        take_step(model, optimizer, 4)
+        return found
+
+    assert_same(both(train))
+
+
+def test_an_interrupt_leaves_reads_waiting() -> None:
+    model = Words()
+    model.body.register_forward_pre_hook(interrupt)
+    with optimizer_of(model, defers=True) as optimizer:
+        Interrupting.now = False
+        for step in range(4):
+            take_step(model, optimizer, step)
+        Interrupting.now = True
+        with pytest.raises(KeyboardInterrupt):
+            model(words(5))
+        assert lags(model)
+    dense = Words()
+    with optimizer_of(dense, defers=False) as optimizer:
+        for step in range(4):
+            take_step(dense, optimizer, step)
+    assert torch.equal(model.embed.weight, dense.embed.weight)
+
+
+class Interrupting:
+    """Whether the next hook is interrupted."""
+
+    now = False
+
+
+def interrupt(*_: object) -> None:
+    if Interrupting.now:
+        raise KeyboardInterrupt
+
+
+def test_what_extra_reads_is_committed_as_with_dense_updates(tmp_path: Path) -> None:
+    found = []
+    for defers in (False, True):
+        model = Words()
+
+        def norm(model: Words = model) -> dict[str, float]:
+            return {"norm": model.embed.weight.detach().norm().item()}
+
+        place = {"dir": tmp_path / str(defers), "commit_every": 100, "extra": norm}
+        optimizer = optimizer_of(model, defers=defers, **place)
+        for step in range(5):
+            take_step(model, optimizer, step)
+        del optimizer  # commits what the last step's end has kept
+        with optimizer_of(Words(), defers=defers, **(place | {"extra": None})) as optimizer:
+            assert optimizer.resume() == 5
+            found.append(optimizer.extra["norm"])
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_model_has_the_bits_of_dense_updates() -> None:
+    def train(model: Words, optimizer: Adam) -> list[Any]:
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="eager")
+        for step in range(6):
+            loss = compiled(words(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item()]
+
+    assert_same(both(train))
 
 
 def test_several_calls_make_one_step() -> None:
@@ -359,7 +472,6 @@ def test_the_last_rows_catch_up_at_the_end() -> None:
     del gone
     for model in (deferred, dropped):
         assert not lags(model)
-        assert not model.embed._forward_pre_hooks
         assert torch.equal(model.embed.weight, dense.embed.weight)
 
 
@@ -384,8 +496,7 @@ def test_bytes_are_in_proportion_to_what_was_touched() -> None:
             optimizer.step()
             optimizer.zero_grad()
         found = (moved(optimizer) - before) / 4
-    rows, dense = len(ids) * 1024 * 16, 2048 * 1024 * 16
-    assert found < rows + 0.01 * dense
+    assert found <= len(ids) * 1024 * 16 * 1.1  # moments are read and written; the rest is bias
 
 
 def test_updates_are_not_deferred_where_it_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -453,6 +564,44 @@ class Experts(nn.Module):
         return torch.stack([self.down_proj[i] @ hidden for i in top_k_index.tolist()])
 
 
+@pytest.mark.parametrize("copy_by", ["deepcopy", "torch.save"])
+def test_copies_of_experts_have_their_own_forward(copy_by: str) -> None:
+    model = nn.Sequential(Experts())
+    with optimizer_of(model, defers=True) as optimizer:
+        for step in range(3):
+            model[0](torch.ones(96), torch.tensor([step])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert isinstance(model[0].down_proj, Unpublished)
+        if copy_by == "deepcopy":
+            again = copy.deepcopy(model)
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            again = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert torch.equal(again[0].down_proj, model[0].down_proj)
+        with torch.no_grad():
+            again[0].down_proj.zero_()
+        assert again[0](torch.ones(96), torch.tensor([1])).sum() == 0
+        assert model[0](torch.ones(96), torch.tensor([1])).sum() != 0
+    assert "forward" not in vars(model[0])
+
+
+def test_an_interrupt_of_experts_leaves_reads_waiting() -> None:
+    model = Experts()
+    with optimizer_of(model, defers=True) as optimizer:
+        for step in range(3):
+            model(torch.ones(96), torch.tensor([step])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        broken = torch.tensor([1])
+        broken.tolist = interrupt  # type: ignore[method-assign]
+        Interrupting.now = True
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(96), broken)
+        assert isinstance(model.down_proj, Unpublished)
+
+
 def test_bytes_are_those_of_routed_experts() -> None:
     model = Experts()
     each = 64 * 96 * 4 * 2
@@ -464,8 +613,8 @@ def test_bytes_are_those_of_routed_experts() -> None:
             optimizer.step()
             optimizer.zero_grad()
         found = moved(optimizer) - before
-    # A step reads and writes two experts, and one of them twice: before its call, and in step().
-    assert found <= 6 * (2 * 2 + 2) * each
+    # A step writes two experts. They are read once, and stay in memory from then on.
+    assert found == (6 * 2 + 3) * each
 
 
 # --- through stow(), and refusals ---
@@ -506,11 +655,6 @@ def test_a_failed_disk_is_an_error_of_reads() -> None:
     assert not lags(model)
 
 
-class Odd(nn.Embedding):
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().forward(ids) + self.weight.sum()
-
-
 class Tied(Words):
     def __init__(self) -> None:
         super().__init__()
@@ -520,8 +664,8 @@ class Tied(Words):
 
 def test_weights_that_are_read_as_a_whole_are_not_deferred() -> None:
     assert not readers_of(Tied())
-    assert not readers_of(nn.Sequential(Odd(4, 4)))
-    assert not readers_of(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)))
+    assert not readers_of(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+    assert not readers_of(nn.Sequential(nn.Embedding(0, 4), nn.Embedding(4, 0)))
     assert not readers_of(nn.Sequential(nn.Embedding(4, 4).requires_grad_(requires_grad=False)))
     assert not readers_of(nn.Sequential(nn.Linear(4, 4)))
     assert list(readers_of(Words()).values())
