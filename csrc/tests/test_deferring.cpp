@@ -185,7 +185,7 @@ void test_all_catch_up_now_and_then(Make make) {
 
 void test_wrong_calls_are_refused(Make make) {
   doing("deferring refuses");
-  RigOptions options = with(2);
+  RigOptions options = with(2, Order::alternating, {});
   options.shapes = {{{}, 700}, {{}, 700}};
   Rig rig(make({4, 4096}), options);
   CHECK(throws<std::invalid_argument>([&] { rig.pipeline().ledger().set_deferring({0}, true); }));
