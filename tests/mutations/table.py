@@ -124,10 +124,21 @@ MUTATIONS = (
     ),
     Mutation(
         "optim/step_runner.py",
-        "if self._early is None:\n            self.wait_idle()\n        if overflowed:",
-        "if self._early is None and not overflowed:\n            self.wait_idle()\n"
-        "        if overflowed:",
+        "with self._schedule.stepping() if self._early is None else nullcontext():",
+        "with self._schedule.stepping() if not (self._early or overflowed) else nullcontext():",
         f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
+    ),
+    Mutation(
+        "step/schedule.py",
+        "        self.wait()\n        yield\n",
+        "        yield\n",
+        f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
+    ),
+    Mutation(
+        "step/deferred_rows.py",
+        "            self.wait()\n            self._drop()",
+        "            self._drop()",
+        "unit/step/test_deferred_rows.py::test_the_last_rows_catch_up_at_the_end",
     ),
     # --- norms of gradients that are used at once ---
     Mutation(
