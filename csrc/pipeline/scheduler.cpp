@@ -86,13 +86,13 @@ void Scheduler::work(PipelineMonitor::Lock& lock, const std::function<bool()>& s
 void Scheduler::plan_chunk(PipelineChunk& chunk) {
   CurrentStep& step = data_.step;
   chunk.stage = StepStage::out;
-  const DeferredUpdates& deferred = data_.deferred;
   const bool is_whole = step.spec().capture;
-  const bool leaves_out = !is_whole && deferred.leaves_out(chunk);
+  const bool leaves_out = !is_whole && data_.deferred.leaves_out(chunk);
   step.gradients().plan(chunk, step.parameters(), leaves_out);
-  if (leaves_out) chunk.captured = false;
-  const bool is_behind = (is_whole && chunk.lags_on_disk) || deferred.lags(chunk);
-  if ((is_whole || chunk.is_wanted) && is_behind) chunk.has_update = true;
+  if (is_whole || chunk.is_wanted) {
+    const bool is_behind = (is_whole && chunk.lags_on_disk) || data_.deferred.lags(chunk);
+    chunk.has_update = chunk.has_update || is_behind;
+  }
   chunk.is_wanted = false;
   if (!chunk.has_update && chunk.gradients_due == 0 && !step.must_capture(chunk)) {
     exclude(chunk);

@@ -33,7 +33,10 @@ void StepGradients::plan(PipelineChunk& chunk, const std::vector<StepParameter>&
     const StepParameter& parameter = parameters[segment.parameter];
     SegmentGradient& gradient = chunk.gradients[s] = {};
     if (parameter.grad != nullptr) {
-      if (leaves_out) continue;
+      if (leaves_out) {
+        chunk.captured = false;  // what its place holds is older than the step
+        continue;
+      }
       gradient = piece_of(parameter, segment);
       chunk.has_update = true;
     } else if (expected_[segment.parameter] != 0) {

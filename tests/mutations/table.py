@@ -124,14 +124,14 @@ MUTATIONS = (
     ),
     Mutation(
         "optim/step_runner.py",
-        "with self._schedule.stepping() if self._early is None else nullcontext():",
-        "with self._schedule.stepping() if not (self._early or overflowed) else nullcontext():",
+        "with self._schedule.stepping():",
+        "with suppress() if overflowed else self._schedule.stepping():",
         f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
     ),
     Mutation(
         "step/schedule.py",
-        "        self.wait()\n        yield\n",
-        "        yield\n",
+        "        if self.waits_before_step:\n            self.wait()\n",
+        "",
         f"{_DELAY}::test_a_scaled_loss_and_a_skipped_step",
     ),
     Mutation(

@@ -5,7 +5,7 @@ so what takes steps is an object that they share, and autograd's hooks lead to i
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -262,9 +262,8 @@ class StepRunner:
         self._schedule.check_scaling(factor / scale, may_skip=may_skip)
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
-        with self._schedule.stepping() if self._early is None else nullcontext():
-            if self._early is None:
-                self._commits.join(self._params)
+        with self._schedule.stepping():
+            self._commits.join(self._params)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
                 with SignalsDeferred():

@@ -287,8 +287,9 @@ class StateStore:
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
-                size = unit.elements if isinstance(unit, RowChunks) else self.policy.chunk
+                size = self.policy.chunk
                 if isinstance(unit, RowChunks):
+                    size = unit.elements
                     self._by_rows.update(run.parameter for run in on_disk)
                 moving = [Chunk(plan, family) for plan in cut(on_disk, size)]
                 mark_rows(moving, self._by_rows, with_weights=self.storage.durable)

@@ -269,6 +269,8 @@ class ConsumedGradients:
 class BackwardOverlap(UpdatesInForward):
     """``overlap="backward"``: a step begins with its first final gradient."""
 
+    waits_before_step = False  # it has begun in backward, or waits when it begins
+
     def __init__(
         self,
         params: ParamTable,

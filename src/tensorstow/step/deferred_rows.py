@@ -205,7 +205,7 @@ class DeferredRows(Synchronous):
         self._known = 0
         """How many parameters of the store were looked at."""
         self._weights: dict[int, _DeferredWeight] = {}
-        """By the ids of the parameters."""
+        """Deferred weights by the ids of their parameters."""
         self._calls: list[tuple[nn.Module, _ExpertsCall]] = []
         for module in dict.fromkeys(readers.values()):
             if not isinstance(module, nn.Embedding):

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ParamSpec
+from typing import ClassVar, ParamSpec
 
 import torch
 
@@ -55,6 +55,9 @@ _BLIND = (
 class Schedule:
     """Decides when the updates of one optimizer run. All but BackwardOverlap begin in ``step``."""
 
+    waits_before_step: ClassVar[bool] = True
+    """Whether all weights of the last step are new before the next one begins."""
+
     def __init__(self, params: ParamTable) -> None:
         """Schedule the updates of ``params``."""
         self._params = params
@@ -89,14 +92,14 @@ class Schedule:
         """
         raise NotImplementedError
 
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Take a step in the block, when all weights may be read."""
-        self.wait()
-        yield
+    def stepping(self) -> AbstractContextManager[None]:
+        """Wait for the weights that a new step needs; return a context in which it is taken."""
+        if self.waits_before_step:
+            self.wait()
+        return nullcontext()
 
     def end_step(self) -> None:
-        """End the step that ``stepping`` takes, before what follows it, as a commit."""
+        """End the step inside of ``stepping``, before its commit."""
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, may be read."""

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import tensorstow
+from ranks.pool import Ranks
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.formats.state_format import StateFormat
@@ -632,6 +633,35 @@ def test_stow_defers() -> None:
             assert lags(model) == defers
             found.append([to_local(p).detach().clone() for p in model.parameters()])
     assert_equal(*found)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"plan": tensorstow.Plan(states="disk", parameters="disk", overlap="none")},
+        {"plan": tensorstow.Plan(states="disk"), "compute_dtype": torch.bfloat16},
+        {"plan": tensorstow.Plan(states="disk", micro_batches=2)},
+    ],
+    ids=["weights on disk", "cast", "micro-batches"],
+)
+def test_stow_refuses_what_is_no_plain_parameter(keywords: dict[str, Any], tmp_path: Path) -> None:
+    model = Words()
+    with pytest.raises(OptionError, match="plain parameters in host memory"):
+        tensorstow.stow(
+            model, AdamW, defer_untouched=True, dir=tmp_path, durability="none", **keywords
+        )
+
+
+def of_ranks() -> str:
+    plan = tensorstow.Plan(states="disk")
+    with pytest.raises(OptionError) as told:
+        tensorstow.stow(Words(), AdamW, lr=1e-2, plan=plan, defer_untouched=True)
+    return str(told.value)
+
+
+def test_several_ranks_are_refused(ranks: Callable[[int], Ranks]) -> None:
+    for message in ranks(2).run(of_ranks):
+        assert "plain parameters in host memory" in message
 
 
 def test_a_failed_disk_is_an_error_of_reads() -> None:
