@@ -165,6 +165,33 @@ void test_what_is_read_before_a_step_is_moved_once(Make make) {
   check_all(rig);
 }
 
+// The place of a chunk that has left an update out is not that of the next commit: a commit writes
+// elsewhere, so that the last one stays whole.
+void test_what_is_left_out_is_not_captured(Make make) {
+  doing("deferred and captured");
+  for (const bool open : {false, true}) {
+    RigOptions options = durable(2, Order::given, {});
+    options.shapes.assign(1, Shape{{}, 3 * 1024});
+    Rig rig(make({4, 4096}), options);
+    rig.pipeline().ledger().set_deferring(all_of(rig), true);
+    CHECK(rig.step(1, -1, kCapture).error == 0);
+    CHECK(rig.pipeline().progress().wait_written().error == 0);
+    CHECK(all_captured(rig));
+    rig.leave_untouched({0, 2});
+    rig.begin(2, {0}, open ? kOpen : StepSpec{});
+    if (open) rig.pipeline().close();
+    CHECK(rig.pipeline().progress().wait_published().error == 0);
+    CHECK(all_captured(rig));  // no gradient, no update
+    rig.begin(3, {1}, open ? kOpen : StepSpec{});
+    if (open) rig.add_gradient(0);
+    if (open) rig.pipeline().close();
+    CHECK(rig.pipeline().progress().wait_published().error == 0);
+    for (int c = 0; c < 3; ++c) CHECK(!rig.pipeline().ledger().captured(c));
+    rig.catch_up(all_of(rig));
+    check_all(rig);
+  }
+}
+
 // What has to be made up for at once is bounded.
 void test_all_catch_up_now_and_then(Make make) {
   doing("deferring is bounded");
@@ -210,6 +237,7 @@ int main() {
     test_the_bits_are_the_same(make);
     test_what_is_deferred_is_not_moved(make);
     test_what_is_read_before_a_step_is_moved_once(make);
+    test_what_is_left_out_is_not_captured(make);
     test_all_catch_up_now_and_then(make);
     test_wrong_calls_are_refused(make);
   }

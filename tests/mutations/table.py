@@ -136,8 +136,8 @@ MUTATIONS = (
     ),
     Mutation(
         "step/deferred_rows.py",
-        "            self.wait()\n            self._drop()",
-        "            self._drop()",
+        "            self.wait()\n            self._forget()",
+        "            self._forget()",
         "unit/step/test_deferred_rows.py::test_the_last_rows_catch_up_at_the_end",
     ),
     # --- norms of gradients that are used at once ---

@@ -239,14 +239,18 @@ class DeferredRows(Synchronous):
 
     def finish(self) -> None:
         """Make every update that is still deferred: no step follows."""
+        for module, call in self._calls:
+            if vars(module).get("forward") is call:
+                del module.forward
         if not self._params.store.pipeline.handle.is_poisoned:
             self.wait()
-            self._drop()
+            self._forget()
 
     def abort(self) -> None:
-        """Let reads of the weights of a store that has failed raise no more."""
+        """Let reads of the weights of a store that is gone, or has failed, wait no more."""
         super().abort()
-        self._drop()
+        self._forget()
+        self._store = None  # look again, if there is another one
 
     @contextmanager
     def reading(
@@ -293,8 +297,8 @@ class DeferredRows(Synchronous):
 
     def _look(self, store: StateStore) -> None:
         if self._store is None or self._store() is not store:
-            _publish(self._weights.values())
-            self._store, self._known, self._weights = weakref.ref(store), 0, {}
+            self._forget()
+            self._store, self._known = weakref.ref(store), 0
             store.pipeline.before_reading = weakly(self.wait)
         params = self._params.all()
         for param in params[self._known :]:
@@ -323,12 +327,9 @@ class DeferredRows(Synchronous):
             pipeline.handle.live().want(wanted)
             pipeline.step([StepRow(weight=p.weight) for p in self._params.all()], [])
 
-    def _drop(self) -> None:
-        for module, call in self._calls:
-            if vars(module).get("forward") is call:
-                del module.forward
+    def _forget(self) -> None:
         _publish(self._weights.values())
-        self._calls, self._weights = [], {}
+        self._weights = {}
 
     def _measure(self) -> None:
         """Stop deferring where it does not pay, by what the first steps have deferred."""

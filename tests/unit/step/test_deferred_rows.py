@@ -254,7 +254,20 @@ def _updated(model: Words, optimizer: Adam) -> list[Any]:
         return [torch.Tensor._make_subclass(torch.Tensor, model.embed.weight).clone()]
 
 
+def _emptied(model: Words, optimizer: Adam) -> list[Any]:
+    """Reset the states of the embedding, as the next step finds out."""
+    optimizer.state[model.embed.weight].clear()
+    return []
+
+
+def _transplanted(model: Words, optimizer: Adam) -> list[Any]:
+    optimizer.state[model.embed.weight]["exp_avg"] = torch.full((WORDS, WIDTH), 0.125)
+    return []
+
+
 READS = {
+    "emptied": _emptied,
+    "transplanted": _transplanted,
     "updated": _updated,
     "norm": lambda model, _: [model.embed.weight.norm()],
     "data": lambda model, _: [model.embed.weight.data.clone()],
@@ -603,10 +616,19 @@ def test_an_interrupt_of_experts_leaves_reads_waiting() -> None:
         assert isinstance(model.down_proj, Unpublished)
 
 
-def test_bytes_are_those_of_routed_experts() -> None:
+@pytest.mark.parametrize("resumed", ["begun", "resumed"])
+def test_bytes_are_those_of_routed_experts(resumed: str, tmp_path: Path) -> None:
     model = Experts()
     each = 64 * 96 * 4 * 2
-    with optimizer_of(model, defers=True) as optimizer:
+    place = {"dir": tmp_path, "commit_every": None}
+    if resumed == "resumed":
+        with optimizer_of(model, defers=True, **place) as optimizer:
+            model(torch.ones(96), torch.tensor([1])).sum().backward()
+            optimizer.step()
+            optimizer.commit()
+    with optimizer_of(model, defers=True, **place) as optimizer:
+        if resumed == "resumed":
+            optimizer.resume()
         for step in range(9):
             if step == 3:
                 before = moved(optimizer)
@@ -683,6 +705,52 @@ def test_a_failed_disk_is_an_error_of_reads() -> None:
         optimizer.step()
     optimizer.close()
     assert not lags(model)
+
+
+def test_a_step_that_fails_is_an_error_of_reads() -> None:
+    model = Words()
+    optimizer = optimizer_of(model, defers=True)
+    for step in range(4):
+        take_step(model, optimizer, step)
+    optimizer.synchronize()  # what the step updates is in memory no more
+    model(words(1)).square().mean().backward()
+    optimizer.synchronize()
+    engine = optimizer._states().engine
+    assert engine is not None
+    engine.inject_fault("read", times=-1, error=errno.EIO)
+    with pytest.raises(OSError, match="read"):
+        optimizer.step()
+    with pytest.raises(PoisonedError):
+        model.embed.weight.sum()
+    with pytest.raises(PoisonedError):
+        model(words(1))
+    optimizer.close()
+    assert not lags(model)
+
+
+def test_a_run_that_failed_defers_again_after_resume(tmp_path: Path) -> None:
+    dense = Words()
+    with optimizer_of(dense, defers=False) as optimizer:
+        for step in range(9):
+            take_step(dense, optimizer, step)
+        wanted = values(dense, optimizer)
+    model = Words()
+    with optimizer_of(model, defers=True, dir=tmp_path, commit_every=3) as optimizer:
+        for step in range(5):
+            take_step(model, optimizer, step)
+        optimizer._states().pipeline.wait_idle()
+        engine = optimizer._states().engine
+        assert engine is not None
+        engine.inject_fault("read", times=-1, error=errno.EIO)
+        with pytest.raises(OSError, match="read"):
+            model(torch.arange(WORDS))
+        assert lags(model)
+        engine.clear_faults()
+        assert optimizer.resume() == 3
+        for step in range(3, 9):
+            take_step(model, optimizer, step)
+            assert lags(model) == (step % 3 != 2)
+        assert_equal(values(model, optimizer), wanted)
 
 
 class Tied(Words):
