@@ -40,7 +40,7 @@ test test-all: native-tests
 	PYTHONPATH=tests $(PYTEST) -p simulated.plugin -p unskipped tests/gpu > build/gpu-tests.log 2>&1 & \
 	gpu=$$!; tail -n +1 -f --pid=$$gpu build/gpu-tests.log; wait $$gpu; gpu=$$?; \
 	tail -n +1 -f --pid=$$rest build/tests.log; wait $$rest; rest=$$?; \
-	grep -hE '^(FAILED|ERROR) ' build/gpu-tests.log build/tests.log; \
+	grep -hE '^(FAILED|ERROR|NOT TESTED) ' build/gpu-tests.log build/tests.log; \
 	exit $$((gpu ? gpu : rest))
 
 test-programs: $(DONE)/test ## Run the demo, examples, benchmarks, the wheel and every block of the pages
