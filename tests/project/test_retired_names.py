@@ -1,5 +1,6 @@
 """Words that were retired as names stay retired: each has a standard word in its place."""
 
+import ast
 import io
 import re
 import tokenize
@@ -66,6 +67,12 @@ RETIRED_NAMES = {
 STANDARD = {"TensorBoardScalars"}
 """Names that have such a part in its ordinary meaning, beside those with "round_trip"."""
 
+NOT_NOUNS = frozenset(
+    ("behind", "each", "found", "given", "here", "kept", "known", "made")
+    + ("others", "own", "there", "told", "untold", "what", "where")
+)
+"""Pronouns and participles, which do not say what a variable is."""
+
 _BEGINS = "|".join(f"(?<![A-Za-z]){word}|{word.title()}" for word in RETIRED)
 _WORD = re.compile(rf"(?:{_BEGINS})s?(?![a-z])|\b(?:{'|'.join(RETIRED_NAMES)})\b")
 _LOWER = [word.lower() for word in (*RETIRED, *RETIRED_NAMES)]
@@ -119,6 +126,29 @@ def test_no_name_has_a_retired_word() -> None:
         if is_retired(name)
     }
     assert not found
+
+
+def variables_in(source: str) -> Iterator[str]:
+    """Yield the names of variables and fields that ``source`` assigns."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_variables_are_named_by_nouns() -> None:
+    files = list((ROOT / "src").rglob("*.py"))
+    assert files
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in NOT_NOUNS.intersection(variables_in(path.read_text(encoding="utf-8")))
+    }
+    assert not wrong
+
+
+def test_assigned_variables_are_seen() -> None:
+    source = "a: int = 0\nfor b in c:\n    d = [e for e in f]\n    with g as h: pass"
+    assert set(variables_in(source)) == set("abdeh")
 
 
 @pytest.mark.parametrize(

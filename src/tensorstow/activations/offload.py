@@ -90,8 +90,8 @@ def offload_activations(
 
 def activations_of(model: nn.Module) -> list[ActivationBytes]:
     """Return the bytes of each offload of a model, or of the model that a wrapper holds."""
-    found = (each for module in model.modules() for each in _OF_MODEL.get(module, ()))
-    return [offload._pool.nbytes() for offload in found]  # noqa: SLF001  # its own
+    offloads = (offload for module in model.modules() for offload in _OF_MODEL.get(module, ()))
+    return [offload._pool.nbytes() for offload in offloads]  # noqa: SLF001  # its own
 
 
 class ActivationOffload:

@@ -110,8 +110,8 @@ def _parse_mount(line: str) -> Mount:
     """Read one line: ``36 35 98:0 /root /point options [tags] - filesystem device options``."""
     before, _, after = line.partition(" - ")
     filesystem, device, *rest = after.split(" ")
-    _, _, number, _, point, own, *_ = before.split(" ")
-    options = frozenset(option for text in (own, *rest) for option in text.split(","))
+    _, _, number, _, point, of_mount, *_ = before.split(" ")
+    options = frozenset(option for text in (of_mount, *rest) for option in text.split(","))
     return Mount(_unescape(point), filesystem, _unescape(device), number, options)
 
 

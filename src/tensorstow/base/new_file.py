@@ -183,10 +183,10 @@ def replace_files(folder: Path, write: Callable[[Path], object]) -> None:
         folder: The folder, which exists.
         write: Called with an empty folder, which nobody else can know; it writes the files there.
     """
-    with named("Folder", folder), TemporaryDirectory(prefix=_MAKING, dir=folder) as made:
-        write(Path(made))
-        for file in sorted(path for path in Path(made).rglob("*") if path.is_file()):
-            target = folder / file.relative_to(made)
+    with named("Folder", folder), TemporaryDirectory(prefix=_MAKING, dir=folder) as scratch:
+        write(Path(scratch))
+        for file in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
+            target = folder / file.relative_to(scratch)
             target.parent.mkdir(exist_ok=True)
             file.replace(target)  # a symbolic link of that name goes, and is not followed
 

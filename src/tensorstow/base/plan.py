@@ -56,9 +56,9 @@ def by_unit(kind: Any) -> Callable[[object, str], ByUnit[Any]]:  # noqa: ANN401 
     """Return the reader of mappings from units or ranges to ``kind``, for ``Annotated``."""
 
     def read(value: object, name: str) -> ByUnit[Any]:
-        given = read_value(Mapping[str, kind], value, name)
+        items = read_value(Mapping[str, kind], value, name)
         expanded: ByUnit[Any] = ByUnit()
-        for key, item in given.items():
+        for key, item in items.items():
             for unit in _units_of(key, name):
                 if unit in expanded:
                     message = f"{name} was given with unit {unit!r} twice, once in a range."

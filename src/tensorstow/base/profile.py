@@ -149,14 +149,14 @@ class Profile:
         Those on one drive have equal parts of its rates.
         """
         drives = [_drive_of(directory) for directory in directories]
-        found = []
+        per_drive = []
         for directory, drive in zip(directories, drives, strict=True):
             rates, count = self.rates_of(directory), drives.count(drive)
             if rates is None:
                 return []
             part = {name: getattr(rates, name) / count for name in ("read", "write", "mixed")}
-            found.append(replace(rates, **part))
-        return found
+            per_drive.append(replace(rates, **part))
+        return per_drive
 
     def rates_over(self, directories: Sequence[Path]) -> DirectoryRates | None:
         """Return the rates of several directories together, each with its share of the bytes.
@@ -168,10 +168,10 @@ class Profile:
         rates = self.rates_of_each(directories)
         if not rates:
             return None
-        mixed = sum(each.mixed for each in rates)
+        mixed = sum(rate.mixed for rate in rates)
         # All end when the last one ends its share.
-        read = min(each.read * mixed / each.mixed for each in rates)
-        write = min(each.write * mixed / each.mixed for each in rates)
+        read = min(rate.read * mixed / rate.mixed for rate in rates)
+        write = min(rate.write * mixed / rate.mixed for rate in rates)
         return replace(rates[0], read=read, write=write, mixed=mixed)
 
     def but(self, **changes: Any) -> Self:  # noqa: ANN401  # the fields' types
@@ -207,8 +207,8 @@ def drive_shares(directories: Sequence[Path]) -> list[float]:
     writing at once. If one was not measured all are equal.
     """
     profile = read_profile() if len(directories) > 1 else None
-    found = [] if profile is None else profile.rates_of_each(directories)
-    rates = [each.mixed for each in found] or [1.0] * len(directories)
+    measured = [] if profile is None else profile.rates_of_each(directories)
+    rates = [rate.mixed for rate in measured] or [1.0] * len(directories)
     return [rate / sum(rates) for rate in rates]
 
 

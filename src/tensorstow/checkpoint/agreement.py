@@ -184,8 +184,8 @@ def _refuse_elsewhere(store: Store, ranks: Ranks) -> None:
     """
     operation = "the places of all stores"
     with ranks.reporting_errors(operation):
-        own = inspect_store(store.directories[0])
-    mine = [machine_id(), own.run, max((g.number for g in own.generations), default=-1)]
+        report = inspect_store(store.directories[0])
+    mine = [machine_id(), report.run, max((g.number for g in report.generations), default=-1)]
     places: list[tuple[list[str], str, int]] = ranks.all_gather(operation, mine)
     machines = [machine for machine, _, _ in places]
     strays: list[int] = []

@@ -150,9 +150,9 @@ class BlockCodedWeight(CodedWeight):
             entry = entries.get(source)
             nbytes = size if source == name else size * dtype.itemsize
             if entry is None or (entry.dtype, entry.nbytes) != (dtype, nbytes):
-                found = "absent" if entry is None else f"{NAME_OF[entry.dtype]} {entry.shape}"
+                actual = "absent" if entry is None else f"{NAME_OF[entry.dtype]} {entry.shape}"
                 message = (
-                    f"{source!r} is {found}, and {name!r} in 4 bits of shape {self.shape} has"
+                    f"{source!r} is {actual}, and {name!r} in 4 bits of shape {self.shape} has"
                     f" {size} elements of {NAME_OF[dtype]} there: the files are damaged, or were"
                     " not written by bitsandbytes. Take the original."
                 )
@@ -217,8 +217,8 @@ class CodedStack(CodedWeight):
         values, at, left = into.view(-1), 0, list(parts)
         for matrix in self._of_rows(start, stop):
             count, rows = math.prod(matrix.shape), matrix.shape[0]
-            own = [left.pop(0) for _ in matrix.parts(0, rows)]
-            matrix.decode(own, 0, rows, values[at : at + count].view(matrix.shape))
+            pieces = [left.pop(0) for _ in matrix.parts(0, rows)]
+            matrix.decode(pieces, 0, rows, values[at : at + count].view(matrix.shape))
             at += count
 
     def _of_rows(self, start: int, stop: int) -> Sequence[CodedWeight]:

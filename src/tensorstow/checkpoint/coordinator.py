@@ -123,8 +123,8 @@ class Coordinator:
     def _refuse_failed(self, number: int, keys: list[str]) -> None:
         """Raise RankError if a rank that has posted has failed; cheap if none has."""
         if self._store.check([f"{number}/trouble"]):
-            here = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
-            posted = {rank: json.loads(self._store.get(key)) for rank, key in here.items()}
+            posted_keys = {rank: key for rank, key in enumerate(keys) if self._store.check([key])}
+            posted = {rank: json.loads(self._store.get(key)) for rank, key in posted_keys.items()}
             _refuse_failures("", {r: entry for r, entry in posted.items() if "failed" in entry})
 
     def _wait_for_readers(self, number: int, readers: int) -> None:

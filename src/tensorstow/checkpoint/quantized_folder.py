@@ -166,8 +166,8 @@ def _chosen(
             " original folder."
         )
         raise OptionError(message)
-    kept = _head_of(model) if encoder.name == "nf4" else None
-    names = linear_weights(model, files, but=kept) | stacked
+    head = _head_of(model) if encoder.name == "nf4" else None
+    names = linear_weights(model, files, but=head) | stacked
     chosen = frozenset(n for n in names if files.entries[n].dtype.is_floating_point)
     taken = {part: n for n in chosen for part in encoder.entries(n, files.entries[n]) if part != n}
     clash = next((part for part in taken if part in files.entries), None)
@@ -194,7 +194,7 @@ def _head_of(model: Any) -> nn.Module | None:  # noqa: ANN401  # of transformers
 
 def _kept_layers(model: nn.Module, files: PretrainedFiles, chosen: frozenset[str]) -> list[str]:
     """Return the layers that a reader would take for quantized by their class, and are not."""
-    kept = []
+    layers = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
@@ -202,8 +202,8 @@ def _kept_layers(model: nn.Module, files: PretrainedFiles, chosen: frozenset[str
             full = f"{name}.weight"
             sources = files.origin([full], weight).sources if files.has(full) else ()
             if chosen.isdisjoint(sources):
-                kept.append(name)
-    return kept
+                layers.append(name)
+    return layers
 
 
 def _note_of(encoder: Encoder, skipped: list[str]) -> dict[str, Any]:

@@ -77,7 +77,9 @@ def move_rows(
         content = move.content(worlds.next_era)
     try:
         with ranks.reporting_errors(_ASKED):
-            fields = {each.name: getattr(content, each.name) for each in dataclass_fields(content)}
+            fields = {
+                field.name: getattr(content, field.name) for field in dataclass_fields(content)
+            }
             check(Generation(**fields), params, groups, module)
         if ranks.rank == 0:
             logger.warning(
@@ -116,7 +118,7 @@ class _Move:
         self._nearest = readers[ranks.rank % len(readers)]
         self._store = store
         wholes = [reader.wholes() for reader in readers]
-        if any(others != wholes[0] for others in wholes):
+        if any(whole != wholes[0] for whole in wholes):
             message = (
                 "The stores of the run that is stored here have different parameters: they are of"
                 " different runs. Bring back what was there."
@@ -305,13 +307,15 @@ class _Move:
     ) -> torch.Tensor:
         """Return a whole tensor, of which each store has ``rows``: the first, and their number."""
         whole: torch.Tensor | None = None
-        for reader, own in zip(self._readers, rows, strict=True):
-            if own is None:
+        for reader, reader_rows in zip(self._readers, rows, strict=True):
+            if reader_rows is None:
                 refuse_cut(name)
             if whole is None:
-                whole = torch.zeros((own[1], *like.shape[1:]), dtype=like.dtype, device="cpu")
+                whole = torch.zeros(
+                    (reader_rows[1], *like.shape[1:]), dtype=like.dtype, device="cpu"
+                )
             part = reader.read_tensor("module", name)
-            whole[own[0] : own[0] + len(part)] = part
+            whole[reader_rows[0] : reader_rows[0] + len(part)] = part
         return like if whole is None else whole
 
 

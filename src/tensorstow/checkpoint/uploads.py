@@ -107,7 +107,7 @@ def noted(name: str, remote: Remote, store: Store, ranks: Ranks) -> Iterator[Non
 
 def log_unsent(worlds: Worlds) -> None:
     """Log which copies the run of another number of ranks did not complete."""
-    for world in worlds.others:
+    for world in worlds.rest:
         unsent = {item for path in world.paths.values() for item in read_notes(path).items()}
         for name, url in sorted(unsent):
             logger.warning(

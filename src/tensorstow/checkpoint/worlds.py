@@ -96,8 +96,8 @@ class Worlds:
     base: Path
     drives: Sequence[Path]
     """The run's other directories."""
-    own: World
-    others: Sequence[World]
+    ours: World
+    rest: Sequence[World]
     source: World
     """Has the commit to go on from."""
     commit: str | None
@@ -106,15 +106,15 @@ class Worlds:
     @property
     def next_era(self) -> int:
         """Return the era of what is committed from now on: above that of what others have."""
-        if not self.moves and all(world.era < self.own.era for world in self.others):
-            return max(self.own.era, 0)
-        worlds = (self.own, *self.others)
+        if not self.moves and all(world.era < self.ours.era for world in self.rest):
+            return max(self.ours.era, 0)
+        worlds = (self.ours, *self.rest)
         return max((g.era for world in worlds for g in world.all), default=0) + 1
 
     @property
     def moves(self) -> bool:
         """Return whether rows are to move from another number of ranks."""
-        return self.commit is not None and self.source is not self.own
+        return self.commit is not None and self.source is not self.ours
 
 
 def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None:
@@ -126,30 +126,34 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
     """
     base, *drives = (run_directory(path, ranks.world) for path in store.directories)
     with ranks.reporting_errors(_ASKED):
-        paths = {size: found for size, found in worlds_in(base).items() if size != ranks.world}
+        paths = {size: stores for size, stores in worlds_in(base).items() if size != ranks.world}
     seen = ranks.all_gather(_ASKED, [[size, sorted(paths[size])] for size in sorted(paths)])
     if not any(seen):
         return None
-    own = World(ranks.world, agreement.list_generations(store, ranks, _ASKED))
+    ours = World(ranks.world, agreement.list_generations(store, ranks, _ASKED))
     with ranks.reporting_errors(_ASKED):
-        others = [World(size, _listed(found), found) for size, found in sorted(paths.items())]
-    eras = ranks.all_gather(_ASKED, max((world.era for world in others), default=-1))
-    is_elsewhere = isinstance(which, str) and own.find(which) is None
+        rest = [World(size, _listed(stores), stores) for size, stores in sorted(paths.items())]
+    eras = ranks.all_gather(_ASKED, max((world.era for world in rest), default=-1))
+    is_elsewhere = isinstance(which, str) and ours.find(which) is None
     with ranks.reporting_errors(_ASKED):
-        if max(eras) >= own.era or is_elsewhere:  # else others are left over: nobody reads them
+        if max(eras) >= ours.era or is_elsewhere:  # else others are left over: nobody reads them
             _refuse_other_sights(base, seen)
-        chosen = _choose(base, drives, own, others, which)
+        chosen = _choose(base, drives, ours, rest, which)
     _refuse_other_commits(chosen, ranks)
     return chosen
 
 
 def _choose(
-    base: Path, drives: Sequence[Path], own: World, others: Sequence[World], which: str | int | None
+    base: Path,
+    drives: Sequence[Path],
+    ours: World,
+    rest: Sequence[World],
+    which: str | int | None,
 ) -> Worlds:
     """Return where to go on, as this rank sees it."""
-    worlds = sorted((*others, own), key=lambda world: world.era)  # own last of equal ones
+    worlds = sorted((*rest, ours), key=lambda world: world.era)  # ours last of equal ones
     newest = worlds[-1]
-    if newest is not own and newest.era == worlds[-2].era >= 0:
+    if newest is not ours and newest.era == worlds[-2].era >= 0:
         message = (
             f"{base} holds runs of {worlds[-2].size} and of {newest.size} ranks, of which none"
             " came after the other. Start as many ranks as the run has that is to go on."
@@ -157,7 +161,7 @@ def _choose(
         raise RankError(message)
     if newest.era < 0:
         _refuse_lost_source(base, worlds)
-        return Worlds(base, drives, own, others, own, None)
+        return Worlds(base, drives, ours, rest, ours, None)
     if isinstance(which, str):
         fitting = [world for world in worlds if world.find(which) is not None]
         if not fitting:
@@ -166,18 +170,18 @@ def _choose(
                 f" Snapshots of {'; of '.join(map(str, worlds))}."
             )
             raise OptionError(message)
-        return Worlds(base, drives, own, others, fitting[-1], fitting[-1].find(which))
-    if newest.is_lost and newest is not own:
+        return Worlds(base, drives, ours, rest, fitting[-1], fitting[-1].find(which))
+    if newest.is_lost and newest is not ours:
         _refuse_lost(base, newest)
     commit = newest.find(which)
-    if commit is None and newest is not own:
+    if commit is None and newest is not ours:
         message = (
             f"Generation {which} was requested, and the newest commit in {base} is of"
             f" {format_count(newest.size, 'rank')}, which do not have it. Name a snapshot, or"
             " leave it out for the newest commit."
         )
         raise OptionError(message)
-    return Worlds(base, drives, own, others, newest, commit)
+    return Worlds(base, drives, ours, rest, newest, commit)
 
 
 def read_worlds(base: Path, asked: str) -> list[World]:
@@ -185,8 +189,8 @@ def read_worlds(base: Path, asked: str) -> list[World]:
 
     ``asked``: the request, for errors.
     """
-    found = sorted(worlds_in(base).items())
-    return [World(size, _listed(paths, asked, live=True), paths) for size, paths in found]
+    stores = sorted(worlds_in(base).items())
+    return [World(size, _listed(paths, asked, live=True), paths) for size, paths in stores]
 
 
 def _listed(
@@ -202,11 +206,11 @@ def _listed(
 def _refuse_lost(base: Path, world: World) -> NoReturn:
     stores = zip(sorted(world.paths) or range(world.size), world.listed, strict=True)
     missing = sorted(set(range(world.size)) - {rank for rank, commits in stores if commits})
-    what = f"ranks {', '.join(map(str, missing))} have no commits there, on {machine_id()[0]}"
+    lacking = f"ranks {', '.join(map(str, missing))} have no commits there, on {machine_id()[0]}"
     message = (
         f"The newest commit in {base} is of {format_count(world.size, 'rank')}, and"
-        f" {what if missing else 'not all of them have it'}. Copy or mount the directories of all"
-        " ranks there, on every machine."
+        f" {lacking if missing else 'not all of them have it'}. Copy or mount the directories of"
+        " all ranks there, on every machine."
     )
     raise RankError(message)
 
@@ -263,7 +267,7 @@ def remove_stores(worlds: Worlds, ranks: Ranks) -> None:
     what cannot be removed stays, with a warning.
     """
     stores: list[tuple[Path, list[Path]]] = []
-    for world in worlds.others:
+    for world in worlds.rest:
         if world.era > worlds.source.era:
             continue
         if any(generation.names for generation in world.all):

@@ -256,8 +256,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         print_line(console, f"OK: this machine is ready.{alone}")
         return
     console.print("[bold]what to do[/]")
-    for number, each in enumerate(facts["actions"], start=1):
-        print_line(console, f"  {number}. {each['problem']}\n     {each['action']}")
+    for number, action in enumerate(facts["actions"], start=1):
+        print_line(console, f"  {number}. {action['problem']}\n     {action['action']}")
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -44,13 +44,13 @@ def uring_is_switched_off() -> bool:
 
 def actions_of(facts: Mapping[str, Any]) -> list[Action]:
     """Return at most three actions about what ``doctor.examine`` found, the gravest first."""
-    found = [
+    actions = [
         *_about_torch(facts),
         *_about_directories(facts),
         *_about_transfers(facts),
         *_about_rates(facts),
     ]
-    return found[:_MOST]
+    return actions[:_MOST]
 
 
 def _about_torch(facts: Mapping[str, Any]) -> Iterator[Action]:

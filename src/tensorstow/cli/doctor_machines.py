@@ -185,8 +185,8 @@ def _actions(machines: Sequence[Mapping[str, Any]], shared: Mapping[str, bool]) 
     for machine in machines:
         for action in machine["actions"]:
             hosts.setdefault((action["problem"], action["action"]), []).append(machine["host"])
-    for (problem, action), where in hosts.items():
-        yield Action(problem if len(machines) == 1 else f"{', '.join(where)}: {problem}", action)
+    for (problem, action), names in hosts.items():
+        yield Action(problem if len(machines) == 1 else f"{', '.join(names)}: {problem}", action)
 
 
 def _print_report(report: Mapping[str, Any]) -> None:
@@ -209,8 +209,8 @@ def _print_report(report: Mapping[str, Any]) -> None:
     if len(machines) > 1:
         console.print()
         for path, is_shared in report["shared"].items():
-            where = "the same on all machines" if is_shared else "another one on each machine"
-            print_line(console, f"{path}: {where}")
+            sharing = "the same on all machines" if is_shared else "another one on each machine"
+            print_line(console, f"{path}: {sharing}")
     for note in dict.fromkeys(note for machine in machines for note in machine["notes"]):
         on = ", ".join(machine["host"] for machine in machines if note in machine["notes"])
         print_line(console, f"\nNote on {on}: {note}")

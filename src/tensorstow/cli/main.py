@@ -66,17 +66,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and ``message``, with the command nearest to an unknown one, and exit."""
-        found = re.search(r"invalid choice: '?(.*?)'? \(", message) if self.commands else None
-        if found is not None:
+        choice = re.search(r"invalid choice: '?(.*?)'? \(", message) if self.commands else None
+        if choice is not None:
             listed = f"the commands are {', '.join(self.commands)}"
-            message = f"there is no command {found[1]!r}{_hint(found[1], self.commands)}; {listed}"
+            message = (
+                f"there is no command {choice[1]!r}{_hint(choice[1], self.commands)}; {listed}"
+            )
         super().error(message)
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> NoReturn:
     """Print the usage and the words that are no arguments of a parser, and exit."""
-    known = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
-    hints = (_hint(word, known) for word in words if word.startswith("-"))
+    flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
+    hints = (_hint(word, flags) for word in words if word.startswith("-"))
     parser.error(f"unrecognized arguments: {' '.join(words)}{next(filter(None, hints), '')}")
 
 

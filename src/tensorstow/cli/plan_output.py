@@ -147,8 +147,8 @@ def _network(network: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     total, rate = sum(sent.values()), network["bytes_per_second"]
     parts = ", ".join(f"{name} {nbytes / 1e9:.3g}" for name, nbytes in sent.items())
     seconds = f"{show_seconds(total / rate)} at {format_rate(rate)}"
-    each = f"each of {network['machines']} machines sends {total / 1e9:.3g} GB per step"
-    yield "network", f"{each} ({parts}): {seconds}"
+    traffic = f"each of {network['machines']} machines sends {total / 1e9:.3g} GB per step"
+    yield "network", f"{traffic} ({parts}): {seconds}"
 
 
 def _disk(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -171,16 +171,16 @@ def other_placements(
 
     ``everything``: those that do not fit, too.
     """
-    others = [each for each in facts["tried"] if each["reason"] != "chosen"]
-    listed = [each for each in others if everything or not each["short"]]
+    rejected = [trial for trial in facts["tried"] if trial["reason"] != "chosen"]
+    listed = [trial for trial in rejected if everything or not trial["short"]]
     for alternative in listed:
         yield placement_of(alternative), alternative["reason"]
     if any(alternative["reason"] == FITS_TOO for alternative in listed):
         yield "without rates", "the first that fits is chosen"
     if facts["left_out"]:
         yield f"{facts['left_out']:,} more", "variants of these that gain less than 2%"
-    if len(listed) < len(others):
-        yield f"{len(others) - len(listed)} more", "they do not fit; --all lists them"
+    if len(listed) < len(rejected):
+        yield f"{len(rejected) - len(listed)} more", "they do not fit; --all lists them"
 
 
 def seconds_of_step(facts: dict[str, Any]) -> str:

@@ -72,8 +72,8 @@ class Recipe:
 def recipes_of(recipe: Recipe) -> dict[str, Any]:
     """Return a plan in each form, and the fields that each cannot express, as its run has them."""
     configuration = _deepspeed_of(recipe)
-    others = {} if recipe.state_format is None else {"state_format": None}
-    others |= {} if recipe.ema is None else {"ema": None}
+    refused = {} if recipe.state_format is None else {"state_format": None}
+    refused |= {} if recipe.ema is None else {"ema": None}
     described = plan_of(
         read_settings(configuration, recipe.ranks), device_is_host=recipe.device_is_host
     )
@@ -87,9 +87,9 @@ def recipes_of(recipe: Recipe) -> dict[str, Any]:
     return {
         "code": _code_of(recipe),
         "deepspeed": configuration,
-        "deepspeed_lacks": {**lacks, **others, **commits},
+        "deepspeed_lacks": {**lacks, **refused, **commits},
         "gemini": _gemini_of(recipe),
-        "gemini_lacks": {**_differences(_USUAL, recipe.plan, names), **others},
+        "gemini_lacks": {**_differences(_USUAL, recipe.plan, names), **refused},
     }
 
 

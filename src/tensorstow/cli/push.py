@@ -86,9 +86,9 @@ def _chosen(base: Path, name: str | None) -> World:
     """Return the ranks whose commit is to be pushed: the newest that has it."""
     worlds = [world for world in read_worlds(base, _ASKED) if _has(world, name)]
     if not worlds:
-        what = "no commit of all ranks" if name is None else f"no snapshot {name!r}"
+        missing = "no commit of all ranks" if name is None else f"no snapshot {name!r}"
         message = (
-            f"A push of {base} was requested, and there is {what}. Where the ranks' stores are"
+            f"A push of {base} was requested, and there is {missing}. Where the ranks' stores are"
             " on several machines, name a snapshot, and push on each of them."
         )
         raise OptionError(message)

@@ -210,14 +210,14 @@ def compared_line(
         of_tier = [item for item in counted if item.tier == tier]
         predicted = sum(item.predicted for item in of_tier)
         measured = sum(item.measured or 0 for item in of_tier)
-        left_out = ", ".join(e.what for e in items if e.tier == tier and e.measured is None)
+        left_out = ", ".join(e.purpose for e in items if e.tier == tier and e.measured is None)
         comparisons.append(
             f"{tier} {format_bytes(predicted)} predicted, {format_bytes(measured)} measured"
             + (f" (without {left_out})" if left_out else "")
         )
         if abs(measured - predicted) > _OFF * predicted:
             worst = max(of_tier, key=lambda item: abs((item.measured or 0) - item.predicted))
-            causes.append(f"{tier} differs most in {worst.what}")
+            causes.append(f"{tier} differs most in {worst.purpose}")
     if step is None:
         comparisons.append(
             f"a step {seconds:.3g} s measured, not predicted without rates and tokens="

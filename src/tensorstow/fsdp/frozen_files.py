@@ -184,8 +184,8 @@ class FrozenFiles:
             for name, stack in unit.parameters.items():
                 if name in coded:
                     parts = len(coded[name]) // count
-                    own = coded[name][expert * parts : (expert + 1) * parts]
-                    spans += [(places[part], part[1].nbytes) for part in own]
+                    matrices = coded[name][expert * parts : (expert + 1) * parts]
+                    spans += [(places[part], part[1].nbytes) for part in matrices]
                 else:
                     nbytes = stack.nbytes // count
                     spans.append((at[name] + expert * nbytes, nbytes))

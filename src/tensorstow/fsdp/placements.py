@@ -211,9 +211,9 @@ class StowRequest:
 
 def with_overlap(plan: Plan, optimizer: OptimizerFactory) -> Plan:
     """Return the user's plan with what "auto" means in it: the optimizer's own overlap first."""
-    given: Any = given_keywords(optimizer).get("overlap")
-    if isinstance(given, str) and given in get_args(Overlap):
-        return plan.but(overlap=meant(plan.overlap, cast("Overlap", given)))
+    overlap: Any = given_keywords(optimizer).get("overlap")
+    if isinstance(overlap, str) and overlap in get_args(Overlap):
+        return plan.but(overlap=meant(plan.overlap, cast("Overlap", overlap)))
     if is_of_class(optimizer) or not accepts(optimizer, "overlap"):
         return plan
     return plan.settled()

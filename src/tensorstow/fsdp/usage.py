@@ -111,11 +111,11 @@ def usage(model: nn.Module | None = None, optimizer: Optimizer | None = None) ->
     if placed is None and model is None:
         message = "usage() was called with neither a model nor an optimizer. Pass one, or both."
         raise OptionError(message)
-    given: object = model
-    if not isinstance(given, nn.Module | None):
+    argument: object = model
+    if not isinstance(argument, nn.Module | None):
         message = (
-            f"usage() was called with model=, a {type(given).__name__}: it counts the parameters of"
-            " an nn.Module, and an optimizer is its second argument."
+            f"usage() was called with model=, a {type(argument).__name__}: it counts the parameters"
+            " of an nn.Module, and an optimizer is its second argument."
         )
         raise OptionError(message)
     if not isinstance(placed, PlacedOptimizer | None):

@@ -176,9 +176,9 @@ class StowStrategy(ModelParallelStrategy):
         for folder in folders:
             self._read_snapshots(folder, path.suffix)
         names = self._snapshots.pop(path, None) or []
-        others = self._snapshots.values()
-        needed_names = {name for snapshots in others for name in snapshots or ()}
-        are_all_known = None not in others and all(folder.is_dir() for folder in folders)
+        per_folder = self._snapshots.values()
+        needed_names = {name for snapshots in per_folder for name in snapshots or ()}
+        are_all_known = None not in per_folder and all(folder.is_dir() for folder in folders)
         return [
             name if name not in needed_names and (are_all_known or name in self._made) else None
             for name in names
@@ -186,8 +186,8 @@ class StowStrategy(ModelParallelStrategy):
 
     def _read_snapshots(self, folder: Path, suffix: str) -> None:
         """Read the references of checkpoints that are not known yet, as of an earlier process."""
-        for found in sorted(folder.glob(f"*{suffix}")):
-            path = found.resolve() if found.is_symlink() else found
+        for entry in sorted(folder.glob(f"*{suffix}")):
+            path = entry.resolve() if entry.is_symlink() else entry
             if path in self._snapshots or not path.exists():
                 continue
             try:

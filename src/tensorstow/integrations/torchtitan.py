@@ -57,7 +57,7 @@ class StowedOptimizers(OptimizersContainer):
     class Config(OptimizersContainer.Config):
         """torchtitan's options, and the placement of the states."""
 
-        where: dict[str, Any] = field(default_factory=dict)
+        keywords: dict[str, Any] = field(default_factory=dict)
         """Keywords of ``tensorstow.AdamW``."""
 
     def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
@@ -70,12 +70,12 @@ class StowedOptimizers(OptimizersContainer):
         Raises:
             OptionError: A combination that would fail later, or go wrong in silence.
         """
-        self._timing = timing_of(config.where.get("overlap", "none"))
+        self._timing = timing_of(config.keywords.get("overlap", "none"))
         if self._timing.begins_early:
             raise OptionError(_BACKWARD)
         if config.implementation == "fused_opt_states_bf16":
             raise OptionError(_BF16_STATES)
-        self._adam_keywords = with_new_names("AdamW", config.where)
+        self._adam_keywords = with_new_names("AdamW", config.keywords)
         self._logged_that_all_are_kept = False
         directory, count = self._adam_keywords.get("dir"), len(model_parts)
         count *= len({group.optimizer_name for group in config.param_groups})
@@ -186,5 +186,5 @@ def stowed(config: OptimizersContainer.Config, **keywords: Any) -> StowedOptimiz
     Returns:
         The options of ``StowedOptimizers``.
     """
-    options: StowedOptimizers.Config = derive(config, StowedOptimizers.Config, where=keywords)
+    options: StowedOptimizers.Config = derive(config, StowedOptimizers.Config, keywords=keywords)
     return options

@@ -107,14 +107,14 @@ def between(one: Activations, whole: Activations, batch: int, part: int) -> Acti
         low, high = getattr(one, name), getattr(whole, name)
         return int(low + -(-(high - low) * (part - 1) // (batch - 1)))
 
-    found = Activations(*(at(field.name) for field in fields(Activations)))
+    activations = Activations(*(at(field.name) for field in fields(Activations)))
     # Storages that are small in one sequence are large in several: only bounds are known.
     return replace(
-        found,
-        early_small=min(part * one.early_small, found.early),
-        early_large=found.early,
-        early_large_together=found.early_together,
-        large_together=found.together,
+        activations,
+        early_small=min(part * one.early_small, activations.early),
+        early_large=activations.early,
+        early_large_together=activations.early_together,
+        large_together=activations.together,
     )
 
 

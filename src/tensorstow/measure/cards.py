@@ -78,10 +78,10 @@ def card_of(name: str) -> Card:
         OptionError: The table has no such card.
     """
     key = _key(name)
-    found = {_key(known): card for known, card in CARDS.items()}
-    if key in found:
-        return found[key]
-    near = get_close_matches(key, found, 1)
+    cards = {_key(card_name): card for card_name, card in CARDS.items()}
+    if key in cards:
+        return cards[key]
+    near = get_close_matches(key, cards, 1)
     hint = f" Did you mean {next(k for k in CARDS if _key(k) == near[0])}?" if near else ""
     message = (
         f"--card {name} was given: rates are known of {', '.join(CARDS)}.{hint} Give the memory of"

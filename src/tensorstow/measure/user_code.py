@@ -10,10 +10,10 @@ class UserCodeError(Exception):
         """Keep the error's type, and its last line in ``file``."""
         self.kind = type(error).__name__
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if frame.filename == file] or frames
-        place = f'  File "{own[-1].filename}", line {own[-1].lineno}, in {own[-1].name}\n'
-        if own[-1].line:
-            place += f"    {own[-1].line}\n"
+        inner = [frame for frame in frames if frame.filename == file] or frames
+        place = f'  File "{inner[-1].filename}", line {inner[-1].lineno}, in {inner[-1].name}\n'
+        if inner[-1].line:
+            place += f"    {inner[-1].line}\n"
         # A syntax error has its own place.
         said = "".join(traceback.format_exception_only(error)).rstrip("\n")
         place = "" if isinstance(error, SyntaxError) else place

@@ -12,10 +12,10 @@ ROUTED = "top_k_index"
 
 def is_of_experts(module: nn.Module) -> bool:
     """Return whether a module has the weights of several experts, and is told which are used."""
-    own = [p for p in module.parameters(recurse=False) if p.ndim > 1]
+    matrices = [p for p in module.parameters(recurse=False) if p.ndim > 1]
     return (
-        len({len(p) for p in own}) == 1
-        and len(own) == len(list(module.parameters()))
+        len({len(p) for p in matrices}) == 1
+        and len(matrices) == len(list(module.parameters()))
         and ROUTED in inspect.signature(module.forward).parameters
     )
 

@@ -32,10 +32,10 @@ class StateBuffers:
     def check_release(self, *, host: bool) -> None:
         """Raise OptionError if states, or copies of weights, stay in ``host`` memory."""
         memory = self._params.memory()
-        kept = memory.ram_bytes + memory.host_weight_bytes
-        if host and kept:
+        held = memory.ram_bytes + memory.host_weight_bytes
+        if host and held:
             message = (
-                f"release(host=True) was called, and {format_bytes(kept)} of optimizer states and"
+                f"release(host=True) was called, and {format_bytes(held)} of optimizer states and"
                 ' copies of weights stay in CPU memory: create the optimizer with states="disk" and'
                 " without ram_budget=; or call release(), for the device alone."
             )

@@ -454,8 +454,8 @@ class StepRunner:
             self.contents.groups, params, self._param_filter.manages, backward_overlap=True
         )
         if schedule.is_open:  # those that were frozen, and have states
-            known = [p for _, p, _ in late if params.find(p) is not None]
-            new_params += [p for p in known if params.get(p).number not in schedule.written]
+            managed = [p for _, p, _ in late if params.find(p) is not None]
+            new_params += [p for p in managed if params.get(p).number not in schedule.written]
         gradients = sum(gradient_of(p) is not None for p in self.contents.parameters())
         self._module_parameters.check_step(gradients)
         if not schedule.is_open:

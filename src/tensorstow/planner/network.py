@@ -70,7 +70,7 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
     scatter = 2 if network.is_gloo else 1
     units, wide = sizes.units, _is_reduced_wide(plan)
     weights = ranks * sum(unit.share_bytes for unit in units)
-    kept = ranks * sum(unit.share_bytes for unit in units if unit.name in plan.unsharded)
+    held_bytes = ranks * sum(unit.share_bytes for unit in units if unit.name in plan.unsharded)
     trained = ranks * sum(unit.trained_share_bytes for unit in units)
     widening = _bytes_of(sizes, wide=wide) / max(1, _bytes_of(sizes, wide=False))
     reduced = {REDUCE_SCATTER: int(scatter * sharded * trained * widening)}
@@ -89,7 +89,7 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
         backward = {name: often * nbytes for name, nbytes in reduced.items()}
         return NetworkTraffic({}, backward, {ALL_GATHER: int(sharded * trained)})
     backward = {name: times * nbytes for name, nbytes in reduced.items()}
-    backward[ALL_GATHER] = times * int(sharded * (weights - kept))
+    backward[ALL_GATHER] = times * int(sharded * (weights - held_bytes))
     return NetworkTraffic({ALL_GATHER: times * int(sharded * weights)}, backward, {})
 
 

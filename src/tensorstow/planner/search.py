@@ -442,8 +442,8 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
         ("auto", "backward") if request.overlap is None else (request.overlap,)
     )
     for update_on in ("device", "hybrid"):
-        for given in device_overlaps:
-            yield _try(free.but(update_on=update_on, overlap=given), request)
+        for device_overlap in device_overlaps:
+            yield _try(free.but(update_on=update_on, overlap=device_overlap), request)
 
 
 def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:

@@ -251,7 +251,7 @@ def _plan(record: RunRecord) -> Iterable[str]:
             measured = format_bytes(item.measured)
             difference = f"{item.measured / item.predicted - 1:+.1%}" if item.predicted else ""
         rows.append(
-            (f"{item.tier} {item.what}", format_bytes(item.predicted), measured, difference)
+            (f"{item.tier} {item.purpose}", format_bytes(item.predicted), measured, difference)
         )
     yield table(("what", "predicted", "measured", "difference"), rows)
 

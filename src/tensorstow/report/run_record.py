@@ -42,7 +42,7 @@ class Compared:
     """Predicted and measured bytes of one purpose."""
 
     tier: str
-    what: str
+    purpose: str
     predicted: int
     measured: int | None
     """None: not measured separately."""
@@ -180,11 +180,11 @@ def step_parts(record: RunRecord) -> list[StepPart]:
     updates = busy.pop(_CAUSES[0][1])
     weights = _times(record.of(WEIGHTS_READ, WEIGHTS_WRITE))
     transfers = union([interval for times in (*busy.values(), weights) for interval in times])
-    found = []
+    rows = []
     for name, times in parts.items():
         mine = shared(seconds_left, times)
         seconds_left = without(seconds_left, mine) if mine else seconds_left
-        found.append(
+        rows.append(
             StepPart(
                 name,
                 length(mine) / steps,
@@ -192,7 +192,7 @@ def step_parts(record: RunRecord) -> list[StepPart]:
                 length(shared(mine, transfers)) / steps,
             )
         )
-    return [part for part in found if part.seconds > 0]
+    return [part for part in rows if part.seconds > 0]
 
 
 def lane_figures(record: RunRecord) -> list[LaneFigures]:

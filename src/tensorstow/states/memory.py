@@ -151,7 +151,9 @@ def predict_memory(
             ram, _ = split(sizes, disk_fraction, group=group)
             in_ram += sum(family.state_bytes(part.stop - part.start) for part in ram)
         fraction = 1.0 if durable else disk_fraction
-        chunks += [(family, *each) for each in _cut(tuple(sizes), chunk_elements, fraction, group)]
+        chunks += [
+            (family, *piece) for piece in _cut(tuple(sizes), chunk_elements, fraction, group)
+        ]
     at_home = sum(count for *_, count in chunks) if durable and not disk_fraction else 0
     host = plan_host(chunks, budget=budget, slots=slots, with_weights=durable, at_home=at_home)
     with_home = HostPlan(host.ring, at_home + host.resident)
@@ -164,7 +166,7 @@ def chunks_of(
     """Return the chunks of a whole model's states; ``lines`` as ``predict_memory`` takes them."""
     chunks: list[AlikeChunks] = []
     for family, sizes in lines:
-        chunks += [(family, *each) for each in _cut(tuple(sizes), chunk_elements)]
+        chunks += [(family, *piece) for piece in _cut(tuple(sizes), chunk_elements)]
     return chunks
 
 

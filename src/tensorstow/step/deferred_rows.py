@@ -138,10 +138,10 @@ class _DeferredWeight:
             numbers = np.unique(rows.detach().reshape(-1).cpu().numpy())
         except Exception:  # noqa: BLE001  # the call itself raises what is wrong with them
             return self.chunks
-        found: npt.NDArray[np.int64] = numbers.astype(np.int64)
-        found = found[(found >= 0) & (found < len(self.param.owner))] * self.row
-        first = np.searchsorted(self._starts, found, side="right") - 1
-        last = np.searchsorted(self._starts, found + self.row - 1, side="right") - 1
+        offsets: npt.NDArray[np.int64] = numbers.astype(np.int64)
+        offsets = offsets[(offsets >= 0) & (offsets < len(self.param.owner))] * self.row
+        first = np.searchsorted(self._starts, offsets, side="right") - 1
+        last = np.searchsorted(self._starts, offsets + self.row - 1, side="right") - 1
         edges = np.zeros(len(self.chunks) + 1, dtype=np.int64)
         np.add.at(edges, np.maximum(first, 0), 1)
         np.add.at(edges, last + 1, -1)

@@ -52,11 +52,11 @@ class RepeatedSteps:
         by_id = {id(param.owner): param for param in updated}
         self._updated = [by_id.get(id(p)) for p in self._owners]
         self._others = [p for p in self._owners if id(p) not in by_id and not manages(p)]
-        others = {id(p) for p in self._others}
+        other_ids = {id(p) for p in self._others}
         self._counts = [None if p is None else states[p.owner]["step"] for p in self._updated]
         self._views = [{} if p is None else p.views for p in self._updated]
         rows = [
-            (_OTHERS if id(owner) in others else _NOT_UPDATED, 0, 0, 0, 0)
+            (_OTHERS if id(owner) in other_ids else _NOT_UPDATED, 0, 0, 0, 0)
             if param is None or not _is_count(count)
             else _row(param)
             for owner, param, count in zip(self._owners, self._updated, self._counts, strict=True)

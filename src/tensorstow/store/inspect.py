@@ -119,8 +119,8 @@ def data_files(connection: sqlite3.Connection, first: Path) -> dict[Label, Path]
 
     The run's first directory may have been moved since it noted them.
     """
-    others = read_directories(connection)[1:]
-    return labelled(read_meta(connection, "run"), [first, *others])
+    directories = read_directories(connection)[1:]
+    return labelled(read_meta(connection, "run"), [first, *directories])
 
 
 @contextmanager

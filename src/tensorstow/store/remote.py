@@ -95,11 +95,11 @@ class Remote:
 
         def find() -> dict[str, int]:
             try:
-                found: Mapping[str, Any] = self._files.find(self._path(folder), detail=True)
+                files: Mapping[str, Any] = self._files.find(self._path(folder), detail=True)
             except FileNotFoundError:
                 return {}
             begin = len(self._path(folder)) + 1
-            return {path[begin:]: int(info["size"] or 0) for path, info in found.items()}
+            return {path[begin:]: int(info["size"] or 0) for path, info in files.items()}
 
         return self._repeated(f"The list of {folder}", find)
 

@@ -45,9 +45,9 @@ def clean_remote(remote: Remote, names: Sequence[str] = ()) -> RemoteRemoval:
     snapshot, DamageError or StoreFormatError if a list of another one cannot be read: nothing is
     removed then.
     """
-    with clean_marked(remote) as others:
-        _refuse_live(remote, others, names)
-        removal = _plan(remote, names, others)
+    with clean_marked(remote) as references:
+        _refuse_live(remote, references, names)
+        removal = _plan(remote, names, references)
         for path in removal.files:  # the list of lists first: without it a snapshot is not there
             remote.remove(path)
         for _ in in_threads(remote.remove, removal.objects, size=lambda _: 0):
@@ -82,8 +82,8 @@ def _plan(remote: Remote, names: Sequence[str], all_marks: Iterable[Mark]) -> Re
     _check_names(remote, names, {*lists.values(), *(m.snapshot for m in all_marks)})
     # Those of a snapshot in this order: NAME.json, NAME/rank-...
     removed = [p for p, name in sorted(lists.items()) if name in names or _PART.fullmatch(p)]
-    kept = [path for path in lists if path not in removed]
-    listed = _listed(remote, {path: name for path in kept if (name := lists[path])})
+    remaining = [path for path in lists if path not in removed]
+    listed = _listed(remote, {path: name for path in remaining if (name := lists[path])})
     unlisted = {
         name: nbytes
         for name, nbytes in objects.items()
@@ -100,7 +100,7 @@ def _plan(remote: Remote, names: Sequence[str], all_marks: Iterable[Mark]) -> Re
         kept_objects=len(objects) - len(unlisted) - len(foreign),
         foreign=(
             *(f"objects/{name}" for name in sorted(foreign)),
-            *(f"snapshots/{path}" for path in sorted(kept) if lists[path] is None),
+            *(f"snapshots/{path}" for path in sorted(remaining) if lists[path] is None),
         ),
     )
 

@@ -44,9 +44,9 @@ _BYTES_IN_FLIGHT = 512 << 20
 class StoredPart:
     """A chunk or a tensor of a store, which is one object elsewhere."""
 
-    def __init__(self, what: str, extent: Extent, nbytes: int, key: str, sums: object) -> None:
+    def __init__(self, name: str, extent: Extent, nbytes: int, key: str, sums: object) -> None:
         """Describe the first ``nbytes`` of an extent; ``key``: the object's name."""
-        self.what, self.nbytes, self.key = what, nbytes, key
+        self.name, self.nbytes, self.key = name, nbytes, key
         self.sums = sums
         """Its checksums: parts of one name that differ in them are not the same."""
         self._file, self._offset = extent.file, extent.offset
@@ -72,7 +72,7 @@ class StoredPart:
         """Raise DamageError unless bytes are those that were written."""
         if len(memory) != self.nbytes or not self.is_intact(memory):
             message = (
-                f"{self.what} was read from {source}: it is not as it was written, its checksum"
+                f"{self.name} was read from {source}: it is not as it was written, its checksum"
                 " does not fit. Take another snapshot; or, if it is an object elsewhere, delete it"
                 " and push again from a run that has it."
             )
@@ -103,8 +103,8 @@ class _TensorPart(StoredPart):
 
     def __init__(self, record: TensorRecord, key: str) -> None:
         self._record = record
-        what = f"{record.kind} tensor {record.name!r}"
-        super().__init__(what, record.extent, plain_bytes(record), key, record.checksum)
+        subject = f"{record.kind} tensor {record.name!r}"
+        super().__init__(subject, record.extent, plain_bytes(record), key, record.checksum)
 
     def is_intact(self, memory: torch.Tensor) -> bool:
         """Return whether bytes are those that were written."""

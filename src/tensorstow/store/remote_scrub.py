@@ -20,13 +20,13 @@ from tensorstow.store.remote_snapshots import find_snapshot, snapshot_names
 class RemoteDamage:
     """An object or a list that is missing, or is not as it was written."""
 
-    what: str
+    description: str
     snapshots: tuple[str, ...]
     """The snapshots that cannot be pulled because of it."""
 
     def __str__(self) -> str:
         """Return one line for people."""
-        return f"{self.what} (snapshot {', '.join(self.snapshots)})"
+        return f"{self.description} (snapshot {', '.join(self.snapshots)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def scrub_remote(remote: Remote, name: str | None = None) -> Iterator[RemoteProg
         data = remote.get(path)
         try:
             if data is None:
-                flaws[part] = f"{part.what}: {remote.url}/{path} is missing"
+                flaws[part] = f"{part.name}: {remote.url}/{path} is missing"
             else:
                 part.verify(aligned(data), f"{remote.url}/{path}")
         except DamageError as error:

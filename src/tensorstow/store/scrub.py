@@ -40,7 +40,7 @@ class Damage:
     path: Path
     offset: int
     nbytes: int
-    what: str
+    description: str
     """The chunk and its elements, or the tensor; and the difference."""
     generations: tuple[int, ...]
 
@@ -48,7 +48,7 @@ class Damage:
         """Return one line for people."""
         numbers = ", ".join(map(str, self.generations))
         location = f"{self.path}, {self.nbytes} bytes at offset {self.offset}"
-        return f"{location}: {self.what} (generation {numbers})"
+        return f"{location}: {self.description} (generation {numbers})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,9 @@ def scrub(files: Sequence[File], generations: Sequence[Generation]) -> Iterator[
         for extent, nbytes in outside(generation, sizes)
     ]
     numbers = {number for damage in beyond for number in damage.generations}
-    pieces = _list_pieces(each for each in generations if each.number not in numbers)
+    pieces = _list_pieces(
+        generation for generation in generations if generation.number not in numbers
+    )
     total = sum(piece.nbytes for piece, _ in pieces)
     if beyond:
         yield ScrubProgress(0, total, tuple(beyond))

@@ -97,7 +97,7 @@ def test_a_list_that_is_damaged_is_one_damage_and_others_are_read(pushed: str) -
     reports = list(scrub_remote(Remote(pushed)))
     (damage,) = [damage for report in reports for damage in report.damages]
     assert damage.snapshots == ("one",)
-    assert "rank-0-of-1.json cannot be read" in damage.what
+    assert "rank-0-of-1.json cannot be read" in damage.description
     assert reports[-1].done_bytes == reports[-1].total_bytes > 0
     with pytest.raises(OptionError, match=r"does not have it\. It has: one, two"):
         list(scrub_remote(Remote(pushed), "three"))

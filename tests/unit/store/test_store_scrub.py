@@ -64,10 +64,10 @@ def test_each_flaw_is_placed(store: Store) -> None:
     flip(store, second, SHAPE.weight_offset + 2 * 2999 + 1)
     flip(store, second, SHAPE.weight_offset + 2 * 3000)  # behind the end: nobody's
     states, weights = damages_in(store)
-    assert states.what == "chunk 1, states of elements 1024 to 2999 differ"
+    assert states.description == "chunk 1, states of elements 1024 to 2999 differ"
     assert (states.path, states.generations) == (store.files[0].path, (1, 2))
     assert states.offset == second.offset + 1024 // 32 * 4
-    assert weights.what == "chunk 1, weights of elements 2048 to 2999 differ"
+    assert weights.description == "chunk 1, weights of elements 2048 to 2999 differ"
     assert weights.offset == second.offset + SHAPE.weight_offset + 2 * 2048
     assert weights.nbytes == 2 * (3000 - 2048)
     assert f"{states.path}, " in str(states)
@@ -93,7 +93,7 @@ def test_a_long_tensor_is_read_in_pieces(store: Store) -> None:
     ]
     flip(store, record.extent, 12345)
     (damage,) = damages_in(store)
-    assert "frozen tensor 'table' has checksum" in damage.what
+    assert "frozen tensor 'table' has checksum" in damage.description
     assert (damage.offset, damage.nbytes) == (record.extent.offset, tensor.numel() * 8)
 
 
@@ -103,8 +103,8 @@ def test_bytes_that_cannot_be_read_are_damage(store: Store) -> None:
     store.files[0].engine.inject_fault("read", after=1, error=codes.EIO)
     (damage,) = damages_in(store)
     store.files[0].engine.clear_faults()
-    assert "chunk 1 cannot be read" in damage.what
-    assert "EIO" in damage.what
+    assert "chunk 1 cannot be read" in damage.description
+    assert "EIO" in damage.description
 
 
 def test_only_what_was_asked_for(store: Store) -> None:

@@ -46,20 +46,20 @@ def options_in(group: Mapping[str, Any]) -> dict[str, Any]:
 def check_options(optimizer: PlacedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise OptionError for options of saved groups that ``optimizer`` cannot step with."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=True):
-        own, loaded = options_in(group), options_in(theirs)
-        _refuse_other_kinds(own, loaded)
+        expected, loaded = options_in(group), options_in(theirs)
+        _refuse_other_kinds(expected, loaded)
         refuse_unheld(loaded)
         if isinstance(optimizer, StowedAdam):
-            check_group({**own, **loaded})
+            check_group({**expected, **loaded})
 
 
 def refuse_other_amsgrad(optimizer: PlacedOptimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Raise OptionError for saved groups, which were checked, with another ``amsgrad``."""
     for group, theirs in zip(optimizer.param_groups, saved, strict=True):
-        own = group.get("amsgrad")
-        if theirs.get("amsgrad", own) != own:
+        setting = group.get("amsgrad")
+        if theirs.get("amsgrad", setting) != setting:
             message = (
-                f"amsgrad={theirs['amsgrad']} was saved and the optimizer has {own}: it decides"
+                f"amsgrad={theirs['amsgrad']} was saved and the optimizer has {setting}: it decides"
                 " which states exist. Create the optimizer with the saved value, or pass"
                 " load_optimizer_states=False."
             )
@@ -69,11 +69,11 @@ def refuse_other_amsgrad(optimizer: PlacedOptimizer, saved: Sequence[Mapping[str
 def check_scheduler(scheduler: Any, saved: object) -> None:  # of any class
     """Raise OptionError for a saved state that cannot be that of ``scheduler``."""
     state = read_value(dict, saved, "the scheduler's state")
-    own = scheduler.state_dict()
-    if _LAST in own and _LAST not in state:
+    expected = scheduler.state_dict()
+    if _LAST in expected and _LAST not in state:
         message = f"The scheduler's state has no {_LAST!r}."
         raise OptionError(message)
-    _refuse_other_kinds(own, state)
+    _refuse_other_kinds(expected, state)
 
 
 def check_states(

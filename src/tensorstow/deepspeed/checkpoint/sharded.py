@@ -236,12 +236,12 @@ class ShardedCheckpoint:
         for values that cannot have been saved.
         """
         folder = self._folder
-        saved, own = saved_weights(folder), _kept(module)
+        saved, expected = saved_weights(folder), _kept(module)
         if strict:
-            missing, unexpected = own.keys() - saved.keys(), saved.keys() - own.keys()
+            missing, unexpected = expected.keys() - saved.keys(), saved.keys() - expected.keys()
             refuse_other_names(folder, missing, unexpected, STRICT)
-        for name in own.keys() & saved.keys():
-            refuse_other_shape(folder, name, saved[name].shape, own[name].shape)
+        for name in expected.keys() & saved.keys():
+            refuse_other_shape(folder, name, saved[name].shape, expected[name].shape)
         if optimizer is not None:
             self._check_states(module, optimizer)
 
@@ -262,8 +262,10 @@ class ShardedCheckpoint:
             for name, numbers in common.get("numbers", {}).items():
                 entries.setdefault(name, {}).update(numbers)
         refuse_other_groups(folder, saved_groups, group_names(module, optimizer))
-        own = {id(p): bool(g.get("amsgrad")) for g in optimizer.param_groups for p in g["params"]}
-        named = {name: p for name, p in _parameters(module).items() if id(p) in own}
+        settings = {
+            id(p): bool(g.get("amsgrad")) for g in optimizer.param_groups for p in g["params"]
+        }
+        named = {name: p for name, p in _parameters(module).items() if id(p) in settings}
         for key, saved in _metadata(folder).items():
             name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
             if key.startswith(_OPTIMIZER) and isinstance(saved, TensorStorageMetadata):
@@ -278,7 +280,7 @@ class ShardedCheckpoint:
                     message = f"{name!r} has states, and is no parameter of the optimizer."
                     raise OptionError(message)
                 if isinstance(optimizer, StowedAdam):
-                    check_states(named[name], entry, name, amsgrad=own[id(named[name])])
+                    check_states(named[name], entry, name, amsgrad=settings[id(named[name])])
                 elif "step" in entry:
                     check_step(entry["step"], name)
 
@@ -441,8 +443,8 @@ def _values_of(module: nn.Module) -> Tensors:
 def _kept(module: nn.Module) -> Tensors:
     """Return the parameters and buffers that a checkpoint has: a shared parameter once."""
     all_names = dict(module.named_parameters(remove_duplicate=False))
-    others = all_names.keys() - _parameters(module).keys()
-    return {name: values for name, values in module.state_dict().items() if name not in others}
+    aliases = all_names.keys() - _parameters(module).keys()
+    return {name: values for name, values in module.state_dict().items() if name not in aliases}
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:

@@ -129,9 +129,9 @@ class ZeroCheckpoint:
             saved_state = dict(self._common["module"])
             shapes = {n: self._shapes.get(n, values.shape) for n, values in saved_state.items()}
         if strict:
-            own = module.state_dict().keys()
+            expected = module.state_dict().keys()
             refuse_other_names(
-                self._folder, own - saved_state.keys(), saved_state.keys() - own, STRICT
+                self._folder, expected - saved_state.keys(), saved_state.keys() - expected, STRICT
             )
         for name, target in self._targets(module).items():
             refuse_other_shape(self._folder, name, shapes[name], target.shape)

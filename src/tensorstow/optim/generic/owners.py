@@ -125,8 +125,8 @@ class MatrixOwners:
             limit = max((queue[0].nbytes for queue in queues.values()), default=0)
             while any(queues.values()):
                 taken = [m for owner in sorted(queues) for m in _take(queues[owner], limit)]
-                here = [jobs[id(m.parameter)] for m in taken if m.is_here]
-                rounds.append(Round(taken, here))
+                local = [jobs[id(m.parameter)] for m in taken if m.is_here]
+                rounds.append(Round(taken, local))
         return rounds
 
 

@@ -379,8 +379,8 @@ class StowedOptimizer(PlacedOptimizer):
                 matrix = self._owners.find(parameter)
                 if param is None and not self._by_rows:  # unfrozen since
                     refuse_cut(self._stepper, parameter, name)
-                known = param if matrix is None else None
-                validation.check_gradient(leaf, known, name, masters=self._masters)
+                expected = param if matrix is None else None
+                validation.check_gradient(leaf, expected, name, masters=self._masters)
                 if matrix is not None:
                     matrix.check(name, self.state.get(parameter, {}))
                 due.append((group, parameter, leaf))
@@ -428,8 +428,8 @@ class StowedOptimizer(PlacedOptimizer):
 
     def _load(self, loaded: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
         manager = self._manager
-        here = {p: entry for p, entry in loaded if not self._owners.is_elsewhere(p)}
-        self._stepper.repair(self.param_groups, here)
+        local = {p: entry for p, entry in loaded if not self._owners.is_elsewhere(p)}
+        self._stepper.repair(self.param_groups, local)
         group_of = {id(p): group for group, p in self._all()}
         self._attach([(group_of[id(p)], p) for p, _ in loaded])
         for param in manager.params():

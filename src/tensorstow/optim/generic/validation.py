@@ -216,8 +216,8 @@ def check_saved(
                 f" {tuple(parameter.shape)}: they are of different models."
             )
             raise OptionError(message)
-    kept = {k for k, v in expected.items() if isinstance(v, torch.Tensor)} - {MASTER}
-    missing = sorted(kept - entry.keys())  # a master begins from its weight
+    names = {k for k, v in expected.items() if isinstance(v, torch.Tensor)} - {MASTER}
+    missing = sorted(names - entry.keys())  # a master begins from its weight
     if entry and missing:
         message = (
             f"The saved state of {name} has no {missing[0]!r} (it has {sorted(entry)}): it is"
