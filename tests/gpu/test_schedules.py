@@ -26,7 +26,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
-from tensorstow.memory.buffer_pool import PooledBuffer
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.memory.moving_bytes import ByteState
 from tensorstow.states import memory
 from tensorstow.states.native_pipeline import CallerChunks, UpdatePipeline
@@ -371,6 +371,18 @@ def _copies_take_no_time(simulated: ModuleType) -> Iterator[None]:
     simulated.set_delays(0, 1e12, 0)
     yield
     simulated.set_delays(1e-3, 5e9, 0)
+
+
+@pytest.fixture(autouse=True)
+def _writes_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy disk weights that are being written leave no room to read ahead for a while."""
+    unpin = BufferPool.unpin
+
+    def unpin_and_wait(pool: BufferPool, buffer: PooledBuffer, *, dirty: bool) -> None:
+        unpin(pool, buffer, dirty=dirty)
+        buffer.wait()
+
+    monkeypatch.setattr(BufferPool, "unpin", unpin_and_wait)
 
 
 @pytest.mark.parametrize("plan", PLANS)
