@@ -243,7 +243,9 @@ void Scheduler::update(PipelineChunk& chunk, PipelineMonitor::Lock& lock) {
   const UpdateScope scope = updater_.scope_of(chunk);
   const UpdatePhase phase = updater_.phase_of(chunk);
   if (phase != UpdatePhase::after) {
-    if (data_.step.is_undoable()) chunk.keep_undo();
+    // Without a gradient the states stay as they are, and a commit may write the weights beside
+    // them.
+    if (data_.step.is_undoable() && chunk.has_update) chunk.keep_undo();
     chunk.capturing = data_.step.spec().capture;
     if (scope == UpdateScope::resident) {
       if (chunk.capturing) data_.ring_of(chunk).take(chunk);

@@ -10,7 +10,7 @@ namespace stow {
 
 void StepUndo::check(const std::vector<StepParameter>& parameters, const StepSpec& step,
                      const std::vector<char>& expected) {
-  if (!step.open || step.capture || step.caller == Caller::updates) {
+  if (!step.open || step.caller == Caller::updates) {
     throw std::invalid_argument("begin: such a step cannot be undone");
   }
   for (const auto& chunk : data_.chunks) {

@@ -27,10 +27,10 @@ struct RigOptions {
   bool durable = false;  // chunks are nowhere until they are written, and commits write weights
 };
 
-// Two areas, each with a place for every chunk.
+// Three areas, each with a place for every chunk.
 class ChunkedFile {
  public:
-  static constexpr int kAreas = 2;
+  static constexpr int kAreas = 3;
 
   explicit ChunkedFile(const RigOptions& options) {
     lay_out(options.shapes, options);

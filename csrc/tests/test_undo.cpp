@@ -2,6 +2,7 @@
 // only what was confirmed has happened.
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "base/pool.h"
 #include "pipeline_cases.h"
@@ -131,6 +132,91 @@ void test_new_states_go_to_the_second_place(Make make) {
   check_all(rig);
 }
 
+// A run that commits: the place of each chunk's last commit, and the third area of the file.
+class Committed {
+ public:
+  explicit Committed(Rig& rig) : rig_(rig), free_(rig.file().chunks(), 2) {
+    for (int c = 0; c < rig.file().chunks(); ++c) rig.aim(0, c);
+  }
+
+  // What a commit does when the step that it is of has been written.
+  void commit() {
+    CHECK(rig_.pipeline().quiesce().error == 0);
+    CHECK(all_captured(rig_) && captures_agree(rig_));
+    ChunkLedger& ledger = rig_.pipeline().ledger();
+    held_.clear();
+    for (int c = 0; c < rig_.file().chunks(); ++c) {
+      const DiskPosition place = ledger.place(c);
+      held_.push_back({place, read(c, place)});
+      if (place != ledger.target(c)) continue;
+      rig_.aim(std::exchange(free_[c], area_of(c, place)), c);
+    }
+  }
+
+  bool is_intact() const {
+    for (std::size_t c = 0; c < held_.size(); ++c) {
+      if (read(static_cast<int>(c), held_[c].first) != held_[c].second) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<char> read(int chunk, DiskPosition place) const {
+    return rig_.file().read(place, Layout(rig_.file().spec(chunk)));
+  }
+
+  int area_of(int chunk, DiskPosition place) const {
+    for (int area = 0; area < ChunkedFile::kAreas; ++area) {
+      if (rig_.file().place_in(area, chunk) == place) return area;
+    }
+    throw std::logic_error("a chunk is in no area");
+  }
+
+  Rig& rig_;
+  std::vector<int> free_;
+  std::vector<std::pair<DiskPosition, std::vector<char>>> held_;
+};
+
+void test_commits_stay_whole(Make make) {
+  doing("commits");
+  std::mt19937 random(9);
+  for (const bool with_homes : {false, true}) {
+    RigOptions options =
+        mixed(3, Order::alternating, with_homes ? std::vector<int>{1, 3} : std::vector<int>{});
+    options.durable = true;
+    Rig rig(make({4, 4096}), options);
+    give_spares(rig);
+    Committed run(rig);
+    for (int number = 1; number <= 40; ++number) {
+      const bool commits = random() % 3 == 0;
+      const StepSpec spec{
+          .open = true, .capture = commits, .undoable = true, .caller = Caller::launches};
+      const int skip = static_cast<int>(random() % 7) - 2;  // often one parameter has no gradient
+      if (random() % 2 == 0) {
+        const FlatTraining before = rig.training();
+        rig.begin(100 + number, rig.training().all_but(skip), spec);
+        for (int p = 0; p < rig.training().size(); ++p) {
+          if (p != skip && random() % 4 != 0) rig.add_gradient(p);
+        }
+        usleep(static_cast<int>(random() % 3) * 400);
+        CHECK(rig.pipeline().undoing().undo().error == 0);
+        rig.training().go_back_to(before);
+        CHECK(run.is_intact());
+      }
+      rig.begin(number, rig.training().all_but(skip), spec);
+      for (int p = 0; p < rig.training().size(); ++p) {
+        if (p != skip) rig.add_gradient(p);
+      }
+      rig.pipeline().undoing().confirm();
+      rig.pipeline().close();
+      CHECK(rig.pipeline().progress().wait_published().error == 0);
+      CHECK(rig.training().agrees() && run.is_intact());
+      if (commits) run.commit();
+    }
+    check_all(rig);
+  }
+}
+
 void test_wrong_calls_are_refused(Make make) {
   doing("wrong calls");
   Rig rig(make({4, 4096}), with(2, Order::given, {}));
@@ -139,9 +225,7 @@ void test_wrong_calls_are_refused(Make make) {
   CHECK(throws<std::logic_error>([&] { pipeline.undoing().undo(); }));
   CHECK(throws<std::logic_error>([&] { pipeline.undoing().confirm(); }));
   constexpr StepSpec kClosed{.undoable = true};
-  constexpr StepSpec kCommits{.open = true, .capture = true, .undoable = true};
   CHECK(throws<std::invalid_argument>([&] { rig.begin(1, rig.training().all_but(), kClosed); }));
-  CHECK(throws<std::invalid_argument>([&] { rig.begin(1, rig.training().all_but(), kCommits); }));
   rig.begin(1, rig.training().all_but(), kOpen);
   CHECK(throws<std::logic_error>([&] { pipeline.undoing().undo(); }));
   for (int p = 0; p < 3; ++p) rig.add_gradient(p);
@@ -172,6 +256,7 @@ int main() {
     test_a_confirmed_step_is_a_step(make);
     test_what_cannot_be_undone_waits(make);
     test_new_states_go_to_the_second_place(make);
+    test_commits_stay_whole(make);
     test_wrong_calls_are_refused(make);
     test_a_failed_write_is_reported(make);
   }

@@ -7,7 +7,7 @@ from typing import Any
 
 from tensorstow.checkpoint import commits
 from tensorstow.checkpoint import resume as resuming
-from tensorstow.states import state_store, stored
+from tensorstow.states import native_pipeline, state_store, stored
 from tensorstow.store import durability, manifest, space, store
 
 MOMENTS: dict[str, tuple[Any, str, str]] = {
@@ -38,6 +38,9 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     # A step.
     "a step handed over": (state_store.UpdatePipeline, "step", "after"),
     "a step begins": (state_store.UpdatePipeline, "step", "before"),
+    "before updates are undone": (native_pipeline.Undoing, "undo", "before"),
+    "updates are undone": (native_pipeline.Undoing, "undo", "after"),
+    "updates are confirmed": (native_pipeline.Undoing, "confirm", "after"),
 }
 
 

@@ -73,7 +73,7 @@ def run_killed(case: Case, kill_points: Sequence[KillPoint], directory: Path) ->
         elif status != 0:
             history.wrong.append(f"attempt {attempt} ({kill_point}) ended with status {status}")
             return history
-    wanted = undisturbed(case.state_format or "split", case.steps)
+    wanted = undisturbed(case.state_format or "split", case.steps, clips=case.clips)
     found = json.loads((directory / "facts").read_text(encoding="ascii"))
     history.wrong += differing(found, wanted[case.steps])
     _read_losses(directory / "losses", case, history)

@@ -13,4 +13,7 @@ CASES = [
     Case("backward", "int8", commit_every=3),
     Case("backward", "fp32", commit_every=None),
     Case("forward", "split", commit_every=None, pin_every=5),
+    Case("speculative", "split", commit_every=1, pin_every=3, clips=True),
+    Case("speculative", "int8", commit_every=2, ram_budget="1100KiB", clips=True),
+    Case("speculative", "fp32", commit_every="0.02s", clips=True),
 ]

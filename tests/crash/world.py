@@ -37,6 +37,8 @@ class Case:
     states: str | float = "disk"
     pin_every: int = 0
     """Steps between snapshots; the last two are kept."""
+    clips: bool = False
+    """Whether the norm of gradients is limited, so that it clips three of five steps."""
     steps: int = 20
     policy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,7 +94,7 @@ def make_optimizer(
             "extra": extra,
             "overlap": case.overlap,
             "module": model,
-            "accumulation_steps": MICRO if case.overlap == "backward" else 1,
+            "accumulation_steps": MICRO if case.overlap in {"backward", "speculative"} else 1,
         }
     return AdamW(
         [{"params": dense}, {"params": bare, "weight_decay": 0.0}],
@@ -149,6 +151,8 @@ class World:
         """Take steps; ``told`` gets the number of each and its loss."""
         while self.step < until:
             loss = self.backward()
+            if self.case.clips:
+                self.optimizer.clip_grad_norm_(1e-3 if self.step % 5 in {1, 3, 4} else 1e9)
             self.optimizer.step()
             self.step += 1
             self.scheduler.step()
@@ -208,10 +212,12 @@ class World:
 
 
 @cache
-def undisturbed(state_format: str, steps: int = Case.steps) -> list[dict[str, str]]:
+def undisturbed(
+    state_format: str, steps: int = Case.steps, *, clips: bool = False
+) -> list[dict[str, str]]:
     """Return what a run in RAM that nothing happens to is, before its first step and after each."""
     here = torch.get_rng_state(), random.getstate()
-    world = World(Case(state_format=state_format, steps=steps))
+    world = World(Case(state_format=state_format, steps=steps, clips=clips))
     facts = [world.facts()]
     for step in range(1, world.case.steps + 1):
         world.train(step)

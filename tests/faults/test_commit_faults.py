@@ -72,7 +72,11 @@ def assert_poisoned(world: World) -> None:
             use()
 
 
-@crossed(overlap=("none", "forward", "backward"), code=(errno.ENOSPC, errno.EIO), after=(0, 9, 20))
+@crossed(
+    overlap=("none", "forward", "backward", "speculative"),
+    code=(errno.ENOSPC, errno.EIO),
+    after=(0, 9, 20),
+)
 def test_a_write_of_states_fails(overlap: Overlap, code: int, after: int, tmp_path: Path) -> None:
     case = replace(CASE, overlap=overlap)
     world = World(case, tmp_path)
@@ -119,7 +123,7 @@ def _write_nothing(store: Store, kind: str, name: str, tensor: torch.Tensor) -> 
     return TensorRecord(kind, name, dtype, tuple(tensor.shape), store.allocate(tensor.nbytes), 0)
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "speculative"])
 @pytest.mark.parametrize("failing", [1, 2, 4])
 def test_a_write_of_something_else_fails(
     overlap: Overlap, failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,7 +301,7 @@ def test_a_damaged_weight_is_told_by_parameter_and_place(named: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("tried", [True, False], ids=["tried again", "resumed at once"])
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "speculative"])
 def test_the_first_error_is_the_damage_itself_and_resume_goes_on(
     overlap: Overlap, tmp_path: Path, *, tried: bool
 ) -> None:

@@ -14,7 +14,7 @@ import children
 from tensorstow import AdamW
 from tensorstow.base.errors import TransferError
 
-OVERLAPS = ["none", "forward", "backward"]
+OVERLAPS = ("none", "forward", "backward", "speculative")
 
 
 def model() -> nn.Sequential:

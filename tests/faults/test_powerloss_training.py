@@ -26,6 +26,7 @@ CASES = [
     Case("forward", "fp32", commit_every=3, ram_budget="1100KiB"),
     Case("backward", "int8", commit_every=1, pin_every=3),
     Case("forward", "bf16", commit_every=None, pin_every=5),
+    Case("speculative", "split", commit_every=2, clips=True),
 ]
 
 

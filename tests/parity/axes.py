@@ -174,8 +174,6 @@ def _objections_to_schedules(row: Mapping[str, Value], *, upstream: bool) -> Ite
     yield overlap == "backward" and looks
     # What is undone has a second copy on disk, and torch's clipping needs gradients in ``.grad``.
     yield overlap == "speculative" and row.get("placement") == "ram"
-    stored = row.get("durability") == "commit" or row.get("resume") in {"commit", "crash"}
-    yield overlap == "speculative" and stored
     yield overlap == "speculative" and row.get("clipping") == "torch"
     yield overlap == "speculative" and row.get("scaling", "none") != "none"
 

@@ -132,7 +132,8 @@ def judge_training(case: Case, left: dict[Path, bytes], root: Path, promised: in
 
 
 def _wrong_with(world: World, where: str) -> list[str]:
-    wanted = undisturbed(world.case.state_format or "split")[world.step]
+    case = world.case
+    wanted = undisturbed(case.state_format or "split", clips=case.clips)[world.step]
     different = differing(world.facts(), wanted)
     return [f"{where}: {len(different)} things differ, {different[0]}"] if different else []
 

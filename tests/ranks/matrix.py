@@ -91,8 +91,7 @@ def allowed(row: Mapping[str, Value]) -> bool:
 
 
 def _can_undo(row: Mapping[str, Value], elsewhere: bool) -> bool:  # noqa: FBT001
-    scratch = row.get("states", "disk") == "disk" and row.get("resume", "none") == "none"
-    return scratch and row.get("clip") != "torch" and not elsewhere
+    return row.get("states", "disk") == "disk" and row.get("clip") != "torch" and not elsewhere
 
 
 def configs(axes: Axes) -> list[tuple[RunConfig, int]]:

@@ -98,6 +98,8 @@ class Commits:
         self.stop: StopHandlers | None = None
         """The handlers of signals after which the run commits and ends."""
         self.extents = CommittedExtents()
+        self._decided: tuple[int, bool] | None = None
+        """How many steps had been taken at the last decision, and whether the next one commits."""
         self._last = time.monotonic()
         self._health = Health("A commit was waited for in a forked process: it is the parent's.")
         self._executor: ThreadPoolExecutor | None = None
@@ -134,7 +136,12 @@ class Commits:
         self._extra_checked = True
 
     def due(self) -> bool:
-        """Return whether the step that is about to be taken commits."""
+        """Return whether the step that is about to be taken commits.
+
+        One that was undone commits if it does when it is begun again: all ranks know of it.
+        """
+        if self._decided is not None and self._decided[0] == self.step:
+            return self._decided[1]
         is_stopping = self.stop is not None and self.stop.is_asked
         self.prompt = self.requested or is_stopping
         self.requested = False  # a later request is another one
@@ -146,7 +153,13 @@ class Commits:
             self.requested, self.prompt = True, False  # rank 0 has not received the request yet
         if self.stop is not None:
             self.prompt, self.stop.ends_with = self.prompt or ends_with is not None, ends_with
+        self._decided = self.step, due
         return due
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a requested commit is pending, or was of a step that was undone."""
+        return self.requested or (self.prompt and self._decided == (self.step, True))
 
     def _is_time(self) -> bool:
         if self.prompt:
@@ -347,6 +360,7 @@ class Commits:
 
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Continue from a generation that was just loaded."""
+        self.requested, self._decided = self.is_requested, None
         self.step = self.committed = generation.step
         self.generation = generation.number
         self.era = max(self.era, era_of(generation))

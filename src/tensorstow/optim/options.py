@@ -86,7 +86,6 @@ def offload_policy(
         refuse_undo(
             {
                 "all states in host memory": state_placement.disk_fraction == 0,
-                "a durable run": state_placement.durable,
                 keyword_of(update_on): reaches_device(update_on),
             }
         )

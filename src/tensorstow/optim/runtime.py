@@ -248,7 +248,7 @@ class OptimizerRuntime:
     def _why_not(self, *, asked: bool) -> str | None:
         """Return why the end does not commit; None if it does."""
         commits = self.commits
-        if commits.every.by_hand and not (asked and commits.requested):
+        if commits.every.by_hand and not (asked and commits.is_requested):
             return _BY_HAND
         if not (self.ranks.alone or asked):
             return "a commit needs all ranks, and this one ended by an error or without close()"

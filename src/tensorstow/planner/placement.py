@@ -447,7 +447,10 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     yield from _on_the_link(plan, sizes, conditions)
     if conditions.commits:
         frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
-        yield Item(Tier.DISK, "two commits", 2 * (memory.file_bytes + max(frozen, 0)))
+        places = 2 if plan.timing.can_undo else 1
+        chunks = memory.file_bytes // places
+        yield Item(Tier.DISK, "two commits", 2 * (chunks + max(frozen, 0)))
+        yield Item(Tier.DISK, "updates that may be undone", (places - 1) * chunks)
     else:
         yield Item(Tier.DISK, "states", memory.file_bytes)
 

@@ -8,9 +8,11 @@ second place, and the old weights are in a copy in memory. A chunk whose states 
 no second place, and is not updated before the factor is known.
 
 So it takes the weights once more in memory, the states once more on disk, and the gradients of all
-parameters until ``step()``, as clipping does anyway. An undone step takes the time of one with
-``overlap="forward"`` and that of writing what was undone. So after two clipped steps in a row, as
-at the start of a run, updates wait for ``step()`` until one is not clipped.
+parameters until ``step()``, as clipping does anyway. A run that commits has three places for each
+chunk: of the last commit, of the last step, and of the step that may be undone, which may commit
+too. An undone step takes the time of one with ``overlap="forward"`` and that of writing what was
+undone. So after two clipped steps in a row, as at the start of a run, updates wait for ``step()``
+until one is not clipped.
 """
 
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from dataclasses import replace
 import torch
 
 from tensorstow.base.signals import SignalsDeferred
+from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import AccumulationSteps
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
@@ -63,6 +66,8 @@ class SpeculativeOverlap(BackwardOverlap):
         """Memory for the old weights, by the numbers of their parameters."""
         self._clipped_in_a_row = 0
         """How many of the last steps were clipped."""
+        self._written_by_others: set[int] = set()
+        """Numbers of the parameters whose weights others had written before the open step."""
 
     def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now; ``zero_grad()`` undoes a step."""
@@ -80,11 +85,18 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
+        params = [update.param for update in plan.updates]
+        self._written_by_others = {param.number for param in params if param.written_by_others}
         for update in plan.updates:
             number = update.param.number
             row = plan.rows[number]
             plan.rows[number] = row._replace(backup=self._backup_of(number, row.weight))
         super().begin(plan, undoable=undoable)
+
+    def abort(self) -> None:
+        """Drop the open step, its gradients and the old weights: others may follow."""
+        super().abort()
+        self._backups.clear()
 
     def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
         backup = self._backups.get(number)
@@ -109,6 +121,9 @@ class SpeculativeOverlap(BackwardOverlap):
             self._params.update_router.step_path.undo()
             for update in opened.updates:
                 _restore_hidden(update)
+                is_of_others = update.param.number in self._written_by_others
+                if update.param.tier is Tier.HOST and not is_of_others:
+                    update.param.remember()
         self._plan = None
         self.gradients.restart()
         self._last_order = []  # ``redo`` has another
@@ -181,10 +196,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
 @torch.no_grad()
 def _restore_hidden(update: ParamUpdate) -> None:
-    """Copy the old weight back that ``nan_until_published`` has hidden.
-
-    It stays a weight that others may have written: its master may have to be seeded still.
-    """
+    """Copy the old weight back that ``nan_until_published`` has hidden."""
     param = update.param
     if param.host is not None and param.host_weight is None:
         param.parameter.copy_(param.host)

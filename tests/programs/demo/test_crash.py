@@ -34,7 +34,11 @@ def test_killed_at(number: int, moment: str, tmp_path: Path) -> None:
     kills = 0
     for count in (1, 3):
         overlap: Overlap = ("none", "forward", "backward")[(number + count) % 3]
-        case = Case(overlap, commit_every=2, pin_every=2, ram_budget="1100KiB", steps=14)
+        clips = moment.startswith(("before updates", "updates are"))
+        overlap = "speculative" if clips else overlap
+        case = Case(
+            overlap, commit_every=2, pin_every=2, ram_budget="1100KiB", clips=clips, steps=14
+        )
         begun = KillPoint(moment="behind the transaction", count=4)
         aimed = KillPoint(moment=moment, count=count)
         is_beginning = "new" in moment.split() or moment == "room for states"

@@ -12,6 +12,7 @@ from models import ResidualStack
 from remote import make_remote
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
+from tensorstow.base.update_on import PlanOverlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
@@ -264,6 +265,21 @@ def test_what_may_be_undone_is_predicted_twice() -> None:
     assert held[Tier.DISK, "states"] == found.file_bytes
     assert held[Tier.HOST, "old weights"] == found.host_weight_bytes
     assert held[Tier.HOST, "gradients"] == found.gradient_bytes
+
+
+def test_what_may_be_undone_has_a_third_place_in_a_run_that_commits() -> None:
+    sizes, conditions = Sizes.of(units_of(deep()), 1), replace(HERE, commits=True)
+
+    def held(overlap: PlanOverlap) -> dict[str, int]:
+        plan = Plan(Tier.HOST, Tier.DISK, overlap=overlap)
+        items = items_of(plan, sizes, conditions)
+        return {item.purpose: item.nbytes for item in items if item.tier == Tier.DISK}
+
+    commits = held("backward")["two commits"]
+    assert held("speculative") == {
+        "two commits": commits,
+        "updates that may be undone": commits // 2,
+    }
 
 
 @pytest.mark.parametrize("kept_as", StateFormat)

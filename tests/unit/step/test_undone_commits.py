@@ -1,0 +1,206 @@
+"""``overlap="speculative"`` in a run that commits: what is undone was never in a commit."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parity.beside import CHUNK, blocks, same, weights
+from parity.cover import crossed
+from tensorstow import AdamW, PipelinePolicy, usage
+
+NEVER, ALWAYS = 1e9, 1e-3
+"""Norms that clip no step, and every step."""
+SCHEDULES = {
+    "never": [NEVER] * 7,
+    "always": [ALWAYS] * 7,
+    "in turns": [NEVER, ALWAYS] * 3 + [NEVER],
+    "at first": [ALWAYS] * 3 + [NEVER] * 4,
+    "at last": [NEVER] * 4 + [ALWAYS] * 3,
+}
+PLAIN = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+
+
+def backward(model: nn.Module, step: int) -> None:
+    """Run a backward; in each third step the first two blocks, and their chunks, have none."""
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+    left_out = [] if step % 3 < 2 else list(model.parameters())[:4]
+    for param in left_out:
+        param.requires_grad = False
+    torch.autograd.backward(model(x).float().square().mean())
+    for param in left_out:
+        param.requires_grad = True
+
+
+def train(
+    optimizer: AdamW, model: nn.Module, norms: Sequence[float], first: int = 0
+) -> list[dict[str, Tensor]]:
+    """Return the weights after each step."""
+    after = []
+    for step, most in enumerate(norms[first:], start=first):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.clip_grad_norm_(most)
+        optimizer.step()
+        optimizer.wait()
+        after.append(weights(model))
+    return after
+
+
+def states_of(optimizer: AdamW) -> list[Tensor]:
+    entries = optimizer.state_dict()["state"].values()
+    return [torch.as_tensor(value).clone() for entry in entries for value in entry.values()]
+
+
+def committing(model: nn.Module, directory: Path, **given: Any) -> AdamW:  # noqa: ANN401
+    given = {"states": "disk", "commit_every": 1, **given}
+    return AdamW(
+        model.parameters(),
+        lr=1e-2,
+        dir=directory,
+        overlap="speculative",
+        module=model,
+        policy=PLAIN,
+        **given,
+    )
+
+
+def wait_for_updates(optimizer: AdamW, model: nn.Module) -> None:
+    """Wait for the updates of backward, and for what they write."""
+    pipeline, chunks = optimizer._states().pipeline, optimizer._states().chunks
+    pipeline.wait_parameters([optimizer._params().get(p).number for p in model.parameters()])
+    while any(pipeline.stored.state(chunk) == "writing" for chunk in chunks):
+        time.sleep(1e-3)
+
+
+def resumed(directory: Path, copy: Path, dtype: torch.dtype, **given: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    """Return what a copy of the run goes on from: as after the loss of its process."""
+    shutil.copytree(directory, copy)
+    model = blocks().to(dtype)
+    optimizer = committing(model, copy, **given)
+    step = optimizer.resume()
+    return step, model, optimizer
+
+
+@crossed(
+    norms=tuple(SCHEDULES),
+    dtype=(torch.float32, torch.bfloat16),
+    every=(1, 2, 3, None),
+    states=("disk", 0.5),
+)
+def test_bits_and_commits_are_those_without_overlap(
+    norms: str, dtype: torch.dtype, every: int | None, states: str | float, tmp_path: Path
+) -> None:
+    limits = SCHEDULES[norms]
+    model = blocks().to(dtype)
+    plain = AdamW(model.parameters(), lr=1e-2)
+    want = train(plain, model, limits)
+    given = {"commit_every": every, "states": states}
+    for lost in (1, 4, 6):
+        run, other = tmp_path / f"run{lost}", blocks().to(dtype)
+        optimizer = committing(other, run, **given)
+        assert all(map(same, train(optimizer, other, limits[:lost]), want))
+        if every is None and lost > 2:
+            optimizer.commit()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        backward(other, lost)  # the open step is lost
+        step, other, optimizer = resumed(run, tmp_path / f"copy{lost}", dtype, **given)
+        assert (step or 0) == (lost - lost % every if every else lost if lost > 2 else 0)
+        assert step is None or same(weights(other), want[step - 1])
+        assert all(map(same, train(optimizer, other, limits, step or 0), want[step or 0 :]))
+        assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
+        optimizer.close()
+
+
+def test_a_step_that_was_undone_still_commits_as_requested(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path, commit_every=None)
+    train(optimizer, model, [NEVER])
+    optimizer.request_commit()
+    optimizer.zero_grad()
+    backward(model, 8)
+    optimizer.zero_grad()
+    assert optimizer._runtime.commits.committed is None
+    train(optimizer, model, [NEVER, NEVER], 1)
+    assert optimizer._runtime.commits.committed == 2
+    train(optimizer, model, [NEVER] * 3, 2)  # and the next one does not
+    assert optimizer._runtime.commits.committed == 2
+    optimizer.close()
+
+
+def test_close_commits_what_was_requested_of_a_step_that_it_undoes(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path / "run", commit_every=None)
+    (want,) = train(optimizer, model, [NEVER])
+    optimizer.request_commit()
+    optimizer.zero_grad()
+    backward(model, 8)
+    optimizer.close()
+    step, model, optimizer = resumed(tmp_path / "run", tmp_path / "copy", torch.float32)
+    assert (step, same(weights(model), want)) == (1, True)
+    optimizer.close()
+
+
+def test_a_request_outlives_a_resume_that_drops_its_step(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path, commit_every=None)
+    want = train(optimizer, model, [NEVER] * 4)
+    optimizer.commit()
+    train(optimizer, model, [NEVER] * 6, 4)
+    optimizer.request_commit()
+    optimizer.zero_grad()
+    backward(model, 6)
+    assert optimizer.resume() == 4
+    assert same(weights(model), want[-1])
+    train(optimizer, model, [NEVER] * 7, 4)
+    assert optimizer._runtime.commits.committed == 5
+    backups = optimizer._runtime.schedule._backups  # type: ignore[attr-defined]
+    held = {id(memory) for memory in optimizer._states().pipeline.memory}
+    assert len(backups) == 6
+    assert held >= {id(backup) for backup in backups.values()}
+    optimizer.close()
+
+
+def test_a_chunk_has_three_places(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path, commit_every=2)
+    stored, places = optimizer._states().pipeline.stored, []
+    for step in range(12):
+        train(optimizer, model, [NEVER if step % 5 else ALWAYS] * (step + 1), step)
+        optimizer.synchronize()
+        places += [stored.place(chunk) for chunk in optimizer._states().chunks]
+    chunks = optimizer._states().chunks
+    assert len(set(places)) <= 3 * len(chunks)
+    assert usage(optimizer=optimizer).states.file_bytes == 2 * sum(c.file_bytes for c in chunks)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("at", ["begun", "undone", "taken again"])
+def test_a_lost_process_goes_on_from_its_commit(at: str, tmp_path: Path) -> None:
+    """Whatever an open step has written."""
+    model, run = blocks(), tmp_path / "run"
+    optimizer = committing(model, run)
+    want = train(optimizer, model, [NEVER] * 3)[-1]
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    backward(model, 3)
+    wait_for_updates(optimizer, model)
+    if at == "undone":
+        optimizer.zero_grad()
+    elif at == "taken again":
+        optimizer.clip_grad_norm_(ALWAYS)
+        optimizer.step()
+        optimizer.synchronize()
+        (want,) = [weights(model)]
+    step, model, other = resumed(run, tmp_path / "copy", torch.float32)
+    assert (step, same(weights(model), want)) == (4 if at == "taken again" else 3, True)
+    other.close()
+    optimizer.zero_grad()
+    optimizer.close()
