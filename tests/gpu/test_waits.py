@@ -522,7 +522,7 @@ def test_nothing_is_under_way_of_a_step_that_was_given_up(
     net.bring(range(2, 3))
     optimizer.zero_grad()
     loss = net(2)
-    spin(device, 5 * LATE)
+    spin(device, 20 * LATE)
     torch.autograd.backward(loss)
     link = optimizer._params().update_router.updaters[0].link
     assert isinstance(link, StreamLink)

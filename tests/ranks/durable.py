@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from stopped import stop
 from tensorstow.base.errors import CommitError, OptionError, RankError, StowError
-from tensorstow.checkpoint.commits import Commits
+from tensorstow.checkpoint.run import Interval
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 
@@ -151,7 +151,7 @@ def steps_committed(directory: Path, steps: int) -> list[int]:
     run = DurableRun(directory, commit_every="10min")
     with (
         patched(Store, "commit", noting),
-        patched(Commits, "_is_time", lambda _: clock.random() < 0.4),
+        patched(Interval, "is_due", lambda *_: clock.random() < 0.4),
     ):
         run.train(steps)
         run.stop()

@@ -146,8 +146,13 @@ class Commits:
         self.prompt = self.requested or is_stopping
         self.requested = False  # a later request is another one
         stop_status = None if self.stop is None else self.stop.status
+        step = self.step + 1
+
+        def is_due() -> bool:
+            return self.prompt or self.every.is_due(step, time.monotonic() - self._last)
+
         due, ends_with = self.ranks.decide(
-            self.step + 1, self._is_time, requests=self.prompt, stop_status=stop_status
+            step, is_due, requests=self.prompt, stop_status=stop_status
         )
         if self.prompt and not due:
             self.requested, self.prompt = True, False  # rank 0 has not received the request yet
@@ -160,15 +165,6 @@ class Commits:
     def is_requested(self) -> bool:
         """Whether a requested commit is pending, or was of a step that was undone."""
         return self.requested or (self.prompt and self._decided == (self.step, True))
-
-    def _is_time(self) -> bool:
-        if self.prompt:
-            return True
-        if self.every.steps is not None:
-            return (self.step + 1) % self.every.steps == 0
-        return (
-            self.every.seconds is not None and time.monotonic() - self._last >= self.every.seconds
-        )
 
     def reporting_errors(self, *, commits: bool) -> AbstractContextManager[None]:
         """Report errors of the block to ranks that will wait for this step's commit."""

@@ -29,6 +29,12 @@ class Interval:
         """Whether the run commits by hand alone."""
         return self.seconds is None and self.steps is None
 
+    def is_due(self, step: int, seconds: float) -> bool:
+        """Return whether ``step`` commits, which ends ``seconds`` after the last commit."""
+        if self.steps is not None:
+            return step % self.steps == 0
+        return self.seconds is not None and seconds >= self.seconds
+
     @classmethod
     def parse(cls, value: str | int | None) -> "Interval":
         """Read "10min", "90s", "2h", "1d", a number of steps, or None for only by hand."""

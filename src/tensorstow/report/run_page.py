@@ -77,7 +77,15 @@ def figures_of(record: RunRecord) -> dict[str, Any]:
         "disk_bytes": record.disk_bytes,
         "memory": asdict(record.memory),
         "traffic": asdict(record.traffic),
-        "plan": [asdict(compared) for compared in record.compared],
+        "plan": [
+            {
+                "tier": item.tier,
+                "what": item.purpose,
+                "predicted": item.predicted,
+                "measured": item.measured,
+            }
+            for item in record.compared
+        ],
         "predicted_step": None if record.predicted is None else asdict(record.predicted),
         "dropped": record.dropped,
     }
