@@ -22,10 +22,9 @@ void PipelineChunk::keep_undo() {
   undo.place = place;
   undo.target = target;
   undo.spare = spare;
-  undo.states = checksums.states;
-  undo.recorded = checksums.recorded;
-  undo.is_recorded = checksums.is_recorded;
-  if (!undo.blank && target == place) std::swap(target, spare);
+  undo.checksums = checksums;  // also of weights: what the place holds may be in the next commit
+  const bool is_held = !undo.blank || undo.captured;
+  if (is_held && target == place) std::swap(target, spare);
 }
 
 void PipelineChunk::restore() {
@@ -35,9 +34,7 @@ void PipelineChunk::restore() {
   place = undo.place;
   target = undo.target;
   spare = undo.spare;
-  checksums.states = undo.states;
-  checksums.recorded = undo.recorded;
-  checksums.is_recorded = undo.is_recorded;
+  checksums = undo.checksums;
 }
 
 }  // namespace stow

@@ -32,8 +32,7 @@ struct ChunkUndo {
   bool blank = false;     // its states were zero
   bool captured = false;
   DiskPosition place, target, spare;
-  std::vector<std::uint32_t> states, recorded;
-  std::vector<char> is_recorded;
+  ChunkChecksums checksums;
 };
 
 struct PipelineChunk {

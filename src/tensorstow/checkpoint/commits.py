@@ -164,7 +164,8 @@ class Commits:
     @property
     def is_requested(self) -> bool:
         """Whether a requested commit is pending, or was of a step that was undone."""
-        return self.requested or (self.prompt and self._decided == (self.step, True))
+        is_answered = self._decided != (self.step, True)
+        return self.requested or (not is_answered and (self.prompt or self.every.by_hand))
 
     def reporting_errors(self, *, commits: bool) -> AbstractContextManager[None]:
         """Report errors of the block to ranks that will wait for this step's commit."""

@@ -100,7 +100,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
         backup = self._backups.get(number)
-        if backup is None and weight is not None:  # it keeps its size: another one is refused
+        if weight is not None and (backup is None or not _fits(backup, weight)):
             backup = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
             self._backups[number] = backup
             self._params.store.pipeline.memory.append(backup)
@@ -192,6 +192,10 @@ class SpeculativeOverlap(BackwardOverlap):
         """Raise OptionError if steps may be skipped; any other factor is applied by ``redo``."""
         if may_skip:
             super().check_scaling(factor, may_skip=may_skip)
+
+
+def _fits(backup: torch.Tensor, weight: torch.Tensor) -> bool:
+    return backup.numel() == weight.numel() and backup.dtype == weight.dtype
 
 
 @torch.no_grad()

@@ -168,6 +168,62 @@ def test_a_request_outlives_a_resume_that_drops_its_step(tmp_path: Path) -> None
     optimizer.close()
 
 
+@pytest.mark.parametrize("end", ["commit", "snapshot", "close", "commit_to", "another step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_an_undone_commit_has_written_is_in_no_later_one(
+    dtype: torch.dtype, end: str, tmp_path: Path
+) -> None:
+    model, run = blocks().to(dtype), tmp_path / "run"
+    optimizer = committing(model, run, commit_every=1)
+    want = train(optimizer, model, [NEVER] * 2)[-1]
+    optimizer.zero_grad()
+    backward(model, 3)  # of all parameters, and the step would commit
+    wait_for_updates(optimizer, model)
+    optimizer.zero_grad()
+    if end == "another step":
+        want = train(optimizer, model, [NEVER] * 3, 2)[-1]  # the first chunks have no gradient
+    elif end == "commit_to":
+        run = tmp_path / "elsewhere"
+        optimizer.commit_to(run, extra={})
+    elif end == "snapshot":
+        optimizer.snapshot("one", extra={})
+    elif end == "commit":
+        optimizer.commit(extra={})
+    optimizer.close()
+    step, model, optimizer = resumed(run, tmp_path / "copy", dtype)
+    assert (step, same(weights(model), want)) == (3 if end == "another step" else 2, True)
+    optimizer.close()
+
+
+def test_old_weights_are_those_of_the_parameters_of_now(tmp_path: Path) -> None:
+    """Also where others, of another size, have come in their place."""
+    model = blocks()
+    optimizer = AdamW(
+        model.parameters(),
+        lr=1e-2,
+        states="disk",
+        dir=tmp_path,
+        durability="none",
+        overlap="speculative",
+        policy=PLAIN,
+    )
+    train(optimizer, model, [NEVER, ALWAYS])
+    larger, plain = blocks(64), blocks(64)
+    optimizer.param_groups[0]["params"] = list(larger.parameters())
+    optimizer.state.clear()
+    reference = AdamW(plain.parameters(), lr=1e-2)
+    for net, each in ((larger, optimizer), (plain, reference)):
+        for step, most in enumerate([NEVER, ALWAYS, NEVER]):
+            each.zero_grad()
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            torch.autograd.backward(net(x).square().mean())
+            each.clip_grad_norm_(most)
+            each.step()
+        each.wait()
+    assert same(weights(larger), weights(plain))
+    optimizer.close()
+
+
 def test_a_chunk_has_three_places(tmp_path: Path) -> None:
     model = blocks()
     optimizer = committing(model, tmp_path, commit_every=2)
