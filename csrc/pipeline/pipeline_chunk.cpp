@@ -23,8 +23,7 @@ void PipelineChunk::keep_undo() {
   undo.target = target;
   undo.spare = spare;
   undo.checksums = checksums;  // also of weights: what the place holds may be in the next commit
-  const bool is_held = !undo.blank || undo.captured;
-  if (is_held && target == place) std::swap(target, spare);
+  if (target == place) std::swap(target, spare);
 }
 
 void PipelineChunk::restore() {

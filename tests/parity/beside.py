@@ -17,6 +17,17 @@ POISONED = PipelinePolicy(
 DELAY_S = 0.02
 
 Loss = Callable[[nn.Module, int], Tensor]
+PLAIN = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+NEVER, ALWAYS = 1e9, 1e-3
+"""Norms that clip no step, and every step."""
+SCHEDULES = {
+    "never": [NEVER] * 7,
+    "always": [ALWAYS] * 7,
+    "in turns": [NEVER, ALWAYS] * 3 + [NEVER],
+    "at first": [ALWAYS] * 3 + [NEVER] * 4,
+    "at last": [NEVER] * 4 + [ALWAYS] * 3,
+}
+"""Norms of seven steps."""
 
 
 def blocks(width: int = 32, depth: int = 3) -> nn.Sequential:

@@ -164,8 +164,8 @@ class Commits:
     @property
     def is_requested(self) -> bool:
         """Whether a requested commit is pending, or was of a step that was undone."""
-        is_answered = self._decided != (self.step, True)
-        return self.requested or (not is_answered and (self.prompt or self.every.by_hand))
+        is_undone = self._decided == (self.step, True)
+        return self.requested or (is_undone and (self.prompt or self.every.by_hand))
 
     def reporting_errors(self, *, commits: bool) -> AbstractContextManager[None]:
         """Report errors of the block to ranks that will wait for this step's commit."""

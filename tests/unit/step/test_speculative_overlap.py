@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.beside import CHUNK, blocks, mean_square, optimizer_for, same, slow, weights
-from tensorstow import AdamW, PipelinePolicy, Plan, stow, usage
+from parity.beside import (
+    ALWAYS,
+    NEVER,
+    PLAIN,
+    SCHEDULES,
+    blocks,
+    mean_square,
+    optimizer_for,
+    same,
+    slow,
+    weights,
+)
+from tensorstow import AdamW, Plan, stow, usage
 from tensorstow.base.errors import OptionError, PoisonedError, TransferError
 from tensorstow.tensors.placeholder import ConsumedGradient
-
-NEVER, ALWAYS = 1e9, 1e-3
-"""Norms that clip no step, and every step."""
-SCHEDULES = {
-    "never": [NEVER] * 7,
-    "always": [ALWAYS] * 7,
-    "in turns": [NEVER, ALWAYS] * 3 + [NEVER],
-    "at first": [ALWAYS] * 3 + [NEVER] * 4,
-    "at last": [NEVER] * 4 + [ALWAYS] * 3,
-}
-PLAIN = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
 
 
 def backward(model: nn.Module, step: int) -> None:

@@ -10,20 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parity.beside import CHUNK, blocks, same, weights
+from parity.beside import ALWAYS, NEVER, PLAIN, SCHEDULES, blocks, same, weights
 from parity.cover import crossed
-from tensorstow import AdamW, PipelinePolicy, usage
-
-NEVER, ALWAYS = 1e9, 1e-3
-"""Norms that clip no step, and every step."""
-SCHEDULES = {
-    "never": [NEVER] * 7,
-    "always": [ALWAYS] * 7,
-    "in turns": [NEVER, ALWAYS] * 3 + [NEVER],
-    "at first": [ALWAYS] * 3 + [NEVER] * 4,
-    "at last": [NEVER] * 4 + [ALWAYS] * 3,
-}
-PLAIN = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
+from tensorstow import AdamW, usage
 
 
 def backward(model: nn.Module, step: int) -> None:
