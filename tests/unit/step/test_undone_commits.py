@@ -2,17 +2,20 @@
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.beside import ALWAYS, NEVER, PLAIN, SCHEDULES, blocks, same, weights
 from parity.cover import crossed
-from tensorstow import AdamW, usage
+from ranks.pool import Ranks
+from tensorstow import AdamW, Plan, stow, usage
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -135,6 +138,28 @@ def test_close_commits_what_was_requested_of_a_step_that_it_undoes(tmp_path: Pat
     step, model, optimizer = resumed(tmp_path / "run", tmp_path / "copy", torch.float32)
     assert (step, same(weights(model), want)) == (1, True)
     optimizer.close()
+
+
+def close_after_a_request(run: Path) -> int | None:
+    """Let rank 0 request a commit, drop the step that decides about it, and close."""
+    plan = Plan(states="disk", overlap="speculative")
+    make = partial(AdamW, lr=1e-2, commit_every=None, policy=PLAIN)
+    model, optimizer = stow(blocks(), make, plan=plan, dir=run)
+    assert isinstance(optimizer, AdamW)
+    train(optimizer, model, [NEVER])
+    if dist.get_rank() == 0:
+        optimizer.request_commit()
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.zero_grad()
+    optimizer.close()
+    return optimizer._runtime.commits.committed
+
+
+def test_all_ranks_answer_a_request_when_they_close(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    assert ranks(2).run(close_after_a_request, tmp_path / "run") == [1, 1]
 
 
 def test_a_request_outlives_a_resume_that_drops_its_step(tmp_path: Path) -> None:
