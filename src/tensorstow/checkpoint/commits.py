@@ -138,7 +138,7 @@ class Commits:
     def due(self) -> bool:
         """Return whether the step that is about to be taken commits.
 
-        One that was undone commits if it does when it is begun again: all ranks know of it.
+        A step that was undone and begins again keeps the decision, which all ranks know.
         """
         if self._decided is not None and self._decided[0] == self.step:
             return self._decided[1]
