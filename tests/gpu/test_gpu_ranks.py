@@ -77,7 +77,8 @@ def test_ordered_sums_do_not_depend_on_the_number_of_ranks(
 ) -> None:
     if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         pytest.skip("this torch has no FSDP2 that sends rows of unused parameters")
-    train = partial(ordered, plan.but(ordered_reduce="sum"), clip=clip, dtype=torch.bfloat16)
+    plan = plan.but(ordered_reduce="sum")
+    train = partial(ordered, plan, steps=2, micro_batches=6, clip=clip, dtype=torch.bfloat16)
     want, *_ = device_ranks(1).run(train)
     for count in (2, 3):
         assert device_ranks(count).run(train) == [want] * count

@@ -58,6 +58,7 @@ def ordered(
     plan: Plan | None,
     *,
     steps: int = 3,
+    micro_batches: int = MICRO_BATCHES,
     dtype: torch.dtype = torch.float32,
     clip: float | None = None,
     scalar: bool = False,
@@ -70,10 +71,10 @@ def ordered(
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), current_device()
     model: Any = Tied(scalar=scalar, branches=branches).to(dtype)
     model.blocks[0].requires_grad_(not frozen)
-    per_rank = MICRO_BATCHES // ranks
+    per_rank = micro_batches // ranks
     plan = (plan or Plan()).but(accumulation_steps=per_rank)
     model, optimizer = tensorstow.stow(model, tensorstow.AdamW, lr=1e-2, plan=plan, **options)
-    divisor = MICRO_BATCHES if plan.ordered_reduce == "sum" else per_rank
+    divisor = micro_batches if plan.ordered_reduce == "sum" else per_rank
     norms = []
     start = optimizer.resume() if "dir" in options else 0
     for step in range(start or 0, steps):
