@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from stopped import stop
 from tensorstow.base.errors import CommitError, OptionError, RankError, StowError
+from tensorstow.checkpoint import ranks as tensorstow_ranks
 from tensorstow.checkpoint.run import Interval
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
@@ -233,6 +235,26 @@ def with_snapshots(directory: Path) -> list[Any]:
     left = [summary.names for summary in run.optimizer.snapshots()]
     run.stop()
     return [names, back, same, left]
+
+
+def after_an_earlier_snapshot(directory: Path) -> int | None:
+    """Return the last commit of a run that goes back, where rank 0 decides late."""
+    run = DurableRun(directory, commit_every=2)
+    run.train(1)
+    run.optimizer.snapshot("one")
+    run.train(5)
+    run.resume("one")
+    decide = tensorstow_ranks.Ranks.decide
+
+    def late(*given: Any, **options: Any) -> tuple[bool, int | None]:  # noqa: ANN401
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        return decide(*given, **options)
+
+    with patched(tensorstow_ranks.Ranks, "decide", late):
+        run.train(3)
+        run.stop()
+    return DurableRun(directory).resume()
 
 
 def refused(directory: Path, act: str) -> str:

@@ -358,6 +358,7 @@ class Commits:
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Continue from a generation that was just loaded."""
         self.requested, self._decided = self.is_requested, None
+        self.ranks.restart()
         self.step = self.committed = generation.step
         self.generation = generation.number
         self.era = max(self.era, era_of(generation))

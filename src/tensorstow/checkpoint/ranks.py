@@ -42,6 +42,7 @@ class Ranks:
         self.rank, self.world = (
             (0, 1) if coordinator is None else (coordinator.rank, coordinator.world)
         )
+        self._restarts = 0
         self._last_due = -1
         self._last_stop: str | None = None
 
@@ -131,17 +132,23 @@ class Ranks:
             if self._coordinator.take("asked") or due():
                 self._last_due = step
                 self._last_stop = self._coordinator.take("stop")
-            self._coordinator.put("due", f"{step} {self._last_due} {self._last_stop or ''}")
+            decision = f"{self._restarts} {step} {self._last_due} {self._last_stop or ''}"
+            self._coordinator.put("due", decision)
             return self._decision(step, str(self._last_due), self._last_stop)
 
         # Rank 0 may be ahead, but never past a step that commits: there it waits for all.
         def is_enough(value: str) -> bool:
-            return int(value.split(maxsplit=1)[0]) >= step
+            restarts, newest, *_ = value.split()
+            return (int(restarts), int(newest)) >= (self._restarts, step)
 
         value = self._coordinator.wait_for(
             "due", is_enough, f"the decision whether step {step} commits"
         )
-        return self._decision(step, *value.split()[1:])
+        return self._decision(step, *value.split()[2:])
+
+    def restart(self) -> None:
+        """Forget decisions: every rank goes on from another step, which may be an earlier one."""
+        self._restarts, self._last_due = self._restarts + 1, -1
 
     @staticmethod
     def _decision(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ranks.durable import (
+    after_an_earlier_snapshot,
     ended,
     in_two_lives,
     refused,
@@ -92,6 +93,12 @@ def test_a_rank_that_cannot_commit_fails_all(tmp_path: Path, ranks: Pools, where
 def test_snapshots_are_of_all_ranks(tmp_path: Path, ranks: Pools) -> None:
     for found in ranks(2).run(with_snapshots, tmp_path / "run"):
         assert found == [[("two",), ("four",)], 2, True, [("two",)]]
+
+
+def test_decisions_of_later_steps_do_not_count_after_an_earlier_snapshot(
+    tmp_path: Path, ranks: Pools
+) -> None:
+    assert ranks(2).run(after_an_earlier_snapshot, tmp_path / "run") == [2, 2]
 
 
 def test_another_number_of_ranks_must_resume(tmp_path: Path, ranks: Pools) -> None:
