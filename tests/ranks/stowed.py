@@ -18,7 +18,6 @@ import tensorstow
 from ranks.twin import mesh_here
 from tensorstow import Plan, offload_activations
 from tensorstow.activations import offload as saved_tensors
-from tensorstow.base.update_on import reaches_device
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
 from tensorstow.fsdp.placed_activations import PlacedActivations
 from tensorstow.fsdp.report import parameter_bytes
@@ -331,9 +330,7 @@ def _summed(
         for micro in range(steps):
             own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=True)
         sums.append(own)
-    # Gradients that wait for step() are summed in fp32; those used at once are what FSDP2 makes.
-    waits = not config.plan.timing.begins_early and not reaches_device(config.plan.update_on)
-    return _mean(sums, torch.float32 if steps > 1 and waits else config.dtype)
+    return _mean(sums, torch.float32 if steps > 1 else config.dtype)
 
 
 def _in_order(

@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
+from tensorstow.fsdp.gathered import records_of
 from tensorstow.tensors.dtensor import set_gradient
 
 
@@ -66,3 +68,27 @@ def widen_gradient(parameter: torch.Tensor) -> None:
     """
     if parameter.grad is not None and parameter.grad.dtype != torch.float32:
         set_gradient(parameter, parameter.grad.float())
+
+
+def keep_averages(model: nn.Module) -> None:
+    """Leave averages over ranks in the dtype in which FSDP2 reduces them.
+
+    It rounds them to the dtype of the parameters. So updates in backward, which take them from
+    there, would have other bits than updates by ``.grad``.
+    """
+    groups = {id(group): group for group, _ in records_of(model.modules())}
+    for group in groups.values():
+        _keep_averages_of(group)
+
+
+def _keep_averages_of(group: Any) -> None:  # noqa: ANN401  # FSDP2's
+    decide_dtypes = group._init_mp_dtypes  # noqa: SLF001  # called before the first forward
+
+    def decide_and_keep() -> None:
+        decide_dtypes()
+        if group._reduce_dtype is not None:  # noqa: SLF001
+            group._orig_dtype = group._reduce_dtype  # noqa: SLF001
+            for record in group.fsdp_params:
+                record.sharded_param.grad_dtype = None
+
+    group._init_mp_dtypes = decide_and_keep  # noqa: SLF001

@@ -35,7 +35,7 @@ from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, meant, reaches_device
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.fsdp.experts import forget_experts_before_forward, take_experts
-from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
+from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, keep_averages, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, coded_in, codes_in_memory, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.gradient_reduction import Reduction
@@ -133,8 +133,13 @@ class StowRequest:
         if self.plan.ordered_reduce:  # FSDP2 divides an fp16 sum before and after it
             dtypes = {p.dtype for unit in self.units for p in unit.parameters.values()}
             return torch.float32 if torch.float16 in dtypes | {self.compute_dtype} else None
-        waits = self.plan.stage <= 1 and self.plan.accumulation_steps > 1
-        return torch.float32 if waits else None  # stage 1, and no_sync() at stage 0
+        return torch.float32 if self.reduces_wide else None
+
+    @property
+    def reduces_wide(self) -> bool:
+        """Whether gradients of several backwards are reduced: at stage 1, by no_sync() at 0."""
+        plan = self.plan
+        return plan.stage <= 1 and plan.accumulation_steps > 1 and not plan.ordered_reduce
 
     @property
     def reduction(self) -> Reduction:
@@ -414,6 +419,9 @@ def _offload_gradients(request: StowRequest, stored: list[torch.Tensor]) -> None
         ]
     link = request.open_link() if away and offloaded else None
     wide = plan.micro_batches > 1
+    if request.reduces_wide:
+        keep_averages(model)
+        wide = True
     GradientOffload(offloaded, link, share_buffers=not waits, are_wide=wide).register(model)
     if plan.accumulation_steps > 1:
         leaving = {id(p) for p in offloaded}

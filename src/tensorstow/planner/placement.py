@@ -396,10 +396,11 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     """Return gradients of this rank's share, on the tier where they wait for their update.
 
     The sum over several micro-batches is fp32, in vertical order too, and if ranks' are added one
-    by one.
+    by one. Below stage 2, the average of such sums is.
     """
     several = plan.accumulation_steps > 1
     wide = plan.micro_batches > 1 or (plan.ordered_reduce is not None and sizes.ranks > 1)
+    wide |= several and plan.stage <= 1 and sizes.ranks > 1
     in_backward = not plan.timing.allows_clipping
     away = not conditions.device_is_host
     units: Sequence[UnitSizes] = sizes.units

@@ -1,11 +1,13 @@
 """Sums of micro-batches' gradients that stay on the device: fp32, whatever the parameters are."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from ranks.ordered import ordered
 from ranks.pool import Ranks
 from tensorstow import AdamW, Plan, stow
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
@@ -78,3 +80,20 @@ def unreduced(stage: int) -> list[float]:
     gradient = gradient_of(layer.weight)
     optimizer.close()
     return gradient.unique().tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_averages_of_ranks_have_the_same_bits_with_every_overlap(
+    ranks: Callable[[int], Ranks], stage: int
+) -> None:
+    """Updates in backward take averages from FSDP2, which rounds them to bf16 by itself."""
+    plan = Plan(parameters="host", states="disk", stage=stage)
+    trained = [
+        ranks(2).run(partial(_trained, plan.but(overlap=overlap)))
+        for overlap in ("none", "forward", "backward", "speculative")
+    ]
+    assert all(trained[0] == other for other in trained[1:])
+
+
+def _trained(plan: Plan) -> dict[str, str]:
+    return ordered(plan, steps=2, micro_batches=4, dtype=torch.bfloat16)
