@@ -39,7 +39,7 @@ from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.runtime.lr_schedules import make_scheduler
 from tensorstow.deepspeed.states import MasterWeights
 from tensorstow.deepspeed.utils.logging import set_log_level_from_string
-from tensorstow.doorkit.stop_point import stop_point
+from tensorstow.doorkit.stop_point import StopPoint, stop_point
 from tensorstow.fsdp.optimizer_factory import Make, move_schedule
 from tensorstow.fsdp.sharding import current_device, rank_here, world_size
 from tensorstow.fsdp.stow import stow
@@ -128,28 +128,15 @@ def initialize(
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
-    if make is None and stop_signals is not None:
-        message = (
-            f"stop_signals={stop_signals!r} was given to an engine without an optimizer, which"
-            ' takes no steps. Leave it out, or write a section "optimizer" in the configuration.'
-        )
-        raise OptionError(message)
-    stops = stop_point(stop_signals, on_stop)
-    placed_optimizer: PlacedOptimizer | None = None
+    stops = _stop_point(make, stop_signals, on_stop)
     with _named_as_configured(settings):
-        if make is None:
-            placed = place_for_evaluation(model, settings)
-        else:
-            placed, placed_optimizer = _placed(model, make, settings, overlap)
-    offloads = settings.activation_checkpointing.cpu_checkpointing
-    configure(checkpoint_in_cpu=offloads)
+        placed, placed_optimizer = _placed(model, make, settings, overlap)
+    configure(checkpoint_in_cpu=settings.activation_checkpointing.cpu_checkpointing)
     engine = DeepSpeedEngine(
         placed,
         placed_optimizer,
         settings,
-        lr_scheduler=None
-        if placed_optimizer is None
-        else _schedule(lr_scheduler, settings, placed_optimizer),
+        lr_scheduler=_schedule(lr_scheduler, settings, placed_optimizer),
         scale=None if settings.fp16 is None else LossScale(settings.fp16),
         config=written,
     )
@@ -161,8 +148,10 @@ def initialize(
 
 
 def _placed(
-    model: nn.Module, make: Make, settings: Settings, overlap: Overlap | None
-) -> tuple[nn.Module, PlacedOptimizer]:
+    model: nn.Module, make: Make | None, settings: Settings, overlap: Overlap | None
+) -> tuple[nn.Module, PlacedOptimizer | None]:
+    if make is None:
+        return place_for_evaluation(model, settings), None
     if isinstance(make, OtherMaker):
         make = make.for_settings(settings, world_size(), overlap, current_device())
         overlap = "none"
@@ -216,8 +205,23 @@ def _source(args: object, config: Config, config_params: Config) -> Any:
     return sources[0]
 
 
-def _schedule(scheduler: Any, settings: Settings, optimizer: PlacedOptimizer) -> Any:
-    """Return the scheduler: the user's, else the configuration's."""
+def _stop_point(
+    make: Make | None, stop_signals: StopSignals, on_stop: Callable[[], object] | None
+) -> StopPoint:
+    """Return where the run ends at a signal; raises OptionError for one without an optimizer."""
+    if make is None and stop_signals is not None:
+        message = (
+            f"stop_signals={stop_signals!r} was given to an engine without an optimizer, which"
+            ' takes no steps. Leave it out, or write a section "optimizer" in the configuration.'
+        )
+        raise OptionError(message)
+    return stop_point(stop_signals, on_stop)
+
+
+def _schedule(scheduler: Any, settings: Settings, optimizer: PlacedOptimizer | None) -> Any:
+    """Return the scheduler: the user's, else the configuration's; None without an optimizer."""
+    if optimizer is None:
+        return None
     if scheduler is None:
         named = settings.scheduler
         return None if named is None else make_scheduler(named, optimizer)
