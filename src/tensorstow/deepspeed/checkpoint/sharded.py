@@ -266,11 +266,9 @@ class ShardedCheckpoint:
             id(p): bool(g.get("amsgrad")) for g in optimizer.param_groups for p in g["params"]
         }
         named = {name: p for name, p in _parameters(module).items() if id(p) in settings}
-        for key, saved in _metadata(folder).items():
-            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
-            if key.startswith(_OPTIMIZER) and isinstance(saved, TensorStorageMetadata):
-                values = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-                entries.setdefault(name, {})[state] = values
+        for name, state, saved in _saved_states(folder):
+            values = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
+            entries.setdefault(name, {})[state] = values
         with checking(self.path):
             check_options(optimizer, common["groups"])
         refuse_other_amsgrad(optimizer, common["groups"])
@@ -305,28 +303,22 @@ class ShardedCheckpoint:
         """Load states and hyper-parameters, after ``check``; collective."""
         folder, common = self._folder, self._common
         named = _parameters(module)
-        room: Tensors = {}
-        for key, saved in _metadata(folder).items():
-            name = key.removeprefix(_OPTIMIZER).rpartition(".")[0]
-            if (
-                key.startswith(_OPTIMIZER)
-                and name in named
-                and isinstance(saved, TensorStorageMetadata)
-            ):
+        room: dict[tuple[str, str], torch.Tensor] = {}
+        for name, state, saved in _saved_states(folder):
+            if name in named:
                 dtype, parameter = saved.properties.dtype, named[name]
                 if saved.size == parameter.shape:
                     share = torch.empty(shard_of(parameter).shape, dtype=dtype, device="cpu")
-                    room[key] = host_dtensor(share, parameter)
+                    room[name, state] = host_dtensor(share, parameter)
                 else:  # the class is not elementwise (Adafactor's rows): every rank has all of them
-                    room[key] = torch.empty(saved.size, dtype=dtype, device="cpu")
-        _read(folder, room)
+                    room[name, state] = torch.empty(saved.size, dtype=dtype, device="cpu")
+        _read(folder, {f"{_OPTIMIZER}{name}.{state}": t for (name, state), t in room.items()})
         states: StatesByName = {
             name: {"step": torch.tensor(step)} for name, step in common["steps"].items()
         }
         for name, numbers in common.get("numbers", {}).items():  # which older ones lack
             states.setdefault(name, {}).update(numbers)
-        for key, values in room.items():
-            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
+        for (name, state), values in room.items():
             states.setdefault(name, {})[state] = to_local(values)
         set_states(module, optimizer, states)
         for group, saved in zip(optimizer.param_groups, common["groups"], strict=True):
@@ -413,15 +405,21 @@ def read_whole(folder: Path, weights: Mapping[str, SavedWeight]) -> Tensors:
 
 def read_states(folder: Path, name: str) -> Tensors:
     """Return the whole states of a parameter that are tensors; this rank reads them by itself."""
-    entries = _metadata(folder)
-    prefix = f"{_OPTIMIZER}{name}."
-    room: Tensors = {}
-    for key, saved in entries.items():
-        state = key.removeprefix(prefix)
-        if key != state and "." not in state and isinstance(saved, TensorStorageMetadata):
-            room[key] = torch.empty(saved.size, dtype=saved.properties.dtype)
-    _read(folder, room, alone=True)
-    return {key.removeprefix(prefix): values for key, values in room.items()}
+    room = {
+        state: torch.empty(saved.size, dtype=saved.properties.dtype)
+        for owner, state, saved in _saved_states(folder)
+        if owner == name
+    }
+    _read(folder, {f"{_OPTIMIZER}{name}.{state}": t for state, t in room.items()}, alone=True)
+    return room
+
+
+def _saved_states(folder: Path) -> Iterator[tuple[str, str, TensorStorageMetadata]]:
+    """Yield the states that are tensors, not read: the parameter, the state and its sizes."""
+    for key, saved in _metadata(folder).items():
+        if key.startswith(_OPTIMIZER) and isinstance(saved, TensorStorageMetadata):
+            name, _, state = key.removeprefix(_OPTIMIZER).rpartition(".")
+            yield name, state, saved
 
 
 def _values_of(module: nn.Module) -> Tensors:
