@@ -34,14 +34,6 @@ __all__ = [
     "WarmupLR",
 ]
 
-LR_RANGE_TEST: Final = "LRRangeTest"
-ONE_CYCLE: Final = "OneCycle"
-WARMUP_LR: Final = "WarmupLR"
-WARMUP_DECAY_LR: Final = "WarmupDecayLR"
-WARMUP_COSINE_LR: Final = "WarmupCosineLR"
-VALID_LR_SCHEDULES: Final = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
-"""What ``scheduler.type`` may be."""
-
 PerGroup = float | Sequence[float]
 Share = Callable[[int], float]
 Betas = list[tuple[float, float]]
@@ -390,6 +382,9 @@ class OneCycle(LRSchedule):
 SCHEDULES: Final[Mapping[str, type[LRSchedule]]] = MappingProxyType(
     {c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 )
+VALID_LR_SCHEDULES: Final = list(SCHEDULES)
+"""What ``scheduler.type`` may be."""
+LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = VALID_LR_SCHEDULES
 
 
 def make_scheduler(named: Named, optimizer: Optimizer) -> LRScheduler:
