@@ -24,8 +24,7 @@ from tensorstow.deepspeed.config.settings import Settings
 from tensorstow.deepspeed.evaluation import place_for_evaluation
 from tensorstow.deepspeed.external_parameters import blocks_to_gather
 from tensorstow.deepspeed.loss_scale import LossScale
-from tensorstow.deepspeed.optimizers import maker_of
-from tensorstow.deepspeed.other_optimizers import OtherMaker
+from tensorstow.deepspeed.optimizers import OtherMaker, maker_of
 from tensorstow.deepspeed.plans import (
     directory_of,
     dtype_of,

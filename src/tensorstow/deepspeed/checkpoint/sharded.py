@@ -427,14 +427,12 @@ def _values_of(module: nn.Module) -> Tensors:
     named = _parameters(module)
     tensors: Tensors = {}
     for name, values in _kept(module).items():
-        if name in named:
-            if is_sharded(values):
-                share = values.to_local().detach().clone().cpu()
-                tensors[_MODULE + name] = host_dtensor(share, named[name])
-            else:
-                tensors[_MODULE + name] = values.detach().clone().cpu()
-        else:
-            tensors[_MODULE + name] = values
+        key = _MODULE + name
+        if name not in named:
+            tensors[key] = values
+            continue
+        share = to_local(values).detach().clone().cpu()
+        tensors[key] = host_dtensor(share, named[name]) if is_sharded(values) else share
     return tensors
 
 
