@@ -359,6 +359,13 @@ def gathered(drive: Drive) -> list[list[torch.Tensor]]:
         return [before, weights_of(engine.module)]
 
 
+def engine_by(model: nn.Module | None = None, micro: int = 1, **config: object) -> DeepSpeedEngine:
+    """Return an engine of ``initialize`` over a model, or the tests' model; with Adam."""
+    model = model_of(torch.float32) if model is None else model
+    config = {"train_micro_batch_size_per_gpu": micro, "optimizer": {"type": "Adam"}, **config}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
 def initialized(config: dict[str, object], steps: int) -> tuple[list[torch.Tensor], float, int]:
     """Train through ``deepspeed.initialize``; return weights, the loss scale, and skipped steps."""
     engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tensorstow.deepspeed as deepspeed
 from compare import all_equal
-from ranks.driven import Drive, going_on, loaded, saving_by_rank, saving_half_way
+from ranks.driven import Drive, engine_by, going_on, loaded, saving_by_rank, saving_half_way
 from ranks.pool import Ranks
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.deepspeed.checkpoint.sharded import latest_tag, read_common
@@ -72,8 +71,7 @@ def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path) -> None:
 def test_frozen_weights_that_a_state_dict_lacks_are_left_out_too(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     model[0].requires_grad_(requires_grad=False)
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model)
     whole = engine.module.state_dict()
     engine.module.state_dict = lambda: {k: v for k, v in whole.items() if k.startswith("1.")}
     engine.save_checkpoint(tmp_path, "few", exclude_frozen_parameters=True)

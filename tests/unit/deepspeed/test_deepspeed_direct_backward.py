@@ -1,12 +1,10 @@
 """A ``loss.backward()`` in place of ``engine.backward(loss)``."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-import tensorstow.deepspeed as deepspeed
+from ranks.driven import engine_by
 from tensorstow.base.errors import BackwardError, OptionError
 from tensorstow.deepspeed.step import DirectBackward
 
@@ -28,14 +26,8 @@ class Losses(nn.Module):
         return {"loss": logits.sum(), "logits": logits} if self.also_logits else logits.sum()
 
 
-def engine_of(model: nn.Module, **more: Any) -> deepspeed.DeepSpeedEngine:  # noqa: ANN401  # JSON
-    named = {"type": "Adam", "params": {"lr": 0.1}}
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": named, **more}
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
 def test_gradients_are_divided_by_the_micro_batches() -> None:
-    engine = engine_of(Losses(also_logits=False), gradient_accumulation_steps=4)
+    engine = engine_by(Losses(also_logits=False), gradient_accumulation_steps=4)
     for number in range(4):
         loss = engine(torch.ones(1, 2))
         if number % 2:
@@ -49,7 +41,7 @@ def test_gradients_are_divided_by_the_micro_batches() -> None:
 
 
 def test_a_loss_is_scaled_by_hand_or_refused() -> None:
-    engine = engine_of(Losses(also_logits=True), **FP16)
+    engine = engine_by(Losses(also_logits=True), **FP16)
     x = torch.ones(1, 2).half()
     engine.scale(engine(x)["loss"]).backward()
     assert engine.module.layer.weight.grad.tolist() == [[8.0, 8.0]]
@@ -65,7 +57,7 @@ def test_a_loss_is_scaled_by_hand_or_refused() -> None:
 
 
 def test_which_of_several_outputs_is_to_be_divided_is_not_guessed() -> None:
-    engine = engine_of(Losses(also_logits=True), gradient_accumulation_steps=2)
+    engine = engine_by(Losses(also_logits=True), gradient_accumulation_steps=2)
     with pytest.raises(BackwardError, match="several tensors"):
         engine(torch.ones(1, 2))["loss"].backward()
     engine.zero_grad()
@@ -87,7 +79,7 @@ def test_the_last_micro_batch_is_not_guessed_where_updates_run_beside_backward()
 
 
 def test_gradients_of_torch_func_are_not_divided() -> None:
-    engine = engine_of(Losses(also_logits=False), gradient_accumulation_steps=4)
+    engine = engine_by(Losses(also_logits=False), gradient_accumulation_steps=4)
     x = torch.ones(1, 2)
     found = torch.func.grad(engine)(x)
     assert torch.equal(found, torch.func.grad(engine.module)(x))
@@ -95,7 +87,7 @@ def test_gradients_of_torch_func_are_not_divided() -> None:
 
 
 def test_a_loss_of_two_engines_is_gone_through_as_it_is() -> None:
-    engines = [engine_of(Losses(also_logits=False), **FP16) for _ in range(2)]
+    engines = [engine_by(Losses(also_logits=False), **FP16) for _ in range(2)]
     x = torch.ones(1, 2).half()
     losses = [engine.module(x) for engine in engines]
     (losses[0] + losses[1] / 2).backward()
@@ -111,7 +103,7 @@ def test_a_loss_of_two_engines_is_gone_through_as_it_is() -> None:
 
 
 def test_scaled_losses_and_others_are_not_summed() -> None:
-    engine = engine_of(Losses(also_logits=False), gradient_accumulation_steps=2, **FP16)
+    engine = engine_by(Losses(also_logits=False), gradient_accumulation_steps=2, **FP16)
     x = torch.ones(1, 2).half()
     engine.module(x).backward()
     engine._backward_epilogue()

@@ -15,6 +15,7 @@ from ranks.driven import (
     boundary_by_hand,
     by_hand,
     driven,
+    engine_by,
     exported,
     overflowing,
     scaled,
@@ -29,6 +30,7 @@ from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam,
 from tensorstow.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 
 ENABLED = {"enabled": True}
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 NVME, CPU = OffloadOptimizer("nvme"), OffloadOptimizer("cpu")
 DRIVES = [
     *(Drive(Zero(stage=stage, offload_optimizer=CPU), accumulation=2) for stage in (0, 1, 2)),
@@ -88,9 +90,7 @@ def test_gradients_are_summed_over_ranks_where_that_is_asked(ranks: "Ranks", sta
 
 
 def test_who_owns_the_boundary_does_not_set_it() -> None:
-    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
-    config["managed_gradient_accumulation"] = False
-    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    engine = engine_by(managed_gradient_accumulation=False)
     with pytest.raises(OptionError, match="managed_gradient_accumulation=false"):
         engine.set_gradient_accumulation_boundary(is_boundary=True)
     with pytest.raises(OptionError, match="with ZeRO stage 0"), engine.coalesce_grad_reduction():
@@ -125,16 +125,10 @@ def test_whole_weights_go_to_one_file(
 @pytest.fixture
 def engine() -> Iterator[deepspeed.DeepSpeedEngine]:
     """Make an engine in this process alone."""
-    config = {
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 2},
-        "gradient_clipping": 0.5,
-    }
-    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    sections = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.5}
+    made = engine_by(micro=2, train_batch_size=4, optimizer=ADAMW, **sections)
     yield made
-    optimizer.close()
+    made.destroy()
 
 
 def test_it_says_what_it_was_told(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -176,9 +170,7 @@ def test_no_sync_is_refused_where_gradients_are_shared_out(
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_without_reduced_gradients_is_refused(stage: int) -> None:
-    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}}
-    config["zero_optimization"] = {"stage": stage}
-    engine, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    engine = engine_by(zero_optimization={"stage": stage})
     with engine.no_sync():
         engine.backward(loss_of(engine, 0, 0, 0))
         with pytest.raises(OptionError, match="inside no_sync"):
@@ -203,34 +195,25 @@ def test_modes_and_states_are_the_module_s(engine: deepspeed.DeepSpeedEngine) ->
 
 
 def test_weights_that_are_loaded_before_the_first_step_are_trained_on() -> None:
-    config = {
-        "train_batch_size": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
-    }
-    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
+    still = {"type": "AdamW", "params": {"lr": 0.0}}
+    made = engine_by(micro=2, bf16=ENABLED, optimizer=still)
     saved = {name: values + 1.0 for name, values in made.module_state_dict().items()}
     made.module.load_state_dict(saved)
     made.backward(loss_of(made, 0, 0, 0))
     made.step()
     assert all(torch.equal(saved[n], v) for n, v in made.module.state_dict().items())
-    optimizer.close()
+    made.destroy()
 
 
 @pytest.fixture
 def early(tmp_path: Path) -> Iterator[deepspeed.DeepSpeedEngine]:
     """Make an engine whose updates run beside backward."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    config = {
-        "train_batch_size": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme},
-        "gradient_clipping": 0.0,
-    }
-    made, optimizer, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config)
-    assert optimizer.offload_policy.overlap == "backward"
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    made = engine_by(micro=2, optimizer=ADAMW, zero_optimization=zero, gradient_clipping=0.0)
+    assert made.optimizer.offload_policy.overlap == "backward"
     yield made
-    optimizer.close()
+    made.destroy()
 
 
 def test_what_a_step_beside_backward_cannot_give_is_refused(
@@ -290,12 +273,8 @@ def test_a_loaded_run_begins_with_a_steps_first_micro_batch(
     ends = []
     for micro_batches in (2, accumulation, accumulation):
         model, batch = torch.nn.Linear(2, 1), torch.ones(1, 2)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": micro_batches,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
-        }
-        engine, *_ = deepspeed.initialize(model=model, config=config)
+        fast = {"type": "Adam", "params": {"lr": 0.5}}
+        engine = engine_by(model, gradient_accumulation_steps=micro_batches, optimizer=fast)
         if not ends:
             for _ in range(3):
                 engine.backward(engine(batch).sum())
@@ -336,16 +315,11 @@ def test_states_are_in_host_memory_already(engine: deepspeed.DeepSpeedEngine) ->
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_autocast_is_round_forward(stage: int) -> None:
-    config = {
-        "train_batch_size": 2,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-    }
+    config = {"micro": 2, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
     cast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     trained = []
     for more in (cast, {}):
-        made, *_ = deepspeed.initialize(model=model_of(torch.float32), config=config | more)
+        made = engine_by(**config, **more)
         tokens = torch.arange(6).reshape(2, 3)
         with torch.autocast("cpu", torch.bfloat16, enabled=not more):
             out = made(tokens)
@@ -361,4 +335,4 @@ def test_autocast_is_round_forward(stage: int) -> None:
         {"torch_autocast": {**ENABLED, "dtype": "fp16"}},
     ):
         with pytest.raises(OptionError, match="torch_autocast"):
-            deepspeed.initialize(model=model_of(torch.float32), config=config | wrong)
+            engine_by(**config, **wrong)

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-import tensorstow.deepspeed as deepspeed
-from ranks.driven import Drive, read_and_set
+from ranks.driven import Drive, engine_by, read_and_set
 from ranks.pool import Ranks
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed import utils
@@ -35,13 +34,7 @@ def test_a_parameter_of_nobody_is_refused() -> None:
 def test_a_frozen_parameter_has_no_fp32_weight_and_no_states(stage: int) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
     model[0].requires_grad_(requires_grad=False)
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "Adam"},
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": stage},
-    }
-    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model, bf16={"enabled": True}, zero_optimization={"stage": stage})
     engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
     engine.step()
     frozen, trained = engine.module[0].weight, engine.module[1].weight
@@ -61,5 +54,5 @@ def test_a_frozen_parameter_has_no_fp32_weight_and_no_states(stage: int) -> None
             write(trained, torch.ones(3))
     utils.safe_set_full_fp32_param(frozen, torch.full((3, 2), 0.5))
     assert frozen.eq(0.5).all()
-    assert frozen not in optimizer.state
+    assert frozen not in engine.optimizer.state
     engine.destroy()

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-import tensorstow.deepspeed as deepspeed
-from ranks.driven import Drive, closing, engine_of, gathered
+from ranks.driven import Drive, closing, engine_by, engine_of, gathered
 from ranks.pool import Ranks
 from ranks.stowed import loss_of
 from tensorstow.base.errors import OptionError
@@ -67,9 +66,7 @@ def made_inside() -> None:
     with zero.GatheredParameters(model[1].bias, modifier_rank=last):
         if rank == last:
             model[1].bias.data.fill_(5.0)
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    config["zero_optimization"] = {"stage": 3}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model, zero_optimization={"stage": 3})
     assert engine.module[0].positions.tolist() == [0.0, 1.0, 2.0, 3.0]
     values = {0: (2.0, None), 1: (1.0, 5.0)}
     for layer, (weight, bias) in values.items():
@@ -123,9 +120,7 @@ def captured_before() -> None:
     with zero.GatheredParameters(weight, modifier_rank=0):
         nn.init.constant_(weight, float(dist.get_rank()))
     assert weight.eq(0.0).all()
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    config["zero_optimization"] = {"stage": 3}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model, zero_optimization={"stage": 3})
     with zero.GatheredParameters(weight, modifier_rank=dist.get_world_size() - 1):
         weight.data.add_(float(1 + dist.get_rank()))
     written = float(dist.get_world_size())
@@ -163,9 +158,7 @@ def test_an_engine_is_whole_and_generates_inside_and_trains_behind(ranks: "Ranks
 
 def generated_inside() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    config["zero_optimization"] = {"stage": 3}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model, zero_optimization={"stage": 3})
     x = torch.ones(1, 3)
     for _ in range(2):
         with zero.unwrap_model_for_generation(engine) as found, torch.no_grad():
@@ -188,10 +181,9 @@ def dropped(writes: str) -> list[str]:
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
     for checks in (False, True):
-        config["zero_optimization"] = {"stage": 3, "enable_sanity_checks": checks}
-        engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+        section = {"stage": 3, "enable_sanity_checks": checks}
+        engine = engine_by(nn.Linear(3, 4), zero_optimization=section)
         weight = engine.module.weight
         before = utils.safe_get_full_fp32_param(weight)
         values.say_once.cache_clear()
@@ -222,9 +214,7 @@ def test_a_write_that_is_dropped_is_said_or_refused(ranks: "Ranks", writes: str)
 
 
 def kept_below_stage_3() -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    config |= {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
-    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+    engine = engine_by(nn.Linear(3, 4), zero_optimization={"stage": 2}, bf16={"enabled": True})
     weight = engine.module.weight
     for value, modifier in ((2.0, None), (3.0, dist.get_world_size() - 1)):
         engine.backward(engine(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
@@ -245,9 +235,7 @@ def test_plain_parameters_keep_what_is_written(ranks: "Ranks", world: int) -> No
 
 
 def test_the_master_of_a_weight_that_was_written_is_the_weight() -> None:
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}}
-    config["fp16"] = {"enabled": True, "loss_scale": 1.0}
-    engine, *_ = deepspeed.initialize(model=nn.Linear(3, 4), config=config)
+    engine = engine_by(nn.Linear(3, 4), fp16={"enabled": True, "loss_scale": 1.0})
     weight = engine.module.weight
     before = utils.safe_get_full_fp32_param(weight)
     assert not torch.equal(before, weight.float())
@@ -260,9 +248,7 @@ def test_the_master_of_a_weight_that_was_written_is_the_weight() -> None:
 def of_a_scalar() -> None:
     model = nn.Linear(3, 4)
     model.scale = nn.Parameter(torch.tensor(0.5))
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}}
-    config |= {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine = engine_by(model, zero_optimization={"stage": 3}, bf16={"enabled": True})
     scale = engine.module.scale
     with zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
         scale.data.fill_(2.0 + dist.get_rank())

@@ -7,18 +7,13 @@ import torch
 
 import tensorstow.deepspeed as deepspeed
 from compare import all_equal
-from ranks.stowed import loss_of, model_of
+from ranks.driven import engine_by
+from ranks.stowed import loss_of
 from tensorstow.base.errors import OptionError
 
 
 def made(accumulation: int, *, bf16: bool = False) -> deepspeed.DeepSpeedEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-        "bf16": {"enabled": bf16},
-    }
-    return deepspeed.initialize(model=model_of(torch.float32), config=config)[0]
+    return engine_by(micro=2, gradient_accumulation_steps=accumulation, bf16={"enabled": bf16})
 
 
 def trained(engine: deepspeed.DeepSpeedEngine, *, direct: bool) -> list[torch.Tensor]:
@@ -63,9 +58,8 @@ def test_sizes_that_cannot_be_had_are_refused() -> None:
 
 def test_the_log_has_the_level_of_the_configuration() -> None:
     level = deepspeed.logger.level
-    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "log_level": "ERROR"}
     try:
-        deepspeed.initialize(model=torch.nn.Linear(1, 1), config=config)[0].destroy()
+        engine_by(torch.nn.Linear(1, 1), log_level="ERROR").destroy()
         assert deepspeed.logger.level == logging.ERROR
     finally:
         deepspeed.logger.setLevel(level)
