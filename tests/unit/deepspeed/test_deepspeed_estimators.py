@@ -35,6 +35,13 @@ STAGED = 64 << 20
 """Of HOST: gradients of chunks on their way to updates, of weights on the device."""
 UP = upload_buffers(Plan().prefetch) * LARGEST / 4
 """Elements of a rank's shares of units that go up ahead of their gathers."""
+OWN = P / 4
+"""A rank's elements: 2 + 2 + 10 bytes of weights, gradients and states in bf16, 4 + 4 + 8 in fp32.
+"""
+GATHERED = 4 * LARGEST + 2 * OWN + 2 * UP
+"""Of the device in bf16: two units' weights, a rank's gradients, and what goes up."""
+POOL = 2 * UP + 5 * LARGEST / 4 * 2 + 3 * ALIGN
+"""Of HOST, for weights on disk in bf16."""
 
 
 def model(dtype: torch.dtype = torch.float32, count: int = 4) -> nn.Module:
@@ -45,49 +52,13 @@ def model(dtype: torch.dtype = torch.float32, count: int = 4) -> nn.Module:
 @pytest.mark.parametrize(
     ("plan", "dtype", "gpu", "host", "disk"),
     [
-        (
-            Plan(Tier.DEVICE, Tier.HOST, stage=2),
-            "bf16",
-            2 * P + P / 4 * 4,
-            P / 4 * (2 + 2 + 10) + STAGED,
-            0,
-        ),
-        (
-            Plan(Tier.DEVICE, Tier.HOST, stage=2),
-            "fp32",
-            4 * P + P / 4 * 8,
-            P / 4 * (4 + 4 + 8) + STAGED,
-            0,
-        ),
-        (
-            Plan(Tier.HOST, Tier.HOST),
-            "bf16",
-            4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * (2 + 2 + 10),
-            0,
-        ),
-        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + P / 4 * 4, P / 4 * 14 + STAGED, 0),
-        (
-            Plan(Tier.HOST, Tier.HOST),
-            "fp32",
-            8 * LARGEST + P / 4 * 4 + UP * 4,
-            P / 4 * (4 + 4 + 8),
-            0,
-        ),
-        (
-            Plan(Tier.HOST, Tier.DISK),
-            "bf16",
-            4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * 4 + RING,
-            P / 4 * 10,
-        ),
-        (
-            Plan(Tier.DISK, Tier.DISK),
-            "bf16",
-            4 * LARGEST + P / 4 * 2 + UP * 2,
-            P / 4 * 2 + UP * 2 + RING + 5 * LARGEST / 4 * 2 + 3 * ALIGN,
-            P / 4 * 12,
-        ),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "bf16", 2 * P + 4 * OWN, 14 * OWN + STAGED, 0),
+        (Plan(Tier.DEVICE, Tier.HOST, stage=2), "fp32", 4 * P + 8 * OWN, 16 * OWN + STAGED, 0),
+        (Plan(Tier.DEVICE, Tier.HOST), "bf16", 4 * LARGEST + 4 * OWN, 14 * OWN + STAGED, 0),
+        (Plan(Tier.HOST, Tier.HOST), "bf16", GATHERED, 14 * OWN, 0),
+        (Plan(Tier.HOST, Tier.HOST), "fp32", 2 * GATHERED, 16 * OWN, 0),
+        (Plan(Tier.HOST, Tier.DISK), "bf16", GATHERED, 4 * OWN + RING, 10 * OWN),
+        (Plan(Tier.DISK, Tier.DISK), "bf16", GATHERED, 2 * OWN + POOL + RING, 12 * OWN),
     ],
 )
 def test_bytes_follow_the_formula(

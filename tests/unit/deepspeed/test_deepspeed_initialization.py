@@ -2,9 +2,10 @@
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tensorstow.base.errors import AbsentAttributeError, OptionError
 from tensorstow.deepspeed.config.settings import OffloadOptimizer, OffloadParam, Zero
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}}
+Initialize = Callable[..., Any]
 CONFIG = {"train_batch_size": 2, "optimizer": ADAMW, "gradient_clipping": 0.0}
 
 
@@ -31,12 +33,18 @@ def model() -> nn.Module:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[tensorstow.AdamW]]:
-    """Collect optimizers, to be closed."""
-    all_of: list[tensorstow.AdamW] = []
-    yield all_of
-    for optimizer in all_of:
-        optimizer.close()
+def initialize() -> Iterator[Initialize]:
+    """``deepspeed.initialize``, whose engines are closed."""
+    engines = []
+
+    def call(**given: Any) -> Any:  # noqa: ANN401
+        made = deepspeed.initialize(**given)
+        engines.append(made[0])
+        return made
+
+    yield call
+    for engine in engines:
+        engine.destroy()
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -72,24 +80,21 @@ def test_a_scale_that_is_too_large_comes_down(ranks: "Ranks", world: int) -> Non
         assert all(bool(torch.isfinite(w).all()) for w in weights)
 
 
-def test_what_says_auto_is_filled_or_refused(
-    model: nn.Module, opened: list[tensorstow.AdamW]
-) -> None:
+def test_what_says_auto_is_filled_or_refused(model: nn.Module, initialize: Initialize) -> None:
     adamw = {"type": "AdamW", "params": {"lr": "auto"}}
     config = {**CONFIG, "train_batch_size": "auto", "optimizer": adamw}
     config["train_micro_batch_size_per_gpu"] = 2
     with pytest.raises(OptionError, match=r'optimizer.params.lr="auto" was given'):
-        deepspeed.initialize(model=model, config=config)
+        initialize(model=model, config=config)
     filled = {"optimizer.params.lr": 0.125}
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config, fill=filled)
-    opened.append(optimizer)
+    engine, *_ = initialize(model=model, config=config, fill=filled)
     assert engine.get_lr() == [0.125]
     assert engine.train_batch_size() == 2
 
 
 @pytest.mark.parametrize("how", ["file", "config_params", "args"])
 def test_where_a_configuration_is_given(
-    model: nn.Module, opened: list[tensorstow.AdamW], tmp_path: Path, how: str
+    model: nn.Module, initialize: Initialize, tmp_path: Path, how: str
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
@@ -100,23 +105,21 @@ def test_where_a_configuration_is_given(
         "config_params": {"config_params": CONFIG},
         "args": {"args": args},
     }[how]
-    engine, optimizer, loader, schedule = deepspeed.initialize(model=model, **given)
-    opened.append(optimizer)
+    engine, optimizer, loader, schedule = initialize(model=model, **given)
     assert engine.optimizer is optimizer
     assert (loader, schedule) == (None, None)
     assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() == 2
     assert engine.embedding is engine.module.embedding
     with pytest.raises(OptionError, match="2 configurations were given"):
-        deepspeed.initialize(args=args, model=model, config=CONFIG)
+        initialize(args=args, model=model, config=CONFIG)
 
 
-def test_data_and_a_schedule(model: nn.Module, opened: list[tensorstow.AdamW]) -> None:
+def test_data_and_a_schedule(model: nn.Module, initialize: Initialize) -> None:
     data = TensorDataset(torch.arange(6))
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 2}}
-    engine, optimizer, loader, made = deepspeed.initialize(
+    engine, _, loader, made = initialize(
         model=model, training_data=data, config={**CONFIG, "scheduler": schedule}
     )
-    opened.append(optimizer)
     assert sorted(int(x) for (batch,) in loader for x in batch) == list(range(6))
     before = engine.get_lr()
     for number in range(2):
@@ -129,14 +132,13 @@ def test_data_and_a_schedule(model: nn.Module, opened: list[tensorstow.AdamW]) -
 
 
 def test_an_optimizer_and_its_schedule_are_taken_over(
-    model: nn.Module, opened: list[tensorstow.AdamW]
+    model: nn.Module, initialize: Initialize
 ) -> None:
     old = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = StepLR(old, 1, gamma=0.5)
-    engine, optimizer, _, taken = deepspeed.initialize(
+    engine, _, _, taken = initialize(
         model=model, optimizer=old, lr_scheduler=schedule, config={"train_batch_size": 2}
     )
-    opened.append(optimizer)
     assert taken is schedule
     for number in range(2):
         engine.backward(loss_of(engine, 0, number, 0))
@@ -145,24 +147,22 @@ def test_an_optimizer_and_its_schedule_are_taken_over(
 
 
 def test_functions_make_an_optimizer_and_a_schedule(
-    model: nn.Module, opened: list[tensorstow.AdamW]
+    model: nn.Module, initialize: Initialize
 ) -> None:
-    engine, optimizer, _, schedule = deepspeed.initialize(
+    engine, _, _, schedule = initialize(
         model=model,
         optimizer=partial(tensorstow.AdamW, lr=0.5),
         lr_scheduler=partial(StepLR, step_size=1),
         config={"train_batch_size": 2},
     )
-    opened.append(optimizer)
     assert isinstance(schedule, StepLR)
     assert engine.get_lr() == [0.5]
 
 
-def test_a_model_that_was_made_without_memory(opened: list[tensorstow.AdamW]) -> None:
+def test_a_model_that_was_made_without_memory(initialize: Initialize) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    engine, optimizer, *_ = deepspeed.initialize(model=model, config=CONFIG)
-    opened.append(optimizer)
+    engine, *_ = initialize(model=model, config=CONFIG)
     assert not any(p.is_meta for p in engine.parameters())
     engine.backward(engine(torch.ones(2, 3)).sum())
     engine.step()
@@ -184,15 +184,12 @@ def test_inference_by_kernels_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("states", ["none", "cpu", "nvme"])
 def test_parameters_are_on_disk_wherever_states_are(
-    model: nn.Module, tmp_path: Path, states: str, opened: list[tensorstow.AdamW]
+    model: nn.Module, tmp_path: Path, states: str, initialize: Initialize
 ) -> None:
     place = str(tmp_path / "made")
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": place}}
     zero["offload_optimizer"] = {"device": states, "nvme_path": place}
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, config={**CONFIG, "zero_optimization": zero}
-    )
-    opened.append(optimizer)
+    engine, *_ = initialize(model=model, config={**CONFIG, "zero_optimization": zero})
     engine.backward(loss_of(engine, 0, 0, 0))
     engine.step()
     assert engine.was_step_applied()
