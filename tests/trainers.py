@@ -1,7 +1,7 @@
 """What every trainer is tested with: a tiny language model, its batches, and the plain loop."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tensorstow import AdamW
+from tensorstow import AdamW, PipelinePolicy
 
 WORDS, LENGTH, BATCH = 32, 8, 2
 LEARNING_RATE = 1e-2
@@ -31,6 +31,8 @@ OF_A_TRAINER: dict[str, Any] = {
     "disable_tqdm": True,
 }
 """Arguments of transformers' Trainer, with which it does what ``plain_loop`` does."""
+EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
+SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 
 
 def model() -> Any:  # noqa: ANN401  # another library's
@@ -45,6 +47,23 @@ def model() -> Any:  # noqa: ANN401  # another library's
     made = AutoModelForCausalLM.from_config(config)
     made.loss_type = "ForCausalLM"  # GPT-2's class name says none, and labels are counted by it
     return made
+
+
+def adapted(**options: Any) -> Any:  # noqa: ANN401
+    """Return the model with adapters of peft."""
+    import peft  # noqa: PLC0415  # seconds
+
+    net = model()
+    torch.manual_seed(3)
+    kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds, **options))
+
+
+def arguments(place: Path, **given: Any) -> Any:  # noqa: ANN401
+    """Return arguments of transformers' Trainer."""
+    import transformers  # noqa: PLC0415  # seconds
+
+    return transformers.TrainingArguments(str(place / "out"), **{**OF_A_TRAINER, **given})
 
 
 def examples(batches: int) -> list[dict[str, torch.Tensor]]:
@@ -82,29 +101,27 @@ def plain_groups(net: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def plain_loop(
-    steps: Sequence[Sequence[torch.Tensor]],
+def by_hand(
+    net: nn.Module,
+    steps: Sequence[Any],
+    losses: Callable[[Any, Any], Iterable[torch.Tensor]],
     *,
     clip: float | None = 1.0,
-    total: int | None = None,
     inside: bool = False,
+    total: int | None = None,
 ) -> list[bytes]:
-    """Train by hand with states in RAM; the learning rate falls to 0 in ``total`` steps.
+    """Train with states in RAM and return the weights; ``losses`` are of a step's micro-batches.
 
-    ``inside``: gradients are clipped inside the update, by the optimizer.
+    ``inside``: gradients are clipped inside the update, by the optimizer. ``total``: the steps in
+    which the learning rate falls to 0; None: it stays.
     """
-    net = model()
     optimizer = AdamW(plain_groups(net), lr=LEARNING_RATE)
-    total = len(steps) if total is None else total
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda n: max(0.0, (total - n) / max(1, total))
+        optimizer, lambda n: 1.0 if total is None else max(0.0, (total - n) / max(1, total))
     )
     for window in steps:
-        items = sum(batch[:, 1:].numel() for batch in window)
-        for batch in window:
-            net(
-                input_ids=batch, labels=batch, num_items_in_batch=torch.tensor(items)
-            ).loss.backward()
+        for loss in losses(net, window):
+            loss.backward()
         if clip is not None and inside:
             optimizer.clip_grad_norm_(clip)
         elif clip is not None:
@@ -113,6 +130,53 @@ def plain_loop(
         schedule.step()
         optimizer.zero_grad()
     return bits(net)
+
+
+def plain_loop(
+    steps: Sequence[Sequence[torch.Tensor]],
+    *,
+    clip: float | None = 1.0,
+    total: int | None = None,
+    inside: bool = False,
+) -> list[bytes]:
+    """Train by hand as transformers' Trainer does; the rate falls to 0 in ``total`` steps."""
+
+    def losses(net: Any, window: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # noqa: ANN401
+        items = torch.tensor(sum(batch[:, 1:].numel() for batch in window))
+        for batch in window:
+            yield net(input_ids=batch, labels=batch, num_items_in_batch=items).loss
+
+    total = len(steps) if total is None else total
+    return by_hand(model(), steps, losses, clip=clip, inside=inside, total=total)
+
+
+def mean_loop(
+    batches: int,
+    accumulation: int = 1,
+    *,
+    clip: float | None = None,
+    inside: bool = True,
+    epochs: int = 1,
+    net: Any = None,  # noqa: ANN401
+) -> list[bytes]:
+    """Train by hand; each loss is divided by the micro-batches of a whole step."""
+
+    def losses(net: Any, window: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:  # noqa: ANN401
+        for batch in window:
+            yield net(input_ids=batch, labels=batch).loss / accumulation
+
+    net = (model() if net is None else net).train()
+    steps = windows(batches, accumulation) * epochs
+    return by_hand(net, steps, losses, clip=clip, inside=inside)
+
+
+def finish(made: Any) -> list[bytes]:  # noqa: ANN401
+    """Return the weights of a Trainer whose optimizer alone is ours, and close that."""
+    optimizer = made.optimizer.optimizer  # accelerate's wrapper holds it
+    optimizer.commit() if optimizer.placement_of_states == "shared" else optimizer.wait()
+    found = bits(made.model)
+    optimizer.close()
+    return found
 
 
 def forget_state() -> None:
@@ -128,15 +192,22 @@ def forget_state() -> None:
 
 
 @contextmanager
-def one_of_two(rank: int) -> Iterator[None]:
-    """Let Trainers of transformers be those of two ranks, whose process group is there."""
+def environment_of_two(rank: int) -> Iterator[None]:
+    """Set what a launcher tells one of two ranks, whose process group is there."""
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported: trainers call the collector
     with pytest.MonkeyPatch.context() as patch:
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # unused
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1, "NODE_RANK": 0}  # unused
         where |= {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, **where}.items():
             patch.setenv(name, str(value))
+        yield
+
+
+@contextmanager
+def one_of_two(rank: int) -> Iterator[None]:
+    """Let Trainers of transformers be those of two ranks, whose process group is there."""
+    gc.freeze()  # what is imported: trainers call the collector
+    with environment_of_two(rank):
         forget_state()
         yield
         forget_state()

@@ -15,12 +15,10 @@ from torch import nn
 import tensorstow
 import trainers
 from ranks.pool import Ranks
-from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow import AdamW, Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.optimizer_factory import names_of, with_groups
 from tensorstow.integrations.accelerate import last_micro_batch, prepared
-
-SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +38,7 @@ class Loop:
         )
         model = trainers.model().train()
         optimizer = AdamW(
-            trainers.plain_groups(model), lr=1e-2, module=model, policy=SMALL, **where
+            trainers.plain_groups(model), lr=1e-2, module=model, policy=trainers.SMALL, **where
         )
         loader = torch.utils.data.DataLoader(
             trainers.examples(batches), batch_size=trainers.BATCH, shuffle=False
@@ -64,22 +62,7 @@ class Loop:
         return found
 
 
-def by_hand(
-    batches: int, accumulation: int, clip: float | None = None, *, inside: bool = False
-) -> list[bytes]:
-    """The plain loop, which divides each loss by the micro-batches of a whole window."""
-    net = trainers.model().train()
-    optimizer = AdamW(trainers.plain_groups(net), lr=1e-2)
-    for window in trainers.windows(batches, accumulation):
-        for batch in window:
-            (net(input_ids=batch, labels=batch).loss / accumulation).backward()
-        if clip is not None and inside:
-            optimizer.clip_grad_norm_(clip)
-        elif clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return trainers.bits(net)
+by_hand = partial(trainers.mean_loop, inside=False)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -87,7 +70,7 @@ def test_weights_are_those_of_the_plain_loop(clip: float | None) -> None:
     """Five micro-batches by two: the last step has one."""
     loop = Loop(5, 2, states="disk")
     loop.train(clip=clip)
-    assert loop.finish() == by_hand(5, 2, clip)
+    assert loop.finish() == by_hand(5, 2, clip=clip)
 
 
 def test_beside_backward_the_accelerator_says_which_is_the_last() -> None:
@@ -119,7 +102,7 @@ def test_a_saved_state_is_small_and_goes_on(tmp_path: Path) -> None:
     second = Loop(4, **where)
     second.accelerator.load_state(str(tmp_path / "state"))
     second.train(2, 4)
-    assert second.finish() == by_hand(4, 1)
+    assert second.finish() == by_hand(4)
 
 
 def test_a_placed_model_is_left_as_it_is() -> None:
@@ -127,7 +110,7 @@ def test_a_placed_model_is_left_as_it_is() -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = trainers.model().train()
     groups = names_of(model, trainers.plain_groups(model))
-    make = with_groups(partial(AdamW, lr=1e-2, policy=SMALL), groups)
+    make = with_groups(partial(AdamW, lr=1e-2, policy=trainers.SMALL), groups)
     model, optimizer = tensorstow.stow(model, make, plan=Plan(parameters="disk", states="disk"))
     loader = torch.utils.data.DataLoader(trainers.examples(5), batch_size=trainers.BATCH)
     same, wrapped, loader = accelerator.prepare(prepared(model), optimizer, loader)
@@ -141,16 +124,12 @@ def test_a_placed_model_is_left_as_it_is() -> None:
             wrapped.zero_grad()
     found = trainers.bits(model)
     optimizer.close()
-    assert found == by_hand(5, 2, 0.1, inside=True)
+    assert found == by_hand(5, 2, clip=0.1, inside=True)
 
 
 def sharded_by_accelerate(rank: int, where: dict[str, Any]) -> list[bytes] | str:
     """Train under accelerate's own FSDP2 plugin, which exchanges the optimizer's parameters."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-            patch.setenv(name, str(value))  # unused: the group is there
+    with trainers.environment_of_two(rank):
         trainers.forget_state()
         plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)
         accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -162,7 +141,7 @@ def sharded_by_accelerate(rank: int, where: dict[str, Any]) -> list[bytes] | str
         net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
         for number, parameter in enumerate(net.parameters()):
             nn.init.constant_(parameter, 0.1 * (number + 1))
-        optimizer = AdamW(net.parameters(), lr=1e-2, module=net, policy=SMALL, **where)
+        optimizer = AdamW(net.parameters(), lr=1e-2, module=net, policy=trainers.SMALL, **where)
         model, wrapped = accelerator.prepare(net, optimizer)
         try:
             for step in range(2):

@@ -35,7 +35,7 @@ def axolotl() -> Any:  # noqa: ANN401
 
 
 def trainer(place: Path, **given: Any) -> transformers.Trainer:  # noqa: ANN401
-    args = transformers.TrainingArguments(str(place / "out"), **{**trainers.OF_A_TRAINER, **given})
+    args = trainers.arguments(place, **given)
     return transformers.Trainer(trainers.model(), args, train_dataset=trainers.examples(3))
 
 

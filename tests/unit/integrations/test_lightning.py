@@ -19,13 +19,12 @@ from torch import nn
 import tensorstow
 import trainers
 from ranks.pool import Ranks
-from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow import AdamW, Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import whole_weights
 from tensorstow.fsdp.optimizer_factory import names_of, with_groups
 from tensorstow.integrations.lightning import StopCheckpoint, StowStrategy
 
-SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
@@ -57,7 +56,7 @@ class Module(lightning.LightningModule):
 
     def configure_optimizers(self) -> AdamW:
         groups = trainers.plain_groups(self.net)
-        return AdamW(groups, lr=1e-2, module=self.net, policy=SMALL, **self.where)
+        return AdamW(groups, lr=1e-2, module=self.net, policy=trainers.SMALL, **self.where)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:  # noqa: ANN401
         if "overlap" not in self.where:
@@ -90,23 +89,7 @@ def fit(module: Module, batches: int, path: Path | None = None, **given: Any) ->
     return found
 
 
-def by_hand(
-    batches: int,
-    accumulation: int = 1,
-    clip: float | None = 0.1,
-    epochs: int = 1,
-    net: Any = None,  # noqa: ANN401
-) -> list[bytes]:
-    net = (trainers.model() if net is None else net).train()
-    optimizer = AdamW(trainers.plain_groups(net), lr=1e-2)
-    for window in trainers.windows(batches, accumulation) * epochs:
-        for batch in window:
-            (net(input_ids=batch, labels=batch).loss / accumulation).backward()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-    return trainers.bits(net)
+by_hand = partial(trainers.mean_loop, clip=0.1)
 
 
 def test_weights_are_those_of_the_plain_loop() -> None:
@@ -142,7 +125,7 @@ def test_a_checkpoint_is_small_and_goes_on(tmp_path: Path) -> None:
 def test_states_on_disk_stay_there_when_all_are_moved() -> None:
     """As before and behind each fit, and when a checkpoint was loaded."""
     net = trainers.model()
-    optimizer = AdamW(net.parameters(), states="disk", policy=SMALL)
+    optimizer = AdamW(net.parameters(), states="disk", policy=trainers.SMALL)
     batch = trainers.micro_batches(1)[0]
     for _ in range(2):
         net(input_ids=batch, labels=batch).loss.backward()
@@ -175,7 +158,7 @@ class Placed(Module):
     def configure_optimizers(self) -> Any:  # noqa: ANN401
         groups = names_of(self.net, trainers.plain_groups(self.net))
         given = {k: v for k, v in self.where.items() if k == "checkpoints"}
-        make = with_groups(partial(AdamW, lr=1e-2, policy=SMALL, **given), groups)
+        make = with_groups(partial(AdamW, lr=1e-2, policy=trainers.SMALL, **given), groups)
         where = {k: v for k, v in self.where.items() if k == "dir"}
         return tensorstow.stow(self.net, make, plan=self.plan, **where)[1]
 
@@ -406,12 +389,8 @@ class WithoutTransformers(nn.Module):
 
 def of_two_ranks(place: Path) -> list[list[bytes]]:
     """Train with checkpoints, then from the first one in new objects."""
-    torch.set_num_threads(1)
     rank, found = dist.get_rank(), []
-    with pytest.MonkeyPatch.context() as patch:
-        here = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2}
-        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-            patch.setenv(name, str(value))  # unused: the group is there
+    with trainers.environment_of_two(rank):
         for path in (None, place / "epoch=0.ckpt"):
             module = Placed(net=WithoutTransformers(), dir=place / "run", checkpoints="reference")
             saves = ModelCheckpoint(place, "{epoch}", save_top_k=-1)
@@ -607,12 +586,8 @@ def test_a_second_stop_replaces_the_first_and_an_error_saves_nothing(tmp_path: P
 
 def stopped_of_two(place: Path, moment: str, rank: int) -> list[tuple[object, int, list[bytes]]]:
     """Stop by a signal to ``rank``, go on, and train without a stop."""
-    torch.set_num_threads(1)
     mine, found = dist.get_rank(), []
-    with pytest.MonkeyPatch.context() as patch:
-        here = {"RANK": mine, "LOCAL_RANK": mine, "NODE_RANK": 0, "WORLD_SIZE": 2}
-        for name, value in {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
-            patch.setenv(name, str(value))  # unused: the group is there
+    with trainers.environment_of_two(mine):
         for name, folder in (("run", "a"), ("run", "a"), ("whole", "b")):
             comes = moment if not found and mine == rank else None
             module = Signalled(comes, 2, "step", net=WithoutTransformers(), dir=place / name)

@@ -19,7 +19,7 @@ import transformers
 import tensorstow
 import trainers
 from ranks.pool import Ranks
-from tensorstow import PipelinePolicy, Plan
+from tensorstow import Plan
 from tensorstow.base.errors import KeywordError, OptionError
 from tensorstow.integrations import trainer_refusals
 from tensorstow.integrations.transformers import (
@@ -31,13 +31,8 @@ from tensorstow.integrations.transformers import (
 )
 
 Pool = Callable[[int], Ranks]
-SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 ON_DISK = Plan(parameters="disk", states="disk")
 TOKENS = torch.tensor([[1, 2]])
-
-
-def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
-    return transformers.TrainingArguments(str(place / "out"), **{**trainers.OF_A_TRAINER, **given})
 
 
 def trainer(
@@ -50,12 +45,12 @@ def trainer(
     callbacks: Any = (),  # noqa: ANN401
     **given: Any,  # noqa: ANN401
 ) -> Stowed:
-    where: dict[str, Any] = {"plan": plan, "policy": SMALL}
+    where: dict[str, Any] = {"plan": plan, "policy": trainers.SMALL}
     if durable:
         where["dir"] = place / "run"
     return Stowed(
         trainers.model() if model is None else model,
-        arguments(place, **given),
+        trainers.arguments(place, **given),
         train_dataset=trainers.examples(batches),
         eval_dataset=trainers.examples(1),
         callbacks=list(callbacks),
@@ -135,7 +130,7 @@ def test_updates_beside_backward_are_undone_where_it_clips(most: float, tmp_path
 @pytest.mark.parametrize("durable", [True, False], ids=["reference", "files"])
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path, durable: bool) -> None:  # noqa: FBT001
     """In new objects, whose weights are others; the files are those of ``from_pretrained``."""
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    saves = {**trainers.EACH_STEP, "save_total_limit": 2}
     first = trainer(tmp_path, durable=durable, batches=4, **saves)
     first.train()
     folder = tmp_path / "out" / "checkpoint-3"
@@ -172,8 +167,7 @@ class Worse(transformers.TrainerCallback):
 
 
 BEST: dict[str, Any] = {
-    "save_strategy": "steps",
-    "save_steps": 1,
+    **trainers.EACH_STEP,
     "eval_strategy": "steps",
     "eval_steps": 1,
     "load_best_model_at_end": True,
@@ -297,7 +291,7 @@ def until_stopped(
     [
         (1, {"gradient_accumulation_steps": 2}),
         (1, {"eval_strategy": "steps", "eval_steps": 2}),
-        (3, {"save_strategy": "steps", "save_steps": 1}),  # the last step
+        (3, {**trainers.EACH_STEP}),  # the last step
     ],
 )
 def test_a_stop_saves_a_checkpoint_and_training_goes_on_from_it(
@@ -317,32 +311,23 @@ def test_one_of_both_ways_to_save_at_a_signal(tmp_path: Path) -> None:
     finish(made)
 
 
-def adapted(**options: Any) -> Any:  # noqa: ANN401
-    import peft  # noqa: PLC0415  # seconds
-
-    net = trainers.model()
-    torch.manual_seed(3)
-    kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds, **options))
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
     """The base is frozen; a checkpoint has the adapters alone, and the run goes on from it."""
     plain = transformers.Trainer(
-        adapted(),
-        args := arguments(tmp_path, max_grad_norm=0),
+        trainers.adapted(),
+        args := trainers.arguments(tmp_path, max_grad_norm=0),
         train_dataset=trainers.examples(3),
         optimizer_cls_and_kwargs=adamw(args),
     )
     plain.train()
     saves = {"save_strategy": "steps", "save_steps": 2, "max_grad_norm": 0}
-    first = trainer(tmp_path, model=adapted(), **saves)
+    first = trainer(tmp_path, model=trainers.adapted(), **saves)
     first.train()
     folder = tmp_path / "out" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").exists()
     assert not (folder / "model.safetensors").exists()
-    second = trainer(tmp_path, model=adapted(), max_grad_norm=0)
+    second = trainer(tmp_path, model=trainers.adapted(), max_grad_norm=0)
     second.train(resume_from_checkpoint=str(folder))
     assert finish(first) == finish(second) == trainers.bits(plain.model)
 
@@ -353,16 +338,15 @@ def test_adapters_over_a_base_on_disk(tmp_path: Path) -> None:
 def numbered(place: Path) -> list[list[bytes]]:
     """Train with a checkpoint in each step, then from the third in new objects."""
     with trainers.one_of_two(dist.get_rank()):
-        plan = Plan(parameters="disk", states="disk")
         given: dict[str, Any] = {"batches": 8, "durable": True, "max_grad_norm": 0}
-        saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-        first = trainer(place, plan, **given, **saves)
+        saves = {**trainers.EACH_STEP, "save_total_limit": 2}
+        first = trainer(place, ON_DISK, **given, **saves)
         assert first.args.world_size == 2
         first.train()
         assert [s.step for s in first._optimizer().snapshots()] == [3, 4]
         found = [trainers.whole(first)]
         dist.barrier()
-        second = trainer(place, plan, callbacks=[Worse()], **given, **BEST)
+        second = trainer(place, ON_DISK, callbacks=[Worse()], **given, **BEST)
         second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
         assert second.state.global_step == 4
         assert str(second.state.best_model_checkpoint).endswith("checkpoint-4")
@@ -382,19 +366,21 @@ def adapters_of_two(place: Path, plan: Plan, **options: Any) -> list[list[bytes]
     with trainers.one_of_two(dist.get_rank()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft's, of transformers
         given: dict[str, Any] = {"batches": 8, "durable": True, "max_grad_norm": 0}
-        saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
-        first = trainer(place, plan, model=adapted(**options), **given, **saves)
+        saves = {**trainers.EACH_STEP, "save_total_limit": 2}
+        first = trainer(place, plan, model=trainers.adapted(**options), **given, **saves)
         first.train()
         found = [trainers.whole(first)]
         dist.barrier()
         second = trainer(
-            place, plan, model=adapted(**options), callbacks=[Worse()], **given, **BEST
+            place, plan, model=trainers.adapted(**options), callbacks=[Worse()], **given, **BEST
         )
         second.train(resume_from_checkpoint=str(place / "out" / "checkpoint-3"))
         assert str(second.state.best_model_checkpoint).endswith("checkpoint-4")
         found.append(trainers.whole(second))
         best = {**given, **BEST, "save_total_limit": 1}
-        third = trainer(place / "best", plan, model=adapted(**options), callbacks=[Worse()], **best)
+        third = trainer(
+            place / "best", plan, model=trainers.adapted(**options), callbacks=[Worse()], **best
+        )
         third.train()
         assert str(third.state.best_model_checkpoint).endswith("checkpoint-1")
         return [*found, trainers.whole(third)]
@@ -419,7 +405,7 @@ def test_adapters_on_two_ranks(
     alone = trainer(
         tmp_path / "alone",
         ON_DISK,
-        model=adapted(**options),
+        model=trainers.adapted(**options),
         batches=8,
         gradient_accumulation_steps=2,
         max_grad_norm=0,
@@ -471,7 +457,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_would_go_wrong_in_silence_is_refused(name: str, tmp_path: Path) -> None:
     given, where, message = REFUSED[name]
     with pytest.raises(OptionError, match=message):
-        Stowed(trainers.model(), arguments(tmp_path, **given), stow=where)
+        Stowed(trainers.model(), trainers.arguments(tmp_path, **given), stow=where)
     trainers.forget_state()  # of another precision
 
 
@@ -539,7 +525,7 @@ def test_attach_is_not_for_a_placed_model(tmp_path: Path) -> None:
 def test_a_misspelled_keyword_of_stow_is_found_at_once(tmp_path: Path) -> None:
     for keyword, meant in (("plam", "plan"), ("state_fromat", "state_format")):
         with pytest.raises(KeywordError, match=f"{keyword}=.*Did you mean {meant}="):
-            Stowed(trainers.model(), arguments(tmp_path), stow={keyword: ON_DISK})
+            Stowed(trainers.model(), trainers.arguments(tmp_path), stow={keyword: ON_DISK})
 
 
 def test_a_stop_leaves_an_epoch_its_evaluation() -> None:

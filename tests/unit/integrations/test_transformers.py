@@ -19,21 +19,16 @@ import children
 import tensorstow
 import trainers
 from largest_tensor import LargestTensor
-from tensorstow import PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.integrations.trainer_snapshots import _in_order
 from tensorstow.integrations.transformers import DropSnapshots, LateAdamW, adamw, attach
 
-SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
+DURABLE: dict[str, Any] = {"states": "disk", "dir": True}
 PLACES: list[dict[str, Any]] = [
     {"states": "disk"},
     {"states": "disk", "overlap": "forward"},
     {"states": 0.5, "dir": True},
 ]
-
-
-def arguments(place: Path, **given: Any) -> transformers.TrainingArguments:  # noqa: ANN401
-    return transformers.TrainingArguments(str(place / "out"), **{**trainers.OF_A_TRAINER, **given})
 
 
 def trainer(
@@ -46,13 +41,13 @@ def trainer(
 ) -> transformers.Trainer:
     if where.get("dir"):
         where = {**where, "dir": place / "run"}
-    args = arguments(place, **given)
+    args = trainers.arguments(place, **given)
     return transformers.Trainer(
         trainers.model(),
         args,
         train_dataset=trainers.examples(batches),
         eval_dataset=trainers.examples(1),
-        optimizer_cls_and_kwargs=adamw(args, policy=SMALL, **where),
+        optimizer_cls_and_kwargs=adamw(args, policy=trainers.SMALL, **where),
         callbacks=list(callbacks),
     )
 
@@ -61,20 +56,12 @@ def inner(made: transformers.Trainer) -> tensorstow.AdamW:
     return made.optimizer.optimizer  # accelerate's wrapper holds it
 
 
-def finish(made: transformers.Trainer) -> list[bytes]:
-    optimizer = inner(made)
-    optimizer.commit() if optimizer.placement_of_states == "shared" else optimizer.wait()
-    found = trainers.bits(made.model)
-    optimizer.close()
-    return found
-
-
 @pytest.mark.parametrize("where", PLACES, ids=str)
 def test_weights_are_those_of_the_plain_loop(where: dict[str, Any], tmp_path: Path) -> None:
     """Evaluation between steps too: it changes nothing."""
     made = trainer(tmp_path, where, eval_strategy="steps", eval_steps=2)
     made.train()
-    assert finish(made) == trainers.plain_loop(trainers.windows(5, 1))
+    assert trainers.finish(made) == trainers.plain_loop(trainers.windows(5, 1))
 
 
 def test_the_last_window_may_be_short(tmp_path: Path) -> None:
@@ -88,13 +75,12 @@ def test_the_last_window_may_be_short(tmp_path: Path) -> None:
     )
     made.train()
     by_hand = partial(trainers.plain_loop, trainers.windows(8, 3))
-    assert finish(made) == by_hand(clip=0.1) != by_hand(clip=1.0)
+    assert trainers.finish(made) == by_hand(clip=0.1) != by_hand(clip=1.0)
 
 
 def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """From the older of two, in new objects; checkpoints are small, and generation is allowed."""
-    where = {"states": "disk", "dir": True}
-    first = trainer(tmp_path, where, save_strategy="steps", save_steps=2)
+    first = trainer(tmp_path, DURABLE, save_strategy="steps", save_steps=2)
     first.train()
     tokens = torch.tensor([[1, 2]])
     first.model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0)
@@ -102,14 +88,14 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints] == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
     assert all(trainers.nbytes_beside_weights(path) < 1 << 20 for path in checkpoints)
     assert (checkpoints[0] / "optimizer.pt").stat().st_size < 10_000
-    complete = finish(first)
+    complete = trainers.finish(first)
     del first
     gc.collect()
 
-    second = trainer(tmp_path, where)
+    second = trainer(tmp_path, DURABLE)
     second.train(resume_from_checkpoint=str(checkpoints[0]))
     assert second.state.global_step == 5
-    assert finish(second) == complete == trainers.plain_loop(trainers.windows(5, 1))
+    assert trainers.finish(second) == complete == trainers.plain_loop(trainers.windows(5, 1))
 
 
 class Copies(transformers.TrainerCallback):
@@ -128,7 +114,7 @@ def test_weights_that_are_read_past_forward_are_new_ones(tmp_path: Path) -> None
         copies = Copies()
         made = trainer(tmp_path, where, batches=3, callbacks=[copies])
         made.train()
-        finish(made)
+        trainers.finish(made)
         found.append(copies.read)
     beside, plain = found
     assert beside == plain
@@ -136,20 +122,19 @@ def test_weights_that_are_read_past_forward_are_new_ones(tmp_path: Path) -> None
 
 
 def test_snapshots_go_with_their_checkpoints(tmp_path: Path) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    where = {"states": "disk", "dir": True}
-    first = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=3, **saves)
+    saves = {**trainers.EACH_STEP, "save_total_limit": 1}
+    first = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], batches=3, **saves)
     first.train()
     (kept,) = inner(first).snapshots()
     assert kept.step == 3
     inner(first).snapshot("mine")
-    finish(first)
-    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=4, **saves)
+    trainers.finish(first)
+    second = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], batches=4, **saves)
     second.train(resume_from_checkpoint=True)
     named = {each.step: each.names for each in inner(second).snapshots()}
     assert named.keys() == {3, 4}
     assert tuple(named[3]) == ("mine",)  # the reference of the process before is gone
-    finish(second)
+    trainers.finish(second)
 
 
 class Meddles(transformers.TrainerCallback):
@@ -179,23 +164,22 @@ def test_a_checkpoint_that_is_damaged_or_moved_keeps_its_snapshot(
         flip(out / "checkpoint-1" / "optimizer.pt")
         (out / "checkpoint-2").rename(tmp_path / "best")
 
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
-    where = {"states": "disk", "dir": True}
+    saves = {**trainers.EACH_STEP, "save_total_limit": 3}
     callbacks = [DropSnapshots(), Meddles(2, meddle)]
-    first = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    first = trainer(tmp_path, DURABLE, callbacks=callbacks, batches=3, **saves)
     first.train()
     assert [s.step for s in inner(first).snapshots()] == [1, 2, 3]
     assert f"{out / 'checkpoint-2'} is gone, and the Trainer did not remove it" in caplog.text
-    finish(first)
+    trainers.finish(first)
     caplog.clear()
-    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=6, **saves)
+    second = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], batches=6, **saves)
     second.train(resume_from_checkpoint=str(out / "checkpoint-3"))
     assert [s.step for s in inner(second).snapshots()] == [1, 2, 4, 5, 6]  # 3 was removed
     assert f"{out / 'checkpoint-1' / 'optimizer.pt'} was to be read, and is damaged" in caplog.text
     assert not (out / "checkpoint-1").exists()
     inner(second).load_state_dict(torch.load(tmp_path / "best" / "optimizer.pt"))
     assert inner(second)._runtime.commits.step == 2
-    finish(second)
+    trainers.finish(second)
 
 
 @pytest.mark.parametrize("seconds", [0.01, 10])
@@ -230,14 +214,13 @@ def test_a_checkpoint_that_a_callback_moves_keeps_its_snapshot(
     folder, archived = tmp_path / "out" / "checkpoint-1", tmp_path / "archived"
     moves = Moves(event, folder, archived)
     callbacks = [moves, DropSnapshots()] if event == "on_save" else [DropSnapshots(), moves]
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit}
-    where = {"states": "disk", "dir": True}
-    made = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    saves = {**trainers.EACH_STEP, "save_total_limit": limit}
+    made = trainer(tmp_path, DURABLE, callbacks=callbacks, batches=3, **saves)
     made.train()
     assert [s.step for s in inner(made).snapshots()] == [1, 2, 3]
     assert f"{folder} is gone, and the Trainer did not remove it" in caplog.text
     inner(made).load_state_dict(torch.load(archived / "optimizer.pt", weights_only=True))
-    finish(made)
+    trainers.finish(made)
 
 
 class CopiesFirst(transformers.TrainerCallback):
@@ -262,35 +245,33 @@ def test_a_snapshot_that_a_copy_of_its_checkpoint_names_is_kept(
     copy = tmp_path / "out" / "checkpoint-1-best"
     copies, ours = CopiesFirst(copy, moved_at), DropSnapshots()
     callbacks = [copies, ours] if is_first else [ours, copies]
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2 + (moved_at is None)}
-    where = {"states": "disk", "dir": True}
-    made = trainer(tmp_path, where, callbacks=callbacks, batches=3, **saves)
+    saves = {**trainers.EACH_STEP, "save_total_limit": 2 + (moved_at is None)}
+    made = trainer(tmp_path, DURABLE, callbacks=callbacks, batches=3, **saves)
     made.train()
     place = copy if moved_at is None else tmp_path / "best"
     assert place.is_dir()
     assert not copy.with_name("checkpoint-1").exists()
     assert [s.step for s in inner(made).snapshots()] == [1, 2, 3]
     inner(made).load_state_dict(torch.load(place / "optimizer.pt", weights_only=True))
-    finish(made)
+    trainers.finish(made)
 
 
 def test_a_damaged_copy_keeps_the_snapshots_of_an_earlier_process(tmp_path: Path) -> None:
     """It may be repaired, and which snapshot it names is not known."""
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 3}
-    where = {"states": "disk", "dir": True}
-    first = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=1, **saves)
+    saves = {**trainers.EACH_STEP, "save_total_limit": 3}
+    first = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], batches=1, **saves)
     first.train()
-    finish(first)
+    trainers.finish(first)
     out = tmp_path / "out"
     copy = shutil.copytree(out / "checkpoint-1", out / "checkpoint-900") / "optimizer.pt"
     flip(copy)
     os.utime(copy.parent, (2**32, 2**32))  # the Trainer removes the oldest
-    second = trainer(tmp_path, where, callbacks=[DropSnapshots()], **saves)
+    second = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], **saves)
     second.train(resume_from_checkpoint=str(out / "checkpoint-1"))
     assert copy.exists()
     assert not (out / "checkpoint-1").exists()
     assert [s.step for s in inner(second).snapshots()] == [1, 4, 5]
-    finish(second)
+    trainers.finish(second)
 
 
 @pytest.mark.parametrize(
@@ -303,51 +284,42 @@ def test_what_is_no_reference_names_no_snapshot(
     checkpoint.mkdir(parents=True)
     torch.save(saved, checkpoint / "optimizer.pt")
     saves = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
-    where = {"states": "disk", "dir": True}
-    made = trainer(tmp_path, where, callbacks=[DropSnapshots()], batches=4, **saves)
+    made = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], batches=4, **saves)
     made.train()
     assert [s.step for s in inner(made).snapshots()] == [4]
     assert ("Its snapshot is kept" in caplog.text) == (saved == {"tensorstow": 1})
-    finish(made)
+    trainers.finish(made)
 
 
 def test_attach_is_the_same_for_a_trainer_that_is_made(tmp_path: Path) -> None:
-    args = arguments(tmp_path, save_strategy="steps", save_steps=2)
+    args = trainers.arguments(tmp_path, save_strategy="steps", save_steps=2)
     made = transformers.Trainer(trainers.model(), args, train_dataset=trainers.examples(3))
-    attach(made, states="disk", dir=tmp_path / "run", policy=SMALL)
+    attach(made, states="disk", dir=tmp_path / "run", policy=trainers.SMALL)
     made.train()
     assert any(isinstance(one, DropSnapshots) for one in made.callback_handler.callbacks)
     with pytest.raises(OptionError, match="has an optimizer already"):
         attach(made, states="disk")
-    assert finish(made) == trainers.plain_loop(trainers.windows(3, 1))
+    assert trainers.finish(made) == trainers.plain_loop(trainers.windows(3, 1))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks it
 def test_adapters_of_peft_are_trained(tmp_path: Path) -> None:
     """The base is frozen and in no group; what decays is what the Trainer's own groups have."""
-    import peft  # noqa: PLC0415  # seconds
-
-    def adapted() -> Any:  # noqa: ANN401
-        net = trainers.model()
-        torch.manual_seed(3)
-        kinds = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "task_type": "CAUSAL_LM"}
-        return peft.get_peft_model(net, peft.LoraConfig(r=2, lora_dropout=0.0, **kinds))
-
-    args = arguments(tmp_path)
+    args = trainers.arguments(tmp_path)
     results = []
-    for given in ({}, {"states": "disk", "policy": SMALL}):
-        made = transformers.Trainer(adapted(), args, train_dataset=trainers.examples(3))
+    for given in ({}, {"states": "disk", "policy": trainers.SMALL}):
+        made = transformers.Trainer(trainers.adapted(), args, train_dataset=trainers.examples(3))
         if given:
             attach(made, **given)
         else:  # the class: the Trainer makes the groups
             made.optimizer_cls_and_kwargs = (tensorstow.AdamW, {"lr": trainers.LEARNING_RATE})
         made.train()
-        results.append(finish(made))
+        results.append(trainers.finish(made))
     assert results[0] == results[1]
 
 
 def test_groups_and_options_are_the_trainers(tmp_path: Path) -> None:
-    args = arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
+    args = trainers.arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
     made = transformers.Trainer(trainers.model(), args)
     theirs = made.create_optimizer().param_groups
     kind, options = adamw(args)
@@ -402,7 +374,7 @@ def be_killed(place: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.save = save
-    trainer(place, {"states": "disk", "dir": True}, save_strategy="steps", save_steps=2).train()
+    trainer(place, DURABLE, save_strategy="steps", save_steps=2).train()
 
 
 def test_a_run_that_was_killed_while_it_saved_goes_on_in_a_new_process(tmp_path: Path) -> None:
@@ -414,13 +386,13 @@ test_transformers.be_killed(Path({str(tmp_path)!r}))
 """
     done = children.run("-c", code, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
-    made = trainer(tmp_path, {"states": "disk", "dir": True}, callbacks=[DropSnapshots()], **saves)
+    saves = {**trainers.EACH_STEP, "save_total_limit": 1}
+    made = trainer(tmp_path, DURABLE, callbacks=[DropSnapshots()], **saves)
     assert [s.step for s in snapshots_before(made)] == [2, 4]
     made.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     names = [name for s in inner(made).snapshots() for name in s.names]
     assert len(names) == 2  # the last one, and that of the checkpoint that was never complete
-    assert finish(made) == trainers.plain_loop(trainers.windows(5, 1))
+    assert trainers.finish(made) == trainers.plain_loop(trainers.windows(5, 1))
 
 
 def snapshots_before(made: transformers.Trainer) -> Any:  # noqa: ANN401
@@ -429,7 +401,7 @@ def snapshots_before(made: transformers.Trainer) -> Any:  # noqa: ANN401
 
 
 def test_no_states_are_in_memory_while_a_reference_is_saved_and_loaded(tmp_path: Path) -> None:
-    made = trainer(tmp_path, {"states": "disk", "dir": True}, batches=2)
+    made = trainer(tmp_path, DURABLE, batches=2)
     made.train()
     (tmp_path / "saved").mkdir()
     with LargestTensor() as seen:
@@ -439,4 +411,4 @@ def test_no_states_are_in_memory_while_a_reference_is_saved_and_loaded(tmp_path:
     with LargestTensor() as whole:
         torch.ones(1000)
     assert whole.nbytes >= 4000  # it sees what there is
-    finish(made)
+    trainers.finish(made)

@@ -1,7 +1,7 @@
 """TRL's trainers with our optimizer: against a loop by hand over the same losses."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 import trainers
 from ranks.pool import Ranks
-from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow import Plan
 from tensorstow.integrations.transformers import DropSnapshots, Stowed, adamw, attach
 
-SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
 STEPS = 4
 WHOLE: dict[str, Any] = {"bf16": False, "gradient_checkpointing": False, "max_length": None}
 """What TRL has otherwise than transformers."""
@@ -110,58 +109,43 @@ def by_hand(
     inside: bool = False,
 ) -> list[bytes]:
     """Train a trainer's model by its own loss, with states in RAM, as ``plain_loop`` does."""
-    net = made.model.train()
-    optimizer = AdamW(trainers.plain_groups(net), lr=trainers.LEARNING_RATE)
     batches = list(made.get_train_dataloader())
     steps = [batches[i : i + accumulation] for i in range(0, len(batches), accumulation)]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / len(steps))
-    for window in steps:
+
+    def losses(net: Any, window: list[Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
         items = None
         if "labels" in window[0]:
             items = sum((batch["labels"][:, 1:] != -100).sum() for batch in window)
         for batch in window:
-            made.compute_loss(net, batch, num_items_in_batch=items).backward()
-        if clip is not None and inside:
-            optimizer.clip_grad_norm_(clip)
-        elif clip is not None:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return trainers.bits(net)
+            yield made.compute_loss(net, batch, num_items_in_batch=items)
 
-
-def finish(made: Any) -> list[bytes]:  # noqa: ANN401
-    optimizer = made.optimizer.optimizer
-    optimizer.commit() if optimizer.placement_of_states == "shared" else optimizer.wait()
-    found = trainers.bits(made.model)
-    optimizer.close()
-    return found
+    net, total = made.model.train(), len(steps)
+    return trainers.by_hand(net, steps, losses, clip=clip, inside=inside, total=total)
 
 
 @pytest.mark.parametrize(("make", "overlap"), [(sft, "none"), (dpo, "forward")])
 def test_weights_are_those_of_the_plain_loop(make: Any, overlap: Any, tmp_path: Path) -> None:  # noqa: ANN401
     """Evaluation between steps too: it changes nothing."""
     made = make(tmp_path, eval_strategy="steps", eval_steps=2)
-    attach(made, states="disk", policy=SMALL, overlap=overlap)
+    attach(made, states="disk", policy=trainers.SMALL, overlap=overlap)
     made.train()
-    assert finish(made) == by_hand(make(tmp_path))
+    assert trainers.finish(made) == by_hand(make(tmp_path))
 
 
 def test_the_last_window_may_be_short(tmp_path: Path) -> None:
     """Four micro-batches by three; clipping changes weights as it does in the plain loop."""
     given: dict[str, Any] = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.1}
     made = sft(tmp_path, **given)
-    made.optimizer_cls_and_kwargs = adamw(made.args, states="disk", policy=SMALL)
+    made.optimizer_cls_and_kwargs = adamw(made.args, states="disk", policy=trainers.SMALL)
     made.train()
     plain = partial(by_hand, accumulation=3)
-    assert finish(made) == plain(sft(tmp_path), clip=0.1) != plain(sft(tmp_path))
+    assert trainers.finish(made) == plain(sft(tmp_path), clip=0.1) != plain(sft(tmp_path))
 
 
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_a_run_goes_on_from_a_checkpoint(make: Any, tmp_path: Path) -> None:  # noqa: ANN401
-    where = {"states": "disk", "dir": tmp_path / "run", "policy": SMALL}
-    first = make(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=2)
+    where = {"states": "disk", "dir": tmp_path / "run", "policy": trainers.SMALL}
+    first = make(tmp_path, **trainers.EACH_STEP, save_total_limit=2)
     attach(first, **where)
     assert any(isinstance(one, DropSnapshots) for one in first.callback_handler.callbacks)
     first.train()
@@ -169,14 +153,14 @@ def test_a_run_goes_on_from_a_checkpoint(make: Any, tmp_path: Path) -> None:  # 
     folder = tmp_path / "out" / "checkpoint-3"
     assert trainers.nbytes_beside_weights(folder) < 1 << 20
     assert (folder / "optimizer.pt").stat().st_size < 10_000
-    complete = finish(first)
+    complete = trainers.finish(first)
     del first
     gc.collect()
     second = make(tmp_path)
     attach(second, **where)
     second.train(resume_from_checkpoint=str(folder))
     assert second.state.global_step == STEPS
-    assert finish(second) == complete == by_hand(make(tmp_path))
+    assert trainers.finish(second) == complete == by_hand(make(tmp_path))
 
 
 def test_a_trainer_that_generates_reads_the_weights_of_then(tmp_path: Path) -> None:
@@ -184,9 +168,9 @@ def test_a_trainer_that_generates_reads_the_weights_of_then(tmp_path: Path) -> N
     results = []
     for where in ({}, {"states": "disk", "overlap": "forward"}):
         made = grpo(tmp_path)
-        attach(made, policy=SMALL, **where)
+        attach(made, policy=trainers.SMALL, **where)
         made.train()
-        results.append(finish(made))
+        results.append(trainers.finish(made))
     assert results[0] == results[1] != trainers.bits(trainers.model())
 
 
@@ -195,27 +179,27 @@ def test_a_reference_model_follows_the_weights_of_then(tmp_path: Path) -> None:
     results = []
     for where in ({}, {"states": "disk", "overlap": "forward"}):
         made = dpo(tmp_path, sync_ref_model=True, ref_model_sync_steps=1)
-        attach(made, policy=SMALL, **where)
+        attach(made, policy=trainers.SMALL, **where)
         made.train()
-        results.append([trainers.bits(made.ref_model), finish(made)])
+        results.append([trainers.bits(made.ref_model), trainers.finish(made)])
     assert results[0] == results[1]
     assert results[0][0] != trainers.bits(trainers.model())
 
 
 def test_whole_models_on_disk(tmp_path: Path) -> None:
     """``Stowed`` before a trainer of TRL."""
-    placement = {"plan": Plan(parameters="disk", states="disk"), "policy": SMALL}
+    placement = {"plan": Plan(parameters="disk", states="disk"), "policy": trainers.SMALL}
     made = sft(tmp_path, stow=placement, eval_strategy="steps", eval_steps=2)
     made.train()
-    assert finish(made) == by_hand(sft(tmp_path), inside=True)
+    assert trainers.finish(made) == by_hand(sft(tmp_path), inside=True)
 
 
 def numbered(place: Path) -> list[list[bytes]]:
     """Train with checkpoints, then from the first of them, on two ranks."""
     placement = {"plan": Plan(parameters="disk", states="disk"), "dir": place / "run"}
-    given: dict[str, Any] = {"stow": {**placement, "policy": SMALL}, "max_grad_norm": 0}
+    given: dict[str, Any] = {"stow": {**placement, "policy": trainers.SMALL}, "max_grad_norm": 0}
     with trainers.one_of_two(dist.get_rank()):
-        first = sft(place, save_strategy="steps", save_steps=1, **given)
+        first = sft(place, **trainers.EACH_STEP, **given)
         first.train()
         found = [trainers.whole(first)]
         dist.barrier()

@@ -2,8 +2,6 @@
 
 from dataclasses import fields
 
-import pytest
-
 from tensorstow.deepspeed.config.reading import read_settings
 from tensorstow.deepspeed.config.settings import (
     KEYS,
@@ -63,11 +61,8 @@ offload_param.max_in_cpu offload_param.pin_memory
 """
 
 
-@pytest.mark.parametrize(
-    "path", [*COVERED.split(), *(f"zero_optimization.{name}" for name in ZERO.split())]
-)
-def test_every_key_that_is_promised_is_known(path: str) -> None:
-    assert path in KEYS
+def test_every_key_that_is_promised_is_known() -> None:
+    assert {*COVERED.split(), *(f"zero_optimization.{n}" for n in ZERO.split())} <= KEYS.keys()
 
 
 def test_keys_that_are_not_honoured_say_why() -> None:
