@@ -75,7 +75,7 @@ def test_other_values_are_refused_logged_or_taken(caplog: pytest.LogCaptureFixtu
         Sized(3, pin=True, ranks=2)
     assert len(caplog.records) == 2  # a refused call logs nothing
     with pytest.raises(KeywordError, match="Did you mean ranks="):
-        Sized(3, rank=2)  # type: ignore[call-arg]
+        Sized(3, rank=2)
 
 
 def test_values_that_matter_later_are_logged_later(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +126,7 @@ def test_what_a_door_honours_is_used_and_nothing_else_is(cls: type) -> None:
     """A keyword that a constructor ignores without a word would be a silent no-op."""
     table = table_of(cls)
     assert set(table) == set(defaults_of(cls))
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__init__)))  # type: ignore[misc]
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__init__)))
     used = {
         node.id
         for node in ast.walk(ast.parse(source))

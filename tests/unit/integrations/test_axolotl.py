@@ -80,6 +80,6 @@ def test_keys_that_would_be_ignored_are_refused(
 
 def test_an_optimizer_that_axolotl_made_is_not_replaced(axolotl: Any, tmp_path: Path) -> None:  # noqa: ANN401
     made = trainer(tmp_path)
-    made.optimizer_cls_and_kwargs = (object, {})  # type: ignore[assignment]
+    made.optimizer_cls_and_kwargs = (object, {})
     with pytest.raises(OptionError, match="optimizer: muon"):
         axolotl.plugins.post_trainer_create({"tensorstow": {}, "optimizer": "muon"}, made)

@@ -46,7 +46,7 @@ AUTO: dict[str, Any] = {
 
 def placed(config: object, **given: Any) -> dict[str, Any]:  # noqa: ANN401
     args: Any = SimpleNamespace(**{**ARGS, **given.pop("args", {})})
-    return from_deepspeed(config, args, **given)[1]  # type: ignore[arg-type]
+    return from_deepspeed(config, args, **given)[1]
 
 
 def with_zero(**zero: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -61,7 +61,7 @@ def test_states_go_where_the_file_says(tmp_path: Path) -> None:
     assert (found["states"], found["durability"], found["lr"]) == ("disk", "none", 1e-4)
     assert "checkpoints" not in found
     net = trainers.model()
-    kind, options = from_deepspeed(file, SimpleNamespace(**ARGS))  # type: ignore[arg-type]
+    kind, options = from_deepspeed(file, SimpleNamespace(**ARGS))
     with kind()(net, **options) as made:
         assert made.placement_of_states == "disk"
         assert isinstance(made, tensorstow.AdamW)

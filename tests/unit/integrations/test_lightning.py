@@ -68,7 +68,7 @@ class ByHand(Module):
 
     automatic_optimization = False
 
-    def training_step(self, batch: dict[str, torch.Tensor], number: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: dict[str, torch.Tensor], number: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward(super().training_step(batch, number))
         optimizer.step()
@@ -241,7 +241,7 @@ class Optimizers:
         """Forget what the process before has saved."""
         self.strategy = StowStrategy()
         self.strategy.optimizers = [self.optimizer]
-        self.strategy.broadcast = lambda obj: obj  # type: ignore[assignment, method-assign, misc]
+        self.strategy.broadcast = lambda obj: obj
         self.strategy._lightning_module = self.module
 
     def save(self, path: Path, **more: Any) -> None:  # noqa: ANN401
@@ -576,7 +576,7 @@ def test_a_second_stop_replaces_the_first_and_an_error_saves_nothing(tmp_path: P
     assert module.snapshots == 2  # with those of the epoch, which its file and last.ckpt name
     before = signal.getsignal(signal.SIGTERM)
     module = Signalled(None, 0, "step", dir=tmp_path / "run")
-    module.on_before_backward = lambda *_: 1 / 0  # type: ignore[method-assign]
+    module.on_before_backward = lambda *_: 1 / 0
     modified = (tmp_path / "stops" / "stopped.ckpt").stat().st_mtime_ns
     with pytest.raises(ZeroDivisionError):
         until_done(module, tmp_path)

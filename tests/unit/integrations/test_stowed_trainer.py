@@ -76,7 +76,7 @@ class Generates(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []
 
-    def on_step_end(self, *_: object, model: Any, **__: object) -> None:  # type: ignore[override]  # noqa: ANN401
+    def on_step_end(self, *_: object, model: Any, **__: object) -> None:  # noqa: ANN401
         found = model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
         self.tokens.append(found[0].tolist())
 
@@ -196,7 +196,7 @@ class Stop(transformers.TrainerCallback):
         self.step = step
         self.jit_manager: Any = None
 
-    def on_step_end(  # type: ignore[override]
+    def on_step_end(
         self,
         _args: object,
         state: transformers.TrainerState,
@@ -234,7 +234,7 @@ class Sends(transformers.TrainerCallback):
         self.moment, self.step = moment, step
         self.is_next = False
 
-    def on_step_begin(  # type: ignore[override]
+    def on_step_begin(
         self,
         _args: object,
         state: transformers.TrainerState,
@@ -250,7 +250,7 @@ class Sends(transformers.TrainerCallback):
             else:
                 block.register_full_backward_hook(lambda *_: self.send())
 
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:  # type: ignore[override]
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
         if self.moment == "step":
             self.send()
 
@@ -531,7 +531,7 @@ def test_a_misspelled_keyword_of_stow_is_found_at_once(tmp_path: Path) -> None:
 def test_a_stop_leaves_an_epoch_its_evaluation() -> None:
     stops = StopCallback()
     ended: list[str] = []
-    stops._end = lambda: ended.append("ended")  # type: ignore[method-assign]
+    stops._end = lambda: ended.append("ended")
     for strategy, wanted in (("epoch", 0), ("steps", 1), ("no", 2)):
         args = transformers.TrainingArguments("nowhere", eval_strategy=strategy, use_cpu=True)
         stops.on_epoch_end(args)

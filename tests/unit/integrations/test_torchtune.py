@@ -95,8 +95,6 @@ def recipe() -> Iterator[ModuleType]:
     sys.meta_path.append(unused)
     path = Path(package.origin).parents[1] / "recipes/full_finetune_single_device.py"
     spec = importlib.util.spec_from_file_location("recipe", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module

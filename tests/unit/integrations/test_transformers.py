@@ -104,7 +104,7 @@ class Copies(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.read: list[list[bytes]] = []
 
-    def on_step_end(self, *_: object, model: nn.Module, **__: object) -> None:  # type: ignore[override]
+    def on_step_end(self, *_: object, model: nn.Module, **__: object) -> None:
         self.read.append([p.data.clone().numpy().tobytes() for p in model.parameters()])
 
 
@@ -347,7 +347,7 @@ def test_what_would_go_wrong_in_silence_is_refused(name: str) -> None:
     plain = {"deepspeed": None, "fsdp": None, "world_size": 1, "auto_find_batch_size": False}
     plain |= {"optim": "adamw_torch_fused", "optim_args": None}
     with pytest.raises(OptionError, match=message):
-        adamw(SimpleNamespace(**{**plain, **given}), **where)  # type: ignore[arg-type]
+        adamw(SimpleNamespace(**{**plain, **given}), **where)
 
 
 def test_a_factory_is_no_class_of_torchs() -> None:

@@ -44,10 +44,8 @@ def test_tiles_are_parts_of_the_matrix(splits: tuple[int, int], *, bias: bool) -
     assert (len(tiled.in_parts), len(tiled.out_parts)) == (splits[0] + 1, splits[1] + 1)
     for i, row in enumerate(tiled.linears):
         top, bottom = tiled.out_parts[i : i + 2]
-        assert isinstance(row, nn.ModuleList)
         for j, tile in enumerate(row):
             left, right = tiled.in_parts[j : j + 2]
-            assert isinstance(tile, nn.Linear)
             assert torch.equal(tile.weight, plain.weight[top:bottom, left:right])
             if bias and j == splits[0] - 1:
                 assert torch.equal(tile.bias, plain.bias[top:bottom])
@@ -66,14 +64,11 @@ def test_outputs_and_gradients(splits: tuple[int, int], dtype: torch.dtype) -> N
     x, y = (torch.randn(3, 5, 23, dtype=dtype).requires_grad_() for _ in range(2))
     y.data.copy_(x.data)
     wanted, found = plain(x), tiled(y)
-    assert isinstance(found, torch.Tensor)
     gradient = torch.randn_like(wanted)
     wanted.backward(gradient)
     found.backward(gradient)
     sizes = [t.detach().double().abs() for t in (x, plain.weight, plain.bias, gradient)]
     given, weight, bias, slope = sizes
-    assert x.grad is not None
-    assert y.grad is not None
     assert same_products(found, wanted, given @ weight.T + bias, 23 + 1, splits[0])
     assert same_products(y.grad, x.grad, slope @ weight, 29, splits[1])
     whole = torch.cat([torch.cat([t.weight.grad for t in row], 1) for row in tiled.linears])
@@ -91,12 +86,9 @@ def test_each_cut_of_outputs_has_the_bits_of_a_layer_of_its_rows(dtype: torch.dt
         layer.load_state_dict({"weight": plain.weight[r], "bias": plain.bias[r]})
     x, y = (torch.ones(16, 64, dtype=dtype).mul(0.3).cumsum(1).requires_grad_() for _ in range(2))
     wanted, found = torch.cat([layer(x) for layer in layers], -1), tiled(y)
-    assert isinstance(found, torch.Tensor)
     assert torch.equal(found, wanted)
     wanted.square().sum().backward()
     found.square().sum().backward()
-    assert x.grad is not None
-    assert y.grad is not None
     assert torch.equal(y.grad, x.grad)
     assert all_equal((p.grad for p in tiled.parameters()), (p.grad for p in layers.parameters()))
 
@@ -300,7 +292,6 @@ def test_values_are_copied_to_tiles_that_are_placed(tmp_path: Path) -> None:
     model, optimizer = tensorstow.stow(
         Net(), partial(tensorstow.AdamW, lr=1e-3), plan=plan, dir=tmp_path
     )
-    assert isinstance(model.head, TiledLinear)
     model.head.copy_params_from(plain)
     named = model.head.state_dict().items()
     assert torch.equal(torch.cat([v for k, v in named if "weight" in k]), plain.weight)

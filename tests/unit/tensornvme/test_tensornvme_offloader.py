@@ -252,7 +252,7 @@ def test_lists_are_checked(one: DiskOffloader) -> None:
     with pytest.raises(RuntimeError, match="same memory twice"):
         one.sync_writev([x, x.view(-1)])
     with pytest.raises(RuntimeError, match="Put it into a list"):
-        one.sync_writev(x)  # type: ignore[arg-type]
+        one.sync_writev(x)
     one.sync_writev([x, y])
     for wrong in ([x], [y], [y, x], [x, y, torch.rand(1)]):
         with pytest.raises(RuntimeError, match="asked to be read"):

@@ -114,7 +114,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="UTF-8"):
         load(tmp_path / "binary")
     with pytest.raises(OptionError, match="Pass a dict"):
-        load(3)  # type: ignore[arg-type]
+        load(3)
 
 
 def test_comments_are_blanks() -> None:

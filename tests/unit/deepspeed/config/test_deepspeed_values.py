@@ -157,7 +157,7 @@ def test_auto_is_filled_by_path() -> None:
     assert found["train_batch_size"] == 16
     assert found["bf16.enabled"] is True
     assert found["optimizer.params"] == {"lr": 1e-4, "betas": [0.9, 0.95]}
-    assert configuration["optimizer"]["params"]["lr"] == "auto"  # type: ignore[index]
+    assert configuration["optimizer"]["params"]["lr"] == "auto"
 
 
 def test_a_filling_replaces_nothing_that_was_written() -> None:
