@@ -23,7 +23,7 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.regular_file import remove_file
 from tensorstow.base.tiers import Tier
 from tensorstow.deepspeed.config.settings import Settings
-from tensorstow.deepspeed.plans import PARAMETER_TIERS, cast_of, directory_of, weight_ram_budget
+from tensorstow.deepspeed.plans import PARAMETER_TIERS, directory_of, dtype_of, weight_ram_budget
 from tensorstow.deepspeed.states import cast_model
 from tensorstow.fsdp.sharding import (
     current_device,
@@ -50,9 +50,8 @@ def place_for_evaluation(model: nn.Module, settings: Settings) -> nn.Module:
                 " model that evaluates has values already. Load them before."
             )
             raise OptionError(message)
-    dtype = cast_of(settings)
-    if dtype is not None:
-        cast_model(model, dtype)
+    if settings.bf16 or settings.fp16 is not None:  # else it is computed with as it is
+        cast_model(model, dtype_of(settings))
     _share_values(model)
     device = current_device()
     tier = PARAMETER_TIERS[settings.zero.offload_param.device]

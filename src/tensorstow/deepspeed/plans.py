@@ -171,11 +171,6 @@ def dtype_of(settings: Settings) -> torch.dtype:
     return torch.float32 if settings.fp16 is None else torch.float16
 
 
-def cast_of(settings: Settings) -> torch.dtype | None:
-    """Return what a model that evaluates is cast to; None: it is computed with as it is."""
-    return dtype_of(settings) if settings.bf16 or settings.fp16 is not None else None
-
-
 def directory_of(settings: Settings) -> str | None:
     """Return the directory of parameters on disk; None: there are none, or a disk is chosen."""
     param = settings.zero.offload_param

@@ -83,11 +83,6 @@ class ZeroCheckpoint:
         self.counts: dict[str, int] = {"micro_steps": 0, **counts}
         """The engine's counters; micro-batches begin again, as upstream."""
 
-    @staticmethod
-    def is_at(folder: Path) -> bool:
-        """Return whether DeepSpeed wrote ``folder``."""
-        return bool(model_files(folder))
-
     @cached_property
     def _partitions(self) -> Partitions:
         with reading(self._folder):
@@ -238,7 +233,7 @@ class ZeroCheckpoint:
 
 def open_checkpoint(folder: Path) -> ShardedCheckpoint | ZeroCheckpoint:
     """Return the checkpoint in ``folder``; raises StoreFormatError if there is none."""
-    return ZeroCheckpoint(folder) if ZeroCheckpoint.is_at(folder) else ShardedCheckpoint(folder)
+    return ZeroCheckpoint(folder) if model_files(folder) else ShardedCheckpoint(folder)
 
 
 def _hyper_parameters(group: SavedGroup) -> dict[str, Any]:

@@ -52,7 +52,11 @@ def read_settings(source: Source, world: int, *, fill: Mapping[str, Any] | None 
         fp16=section_of(Fp16, values, "fp16.") if values["fp16.enabled"] else None,
     )
     settings = replace(settings, zero=_used(settings.zero))
-    check_conflicts(settings, world)
+    zero = settings.zero
+    _check_precisions(settings)
+    _check_nvme(zero.offload_optimizer, "offload_optimizer")
+    _check_nvme(zero.offload_param, "offload_param")
+    _check_groups(zero, world)
     return settings
 
 
@@ -112,15 +116,6 @@ def _quotient(train: int, name: str, factor: int, world: int, wanted: str) -> in
         )
         raise OptionError(message)
     return quotient
-
-
-def check_conflicts(settings: Settings, world: int) -> None:
-    """Raise OptionError for settings that contradict each other."""
-    zero = settings.zero
-    _check_precisions(settings)
-    _check_nvme(zero.offload_optimizer, "offload_optimizer")
-    _check_nvme(zero.offload_param, "offload_param")
-    _check_groups(zero, world)
 
 
 def _check_precisions(settings: Settings) -> None:
