@@ -19,7 +19,7 @@ from benchmarks.cpu.generation import read_raw
 from benchmarks.measure import Figure, Settings, as_child, at_least, at_most, run_alone, run_ways
 from tensorstow import Plan
 from tensorstow.fsdp.read_only import stream_of
-from tensorstow.fsdp.read_units import ReadUnit
+from tensorstow.fsdp.read_sources import ReadUnit
 from tensorstow.fsdp.weight_stream import StreamedUnit
 from tensorstow.nn.routed_experts import is_of_experts, routed_experts
 

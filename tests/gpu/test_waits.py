@@ -25,7 +25,7 @@ from tensorstow.deepspeed.timer import StepTimer
 from tensorstow.fsdp import gradient_offload
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32
 from tensorstow.fsdp.h2d_prefetch import DeviceBuffers, H2DPrefetcher
-from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.io.device_link import DeviceEvent, Pairs, StreamLink
 from tensorstow.io.pinned import PinnedBlock
@@ -612,13 +612,13 @@ def test_nothing_is_under_way_when_an_update_on_the_device_has_failed(
 
 def units(
     link: StreamLink, *, ahead: int = 0, cast: bool = False, limit_bytes: int | None = None
-) -> tuple[H2DPrefetcher, list[HostShard]]:
+) -> tuple[H2DPrefetcher, list[ShardStorage]]:
     """Return a prefetcher of units of one shard each, whose values are their numbers."""
     prefetcher = H2DPrefetcher(link, ahead=ahead, timing=IN_STEP, limit_bytes=limit_bytes)
     shards = []
     for number in range(4):
         block = PinnedBlock(4 * COUNT, link.device, link.synchronize)
-        shards.append(HostShard(block.tensor(0, COUNT, torch.float32), COUNT, block))
+        shards.append(ShardStorage(block.tensor(0, COUNT, torch.float32), COUNT, block))
         shards[-1].local_shard.fill_(number)
         prefetcher.add_unit(shards[-1:], [dtype_of(cast=cast)], None)
     return prefetcher, shards
@@ -629,7 +629,7 @@ def dtype_of(*, cast: bool) -> torch.dtype:
 
 
 def gathered(
-    prefetcher: H2DPrefetcher, shard: HostShard, *, cast: bool = False, late: float = 0
+    prefetcher: H2DPrefetcher, shard: ShardStorage, *, cast: bool = False, late: float = 0
 ) -> torch.Tensor:
     """Do what FSDP2 does; late: when the caller's stream comes to it."""
     weight = prefetcher.all_gather_input(shard, dtype_of(cast=cast))

@@ -13,7 +13,7 @@ from ranks.stowed import RunConfig, stowed
 from tensorstow.checkpoint import resume
 from tensorstow.fsdp import sharding
 from tensorstow.fsdp.gradient_offload import HostGradient
-from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.unshard import MicroBatches
 from tensorstow.optim import stowed_adam
 from tensorstow.step.disk_feed import UnitPins
@@ -50,14 +50,14 @@ def own_norm(patches: ExitStack) -> None:
 
 def old_weights(patches: ExitStack) -> None:
     """Gather a weight without waiting for its update."""
-    before = HostShard.pin
+    before = ShardStorage.pin
 
-    def pin_old(self: HostShard) -> torch.Tensor:
+    def pin_old(self: ShardStorage) -> torch.Tensor:
         if not hasattr(self, "first"):
             self.first = before(self).clone()
         return self.first
 
-    patches.enter_context(patch.object(HostShard, "pin", pin_old))
+    patches.enter_context(patch.object(ShardStorage, "pin", pin_old))
 
 
 def unwritten(patches: ExitStack) -> None:

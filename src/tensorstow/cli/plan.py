@@ -17,7 +17,6 @@ from tensorstow.cli.plan_output import Shown, print_plan
 from tensorstow.cli.plan_page import compose
 from tensorstow.cli.plan_recipes import Recipe, fields_of, recipes_of
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.frozen_files import coded_bytes_of
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.traced_placement import KEPT, TracedPlacement, count_of, placed_elsewhere
@@ -133,8 +132,8 @@ def _request(
     units, ranks = units_of(model.module), options.world_size
     codes: dict[str, int] = {}
     if getattr(model.config, "quantization_config", None) is not None:
-        values = InitialValues(options.model, None, None, model.module)
-        codes = coded_bytes_of(units, values, ranks)
+        values = InitialValues(model.module, options.model)
+        codes = values.coded_bytes(units, ranks)
     request = PlanRequest(
         Sizes.of(units, ranks, codes),
         limits.budget,

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.full_tensors import resharded
-from tensorstow.fsdp.gathered import note_parameters
+from tensorstow.fsdp.full_tensors import note_parameters, resharded
 from tensorstow.optim.placed import PlacedOptimizer
 
 SHARDS_PARAMETERS = 3

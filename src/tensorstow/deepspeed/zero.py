@@ -40,8 +40,8 @@ from tensorstow.deepspeed.registry import (
     registered,
 )
 from tensorstow.doorkit.construction import ConstructionContext
-from tensorstow.fsdp.full_tensors import copy_from_full
-from tensorstow.fsdp.gathered import is_unsharded, is_whole_in_place, whole_in_place
+from tensorstow.fsdp.full_tensors import copy_from_full, is_whole_in_place, whole_in_place
+from tensorstow.fsdp.module_hooks import is_unsharded
 from tensorstow.fsdp.sharding import from_every_rank, rank_here
 from tensorstow.nn.tiled_linear import TiledLinear
 from tensorstow.tensors.dtensor import is_sharded

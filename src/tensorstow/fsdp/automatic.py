@@ -24,7 +24,6 @@ from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import is_update_on
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.fsdp.frozen_files import coded_bytes_of
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.placed_activations import blocks_with_activations
 from tensorstow.fsdp.sharding import backend_of, from_every_rank, join_ranks, rank_here, world_size
@@ -84,11 +83,11 @@ def plan_request(
     mesh: DeviceMesh | None,
     optimizer: OptimizerFactory,
     directories: Sequence[Path],
-    values: InitialValues | None,
+    values: InitialValues,
 ) -> PlanRequest:
     """Return the input of ``plan="auto"``, with the optimizer's keywords.
 
-    ``values``: those of files, which may have weights as codes; None: there are no files.
+    ``values``: the first values, whose files may have weights as codes.
     """
     ranks = world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     keywords = given_keywords(optimizer)
@@ -101,7 +100,7 @@ def plan_request(
     is_durable = keywords.get("durability") != "none"
     commits = is_durable and (bool(directories) or keywords.get("dir") is not None)
     return PlanRequest(
-        Sizes.of(units, ranks, coded_bytes_of(units, values, ranks) if values else {}),
+        Sizes.of(units, ranks, values.coded_bytes(units, ranks)),
         Budget(),
         Conditions(
             is_cpu,

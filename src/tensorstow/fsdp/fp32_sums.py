@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensorstow.fsdp.gathered import records_of
+from tensorstow.fsdp.module_hooks import records_of
 from tensorstow.tensors.dtensor import set_gradient
 
 

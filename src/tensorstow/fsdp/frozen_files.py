@@ -97,7 +97,7 @@ class FrozenFiles:
         ``units``: those on disk.
         """
         self._places: dict[str, Sequence[_Place]] = {}
-        self._coded = coded_in(units, values)
+        self._coded = values.coded(units)
         self._values = values
         self._files: Mapping[Path, WeightFile] = {}
         frozen = {
@@ -226,31 +226,10 @@ class FrozenFiles:
         return stored, places
 
 
-def coded_in(units: Iterable[Unit], values: InitialValues) -> dict[str, CodedWeight]:
-    """Return the frozen weights of units that the files of ``weights=`` have as codes, by name."""
-    coded: dict[str, CodedWeight] = {}
-    for unit in units if values.files is not None else ():
-        for name, parameter in unit.parameters.items():
-            is_read = not parameter.requires_grad and parameter.is_floating_point()
-            if is_read and values.files is not None and values.in_files(name):
-                origin = values.files.origin(values.names_of(name), parameter)
-                if origin.coded is not None:
-                    coded[name] = origin.coded
-    return coded
-
-
-def coded_bytes_of(units: Iterable[Unit], values: InitialValues, ranks: int) -> dict[str, int]:
-    """Return the bytes of codes that each of ``ranks`` reads of the coded weights, by name."""
-    return {
-        name: sum(p.entry.nbytes for p in coded.parts(0, rows_per_rank(coded.shape[0], ranks)))
-        for name, coded in coded_in(units, values).items()
-    }
-
-
 def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) -> FrozenLayout:
     """Return a buffer for the values of a unit's coded weights, whose codes are read now."""
     layout, decoder, at = BufferLayout(), _UnitDecoder(), {}
-    for name, coded in coded_in([unit], values).items():
+    for name, coded in values.coded([unit]).items():
         start, stop = rows_of_rank(unit.parameters[name].shape[0], rank, ranks)
         held = _append_values(layout, unit.parameters[name], rank, ranks)
         at[name] = held.offset

@@ -20,9 +20,11 @@ from torch import nn
 
 from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.adapters import Adapters
+from tensorstow.checkpoint.coded_weights import CodedWeight
 from tensorstow.checkpoint.pretrained import PretrainedFiles, RowReader, is_of_transformers
 from tensorstow.fsdp.sharding import verify_weights_together
 from tensorstow.fsdp.units import Unit, aliases_of
+from tensorstow.tensors.dtensor import rows_per_rank
 from tensorstow.tensors.placeholder import swap_parameter
 
 Init = Callable[[nn.Module], object]
@@ -39,18 +41,16 @@ class InitialValues:
 
     def __init__(
         self,
-        weights: str | os.PathLike[str] | None,
-        init: Init | None,
-        group: dist.ProcessGroup | None,
         model: nn.Module,
+        weights: str | os.PathLike[str] | None,
+        init: Init | None = None,
     ) -> None:
         """Set the source of the values.
 
         Args:
+            model: The model, before its parameters are replaced.
             weights: Safetensors, a file or a directory; None: the model's own values.
             init: Initializes one module; None: the module's ``reset_parameters``.
-            group: Ranks that get the same values; None: a single rank.
-            model: The model, before its parameters are replaced.
         """
         self.files = None if weights is None else PretrainedFiles(weights, model)
         """The files with the values; None: they come from the model or its initializers."""
@@ -59,7 +59,7 @@ class InitialValues:
         self._unset_adapters: Adapters | None = self.adapters
         self._aliases = aliases_of(model)
         self._init = init
-        self._group = group
+        self._group: dist.ProcessGroup | None = None
         base: Any = self.adapters.base
         if init is None and self.files is not None and is_of_transformers(base):
             self._init = base._init_weights  # noqa: SLF001  # it computes the model's buffers
@@ -68,21 +68,24 @@ class InitialValues:
         """Return a parameter's name, and the further ones of a tied parameter."""
         return [name, *self._aliases.get(name, [])]
 
-    def check(self, units: Iterable[Unit]) -> None:
-        """Check that every parameter will have values, before anything is placed.
+    def check(self, units: Iterable[Unit], group: dist.ProcessGroup | None = None) -> None:
+        """Check that every parameter will have values, before anything is placed; collective.
+
+        All ranks of ``group`` get the same values; None: a single rank.
 
         Raises:
             StoreFormatError: The files lack a parameter, or have it in another shape.
             DamageError: A file has another digest than what was written.
             OptionError: A parameter on the meta device has no initializer.
         """
+        self._group = group
         self.adapters.validate(None if self.files is None else self.files.has)
         for unit in units:
             if self.files is not None:
                 self._readers_of_files(self.files, unit)
             elif self._init is None:
                 validate_initializable(unit)
-        if self.files is not None and self._group is not None:
+        if self.files is not None and group is not None:
             verify_weights_together(self.files)
         elif self.files is not None:
             self.files.verify()
@@ -95,6 +98,27 @@ class InitialValues:
         if self.files is None:
             return False
         return name not in self.adapters.names or self.files.has(name)
+
+    def coded(self, units: Iterable[Unit]) -> dict[str, CodedWeight]:
+        """Return the frozen weights of units that the files have as codes, by name."""
+        coded: dict[str, CodedWeight] = {}
+        if self.files is None or not self.files.coded:
+            return coded
+        for unit in units:
+            for name, parameter in unit.parameters.items():
+                is_read = not parameter.requires_grad and parameter.is_floating_point()
+                if is_read and self.in_files(name):
+                    origin = self.files.origin(self.names_of(name), parameter)
+                    if origin.coded is not None:
+                        coded[name] = origin.coded
+        return coded
+
+    def coded_bytes(self, units: Iterable[Unit], ranks: int) -> dict[str, int]:
+        """Return the bytes of codes that each of ``ranks`` reads of the coded weights, by name."""
+        return {
+            name: sum(p.entry.nbytes for p in coded.parts(0, rows_per_rank(coded.shape[0], ranks)))
+            for name, coded in self.coded(units).items()
+        }
 
     def _readers_of_files(self, files: PretrainedFiles, unit: Unit) -> dict[str, RowReader]:
         return {

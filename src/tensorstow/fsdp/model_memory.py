@@ -10,8 +10,8 @@ from tensorstow.activations.offload import activations_of
 from tensorstow.base.errors import OptionError
 from tensorstow.base.sizes import format_bytes
 from tensorstow.fsdp.full_tensors import resharded
-from tensorstow.fsdp.gathered import records_of
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
+from tensorstow.fsdp.module_hooks import records_of
 from tensorstow.fsdp.stowed_parameter import storage_of
 from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 from tensorstow.step.call_lock import refuse_released

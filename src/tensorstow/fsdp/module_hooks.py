@@ -38,7 +38,7 @@ object, so each of them raises an error on every module and parameter that is sh
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -199,6 +199,20 @@ def param_groups_of(state: Any) -> Sequence[Any]:  # noqa: ANN401  # FSDP2's sta
         return groups
     group = state._fsdp_param_group  # noqa: SLF001
     return [] if group is None else [group]
+
+
+def records_of(modules: Iterable[object]) -> Iterator[tuple[Any, Any]]:
+    """Yield FSDP2's records of the parameters of those modules that are units, and their groups."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            for group in param_groups_of(module._get_fsdp_state()):  # noqa: SLF001  # not public
+                yield from ((group, record) for record in group.fsdp_params)
+
+
+def is_unsharded(module: nn.Module, parameter: torch.Tensor) -> bool:
+    """Return whether a tensor is the unsharded parameter of a forward, until its backward."""
+    unsharded = (getattr(r, "_unsharded_param", None) for _, r in records_of(module.modules()))
+    return any(candidate is parameter for candidate in unsharded)
 
 
 class _WatchedUnit:

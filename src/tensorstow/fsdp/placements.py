@@ -7,7 +7,6 @@
 A model that is only read has a placement of its own: see read_only.
 """
 
-import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -33,16 +32,16 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import Overlap, meant, reaches_device
-from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.fsdp.experts import forget_experts_before_forward, take_experts
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, keep_averages, widen_gradient
-from tensorstow.fsdp.frozen_files import FrozenFiles, coded_in, codes_in_memory, watch_mapped_files
+from tensorstow.fsdp.frozen_files import FrozenFiles, codes_in_memory, watch_mapped_files
 from tensorstow.fsdp.gradient_offload import GradientOffload
 from tensorstow.fsdp.gradient_reduction import Reduction
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
-from tensorstow.fsdp.initialization import Init, InitialValues
+from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import guard_modules, watch_backwards
 from tensorstow.fsdp.ordered_reduce import OrderedReductions
+from tensorstow.fsdp.placed_activations import validate_activations
 from tensorstow.fsdp.shard_storage import FrozenLayout, Prefetcher, ShardStorage
 from tensorstow.fsdp.sharding import (
     DiskPool,
@@ -67,11 +66,14 @@ from tensorstow.fsdp.validation import (
     is_of_class,
     stays_on_device,
     validate_class,
+    validate_device,
+    validate_factory,
     validate_mesh,
     validate_no_hooks,
     validate_optimizer,
     validate_parameters,
     validate_same_on_ranks,
+    validate_units,
 )
 from tensorstow.io.device_link import DeviceLink, is_away, open_link
 from tensorstow.io.files import ALIGN
@@ -83,8 +85,6 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
 from tensorstow.planner.sizes import UnitSizes, bytes_around, least_in_memory, most_in_memory
 
-Path = str | os.PathLike[str] | None
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StowRequest:
@@ -95,8 +95,7 @@ class StowRequest:
     plan: Plan
     compute_dtype: torch.dtype | None
     device: torch.device
-    weights: Path
-    init: Init | None
+    values: InitialValues
     optimizer: OptimizerFactory
     directory: Paths | None
     links: list[DeviceLink] = field(default_factory=list)
@@ -182,15 +181,10 @@ class StowRequest:
         self.links.append(open_link(self.device))
         return self.links[-1]
 
-    def first_values(self, group: dist.ProcessGroup | None) -> InitialValues:
-        """Return the first values of all parameters, checked; collective over ``group``."""
-        values = InitialValues(self.weights, self.init, group, self.model)
-        values.check(self.units)
-        return values
-
     def fill(self, group: dist.ProcessGroup | None) -> None:
         """Set the first values of parameters that stay whole; collective over ``group``."""
-        values = self.first_values(group)
+        values = self.values
+        values.check(self.units, group)
         values.fill(self.units)
         if self.device.type == "cpu":  # else they are copied to the device
             watch_mapped_files(self.model, self.model.parameters())
@@ -231,9 +225,15 @@ def choose_placement(
 
     Raises OptionError if the model cannot be placed so, or ranks called ``stow`` differently.
     """
-    if request.plan.replicas > world_size():
-        ranks, replicas = format_count(world_size(), "rank"), request.plan.replicas
-        message = f"replicas={replicas} was given for {ranks}: each replica has at least one."
+    plan, device = request.plan, request.device
+    validate_units(plan, [unit.name for unit in request.units])
+    if not plan.keeps_activations or plan.activation_units:
+        validate_activations(plan, request.units)
+    validate_device(plan, device)
+    validate_factory(request.optimizer, request.keywords, plan, device)
+    if plan.replicas > world_size():
+        ranks = format_count(world_size(), "rank")
+        message = f"replicas={plan.replicas} was given for {ranks}: each replica has at least one."
         raise OptionError(message)
     if mesh is None and _stays_whole(request):
         return partial(_place_whole, request), 1
@@ -244,7 +244,7 @@ def choose_placement(
             for name, parameter in unit.parameters.items():
                 validate_no_hooks(parameter, name)
     else:
-        scalars = request.device.type == "cpu" and request.is_plain  # see [Note: Scalars]
+        scalars = device.type == "cpu" and request.is_plain  # see [Note: Scalars]
         validate_parameters(request.units, scalars=scalars)
     row = _mesh_of(request, mesh)
     return partial(place, request, row), row.size(row.ndim - 1)
@@ -267,10 +267,11 @@ def _holds_codes(request: StowRequest) -> bool:
 
     They are decoded whenever their unit is unsharded, which is for good below stage 3.
     """
-    if request.weights is None or Tier.HOST not in request.tiers or request.plan.stage < 3:
+    files = request.values.files
+    if files is None or Tier.HOST not in request.tiers or request.plan.stage < 3:
         return False
     is_frozen = any(not p.requires_grad for u in request.units for p in u.parameters.values())
-    return is_frozen and bool(PretrainedFiles(request.weights).coded)
+    return is_frozen and bool(files.coded)
 
 
 def _is_shared(request: StowRequest) -> bool:
@@ -331,7 +332,8 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
         request = _with_experts_apart(request)
     model, plan = request.model, request.plan
     sizes = [UnitSizes.of(unit, sharding.ranks) for unit in request.units]
-    values = request.first_values(host_group())
+    values = request.values
+    values.check(request.units, host_group())
     scalars = _take_scalars(request, values)
     if scalars is not None:
         sharding = replace(sharding, scalars=scalars.parameters.values())
@@ -478,7 +480,7 @@ def _make_disk_pool(
         files = FrozenFiles(on_disk, values)
         apart = {u.name for u in on_disk if sharding.is_in_place and request.leaves_uncast(u)}
         frozen = {u.name: files.layout(u, rank, ranks, by_experts=u.name in apart) for u in on_disk}
-    coded = [unit for unit in on_host if coded_in([unit], values)]
+    coded = [unit for unit in on_host if values.coded([unit])]
     frozen |= {unit.name: codes_in_memory(unit, values, rank, ranks) for unit in coded}
     if not frozen:
         return None

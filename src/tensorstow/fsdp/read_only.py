@@ -5,9 +5,12 @@ Units that stay in memory have plain parameters. A ``WeightStream`` reads those 
 hooks of their modules ask for them. Every rank has a model of its own.
 """
 
+import logging
 import re
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -15,26 +18,31 @@ import torch
 from torch import nn
 
 from tensorstow.activations.offload import apart_from_graphs
+from tensorstow.base import notices
+from tensorstow.base.budget import Budget
 from tensorstow.base.errors import BudgetError, OptionError, StoreFormatError
 from tensorstow.base.plan import Plan
-from tensorstow.base.sizes import format_bytes
+from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
+from tensorstow.fsdp.automatic import machine_budget
 from tensorstow.fsdp.experts import validate_routing
 from tensorstow.fsdp.frozen_files import watch_mapped_files
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.module_hooks import refuse_copies
-from tensorstow.fsdp.read_plan import choose_read_plan, validate_read_plan
-from tensorstow.fsdp.read_sources import ReadOptions, Sources
-from tensorstow.fsdp.read_units import ReadUnit, parents_of, read_units_of
-from tensorstow.fsdp.sharding import move_buffers
-from tensorstow.fsdp.units import READ_ONLY
-from tensorstow.fsdp.validation import WITH_PLAN, refuse_given
+from tensorstow.fsdp.read_sources import ReadOptions, ReadUnit, Sources, parents_of, read_units_of
+from tensorstow.fsdp.sharding import move_buffers, rank_here
+from tensorstow.fsdp.units import READ_ONLY, ROOT
+from tensorstow.fsdp.validation import WITH_PLAN, refuse_given, validate_units
 from tensorstow.fsdp.weight_stream import Call, StreamedUnit, StreamLimits, WeightStream
 from tensorstow.io.arena import TENSOR_ALIGN
 from tensorstow.io.device_link import open_link
 from tensorstow.nn.routed_experts import routed_experts
-from tensorstow.planner.resident import UnitBytes, passing_bytes
+from tensorstow.planner.resident import UnitBytes, choose_resident, passing_bytes
 
+logger = logging.getLogger("tensorstow")
+
+_OF_READING = frozenset({"parameters", "parameter_units", "prefetch", "weight_ram_budget"})
+"""The fields of a plan that apply to a read-only model; the others are for training."""
 _Version = tuple[str, "weakref.ref[nn.Parameter]", int]
 """A parameter's name, itself, and the number of writes to it."""
 
@@ -51,7 +59,7 @@ def streams_in(model: nn.Module) -> list[WeightStream]:
     return [stream for stream in streams if stream is not None]
 
 
-def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
+def stow_read_only(model: nn.Module, values: InitialValues, options: ReadOptions) -> Plan:
     """Place a model that is only read, in place, and return its plan.
 
     An error of the options, the files or the budget is raised before anything is changed.
@@ -59,15 +67,14 @@ def stow_read_only(model: nn.Module, options: ReadOptions) -> Plan:
     if options.plan is not None:
         refuse_given(WITH_PLAN, budget=options.budget)
     units = read_units_of(model, options.blocks)
-    values = InitialValues(options.weights, options.init, None, model)
     _validate_values(model, units, values)
     sources = Sources(model, values, options)
     file_units = {unit.name: sources.in_files(unit) for unit in units}
     streamed = {name: unit for name, unit in file_units.items() if unit is not None}
     sizes = _sizes(units, {u.name: sources.buffer_bytes_of(u) for u in units}, streamed, options)
     readable = {name: sizes[name] for name in streamed}
-    plan = options.plan or choose_read_plan(units, sizes, readable, options)
-    validate_read_plan(plan, units, readable, options)
+    plan = options.plan or _choose_plan(units, sizes, readable, options)
+    _validate_plan(plan, units, readable, values)
     limits = _limits(plan, units, sizes, options)
     link = open_link(options.device) if options.is_away else None
     for unit in units:
@@ -144,7 +151,99 @@ def _validate_values(
         raise StoreFormatError(message)
 
 
+def _validate_plan(
+    plan: Plan, units: Sequence[ReadUnit], readable: Mapping[str, UnitBytes], values: InitialValues
+) -> None:
+    """Check that the units of a plan exist, and that those on disk are among the ``readable``."""
+    validate_units(plan, [*(unit.name for unit in units), ROOT])
+    default = Plan()
+    trained = [field.name for field in fields(Plan) if field.name not in _OF_READING]
+    idle = [name for name in trained if getattr(plan, name) != getattr(default, name)]
+    if idle:
+        message = (
+            f"{idle[0]}={getattr(plan, idle[0])!r} was given in a plan of a model that is only"
+            " read: it is for training. Leave it out."
+        )
+        raise OptionError(message)
+    on_disk = [unit.name for unit in units if unit.tier_in(plan) == Tier.DISK]
+    if on_disk and values.files is None:
+        message = (
+            f"Unit {on_disk[0]!r} is to be on disk, where a model that is only read has the files"
+            " that its weights come from: pass weights=."
+        )
+        raise OptionError(message)
+    unreadable = sorted(set(on_disk) - set(readable))
+    if unreadable:
+        message = (
+            f"Unit {unreadable[0]!r} has parameters that transformers makes of several tensors of"
+            " the files, or of changed ones: they cannot be computed with as they are read."
+            f' Place the unit in memory: Plan(parameter_units={{{unreadable[0]!r}: "host"}}).'
+        )
+        raise OptionError(message)
+
+
 # --- placement ---
+
+
+def _choose_plan(
+    units: Sequence[ReadUnit],
+    sizes: Mapping[str, UnitBytes],
+    readable: Mapping[str, UnitBytes],
+    options: ReadOptions,
+) -> Plan:
+    """Return the plan with as many units in memory as the budget has room for.
+
+    Args:
+        units: The model's, in the order of their use.
+        sizes: Their bytes on the device that computes, and in its buffers.
+        readable: Those that can be read from files: their bytes in host memory, and in buffers.
+        options: The budget, and what computes.
+    """
+    budget = options.budget or machine_budget(units, options.device, ())
+    limits = {tier: _limit(budget, tier) for tier in Tier}
+    ahead, below = Plan().prefetch, dict(readable)
+    on_device: set[str] = set()
+    if options.is_away:
+        on_device, ahead = choose_resident(sizes, limits[Tier.DEVICE], ahead)
+        if len(on_device) == len(units):
+            return Plan(parameters=Tier.DEVICE)
+        below = {name: size for name, size in readable.items() if name not in on_device}
+    limit = limits[Tier.HOST]
+    fixed = sum(options.bytes_of(u) for u in units if u.name not in {*on_device, *readable})
+    if fixed > limit:
+        message = (
+            f"{format_bytes(limit)} of host memory were given, and {format_bytes(fixed)} of"
+            " weights must fit in it: the model has no weights=, or its parameters are made"
+            " of several tensors of the files. Raise the budget."
+        )
+        raise BudgetError(message)
+    resident, ahead = choose_resident(below, limit - fixed, ahead)
+    passing = [name for name in below if name not in resident]
+    tiers = dict.fromkeys(on_device, Tier.DEVICE)
+    counts = [f"{len(on_device)} on the device"] if options.is_away else []
+    counts += [
+        f"{len(units) - len(on_device) - len(passing)} in host memory",
+        f"{len(passing)} on disk",
+    ]
+    line = f'plan="auto": of {format_count(len(units), "unit")} {", ".join(counts)}'
+    logger.info(line)
+    if rank_here() == 0:
+        notices.show(line)
+    if not passing:
+        return Plan(parameter_units=tiers, prefetch=ahead)
+    stay = [unit.name for unit in units if unit.name not in {*passing, *on_device}]
+    nbytes = Bytes(passing_bytes([below[name] for name in passing], ahead))
+    return Plan(
+        parameters=Tier.DISK,
+        parameter_units=tiers | dict.fromkeys(stay, Tier.HOST),
+        prefetch=ahead,
+        weight_ram_budget=nbytes,
+    )
+
+
+def _limit(budget: Budget, tier: Tier) -> int:
+    limit = budget.bytes_of(tier)
+    return sys.maxsize if limit is None else limit
 
 
 def _sizes(

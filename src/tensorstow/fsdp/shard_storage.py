@@ -47,16 +47,16 @@ class ShardStorage:
     """The disk-backed buffer that the bytes are in; None: they stay in host memory."""
     unit: Sequence[PooledBuffer] = ()
     """All buffers of the unit ([Note: Two buffers]); empty: the bytes stay in host memory."""
-    block: PinnedBlock | None = None
-    """The page-locked memory that the bytes are part of; None: they are on disk, or pageable."""
 
-    def __init__(self, padded: torch.Tensor, rows: int) -> None:
+    def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
         """Use the memory of the shard.
 
         Args:
             padded: Contiguous host memory, of shape (rows of every rank's shard, ...).
             rows: How many of its rows are this rank's own; the rest is padding.
+            block: The page-locked memory that it is part of; None: it is on disk, or pageable.
         """
+        self.block = block
         self.padded = padded
         self.local_shard = padded.narrow(0, 0, rows)
         """This rank's elements without padding: what the optimizer updates."""
@@ -106,15 +106,6 @@ class ShardStorage:
             finally:
                 if write:
                     self.discard_copies()
-
-
-class HostShard(ShardStorage):
-    """A shard that stays in host memory."""
-
-    def __init__(self, padded: torch.Tensor, rows: int, block: PinnedBlock | None = None) -> None:
-        """Use the memory of the shard, which is part of ``block``; None: it is pageable."""
-        super().__init__(padded, rows)
-        self.block = block
 
 
 class DiskShard(ShardStorage):

@@ -30,7 +30,6 @@ from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
 from tensorstow.fsdp.shard_storage import (
     DiskShard,
     FrozenLayout,
-    HostShard,
     Prefetcher,
     ShardStorage,
 )
@@ -369,10 +368,10 @@ def _allocate_on_host(
         if block is not None:
             part = block.tensor(at, torch.Size(shape).numel(), parameter.dtype)
             padded = part.view(shape).data  # a version counter of its own
-            storages[name] = HostShard(padded, stop - start, block)
+            storages[name] = ShardStorage(padded, stop - start, block)
         else:
             zeros = torch.zeros(shape, dtype=parameter.dtype, device="cpu")
-            storages[name] = HostShard(zeros, stop - start)
+            storages[name] = ShardStorage(zeros, stop - start)
         at += padded_bytes(parameter, sharding.ranks)
     return storages
 
@@ -396,7 +395,7 @@ def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[st
         shape = (length, *parameter.shape[1:])
         buffer = read if name in frozen.at else written
         if buffer is None:  # no elements
-            storages[name] = HostShard(torch.zeros(shape, dtype=parameter.dtype), stop - start)
+            storages[name] = ShardStorage(torch.zeros(shape, dtype=parameter.dtype), stop - start)
         else:
             padded = buffer.tensor(places[name], shape, parameter.dtype)
             storages[name] = DiskShard(padded, stop - start, buffer, pool.prefetcher, both)

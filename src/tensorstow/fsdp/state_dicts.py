@@ -109,7 +109,7 @@ def _hook(
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
             if not isinstance(parameter, DTensor):
-                continue  # it is whole at present (fsdp.gathered)
+                continue  # it is whole at present (fsdp.full_tensors)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
                 state_dict[prefix + name] = _shard(value, parameter, prefix + name)
 

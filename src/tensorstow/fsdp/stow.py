@@ -1,5 +1,6 @@
 """``stow``: places a model and its optimizer on DEVICE, HOST and DISK."""
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,11 +18,10 @@ from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.fsdp.automatic import choose_plan, plan_request
 from tensorstow.fsdp.first_steps import FirstSteps, HostRoom, buffers_of
-from tensorstow.fsdp.frozen_files import coded_bytes_of
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.model_memory import ModelMemory
-from tensorstow.fsdp.placed_activations import PlacedActivations, validate_activations
-from tensorstow.fsdp.placements import Path, StowRequest, choose_placement, with_overlap
+from tensorstow.fsdp.placed_activations import PlacedActivations
+from tensorstow.fsdp.placements import StowRequest, choose_placement, with_overlap
 from tensorstow.fsdp.read_only import stow_read_only
 from tensorstow.fsdp.read_sources import ReadOptions
 from tensorstow.fsdp.report import ParameterPart
@@ -34,9 +34,6 @@ from tensorstow.fsdp.validation import (
     OptimizerFactory,
     refuse_given,
     validate_arguments,
-    validate_device,
-    validate_factory,
-    validate_units,
     with_options,
 )
 from tensorstow.fsdp.vertical_order import VerticalOrder
@@ -47,6 +44,7 @@ from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.sizes import Sizes
 from tensorstow.report.run_record import Compared, PredictedStep
 
+Path = str | os.PathLike[str] | None
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
 
 
@@ -186,65 +184,51 @@ def stow(  # noqa: PLR0913  # the one function for everything
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init)
     cache_large_blocks()
     empty_cache()  # budgets are of what is free
-    directories = read_paths(dir, "dir")
-    device, step = current_device(), None
-    optimizer = with_options(optimizer, optimizer_options, keyword_only(stow))
-    if optimizer is None:
+    directories, device = read_paths(dir, "dir"), current_device()
+    make = with_options(optimizer, optimizer_options, keyword_only(stow))
+    values = InitialValues(model, weights, init)
+    if make is None:
         refuse_given(WITHOUT_OPTIMIZER, dir=dir, mesh=mesh, tokens=tokens, batch=batch)
-        explicit_plan = None if plan == "auto" else plan
-        options = ReadOptions(explicit_plan, budget, compute_dtype, units, weights, init, device)
-        _PLANS[model] = stow_read_only(model, options)
+        fixed = None if plan == "auto" else plan
+        options = ReadOptions(fixed, budget, compute_dtype, units, device)
+        _PLANS[model] = stow_read_only(model, values, options)
         return model, None
-    chosen, is_auto = units_of(model, units), plan == "auto"
-    coded = None if weights is None else _coded_values(weights, init, model)
+    parts, step = units_of(model, units), None
     if plan == "auto":
-        example = ExampleBatch(model, chosen, batch, compute_dtype, tokens)
-        undecided = plan_request(chosen, device, mesh, optimizer, directories, coded)
-        plan, step = choose_plan(undecided, example, budget, device, directories)
+        undecided = plan_request(parts, device, mesh, make, directories, values)
+        example = ExampleBatch(model, parts, batch, compute_dtype, tokens)
+        chosen, step = choose_plan(undecided, example, budget, device, directories)
     else:
         refuse_given(WITH_PLAN, budget=budget, tokens=tokens, batch=batch)
-        plan = with_overlap(plan, optimizer)
-    validate_units(plan, [unit.name for unit in chosen])
-    if not plan.keeps_activations or plan.activation_units:
-        validate_activations(plan, chosen)
-    validate_device(plan, device)
-    request = StowRequest(model, chosen, plan, compute_dtype, device, weights, init, optimizer, dir)
-    validate_factory(optimizer, request.keywords, plan, device)
+        chosen = with_overlap(plan, make)
+    request = StowRequest(model, parts, chosen, compute_dtype, device, values, make, dir)
     place, ranks = choose_placement(request, mesh)
     # Placing takes the parameters out of their units.
-    sizes = Sizes.of(chosen, ranks, coded_bytes_of(chosen, coded, ranks) if coded else {})
+    sizes = Sizes.of(parts, ranks, values.coded_bytes(parts, ranks))
     placed = place()
-    part = _report_of(placed, request, sizes, step)
-    placed._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
-    placed._register_released_part(partial(ModelMemory, weakref.ref(model)))  # noqa: SLF001
+    report = _register_reports(request, placed, sizes, step)
     _place_activations(request, placed)
     empty_cache()  # of what loading took
-    if is_auto:  # a budget of the user's stays as it is
-        room = HostRoom(buffers_of(chosen)) if budget is None else None
-        first = FirstSteps(partial(_compared, part), step, room)
-        first.watch(model, placed)
-    if plan.micro_batches > 1:  # outside of recomputation: that is for each micro-batch
-        VerticalOrder(model, chosen, plan.micro_batches, device).register()
-    _PLANS[model] = plan
+    if plan == "auto":  # a budget of the user's stays as it is
+        room = HostRoom(buffers_of(parts)) if budget is None else None
+        FirstSteps(partial(_compared, report), step, room).watch(model, placed)
+    if chosen.micro_batches > 1:  # outside of recomputation: that is for each micro-batch
+        VerticalOrder(model, parts, chosen.micro_batches, device).register()
+    _PLANS[model] = chosen
     return model, placed
-
-
-def _coded_values(
-    weights: Path, init: Callable[[nn.Module], None] | None, model: nn.Module
-) -> InitialValues | None:
-    """Return the values of files that have some weights as codes; None: the files have none."""
-    values = InitialValues(weights, init, None, model)
-    return values if values.files is not None and values.files.coded else None
 
 
 def _compared(part: Callable[[], ParameterPart], optimizer: PlacedOptimizer) -> list[Compared]:
     return part().compared(optimizer._memory())  # noqa: SLF001  # as usage() does
 
 
-def _report_of(
-    optimizer: PlacedOptimizer, request: StowRequest, sizes: Sizes, step: PredictedStep | None
+def _register_reports(
+    request: StowRequest, optimizer: PlacedOptimizer, sizes: Sizes, step: PredictedStep | None
 ) -> Callable[[], ParameterPart]:
-    """Return a factory of the part of reports that has the parameters, and the predictions."""
+    """Let the optimizer report and release the model's memory too.
+
+    Return a factory of the part of reports that has the parameters, and the predictions.
+    """
     policy, plan = optimizer.offload_policy, request.plan
     conditions = Conditions(
         request.device.type == "cpu",
@@ -260,7 +244,10 @@ def _report_of(
         return items_of(plan, sizes, conditions) if follows else []
 
     model = weakref.ref(request.model)
-    return partial(ParameterPart, model, request.links, predict, step)
+    part = partial(ParameterPart, model, request.links, predict, step)
+    optimizer._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
+    optimizer._register_released_part(partial(ModelMemory, model))  # noqa: SLF001  # the same
+    return part
 
 
 def _place_activations(request: StowRequest, optimizer: PlacedOptimizer) -> None:

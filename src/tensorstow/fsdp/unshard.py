@@ -31,8 +31,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from tensorstow.base.errors import OptionError, PoisonedError
-from tensorstow.fsdp.gathered import records_of
-from tensorstow.fsdp.module_hooks import ModelHook
+from tensorstow.fsdp.module_hooks import ModelHook, records_of
 from tensorstow.fsdp.units import Unit, found_in
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.tensors.placeholder import ABORT_ADVICE, ConsumedGradient

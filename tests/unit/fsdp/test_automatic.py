@@ -21,7 +21,7 @@ from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.profile import identify_machine, write_profile
-from tensorstow.fsdp import automatic, read_plan
+from tensorstow.fsdp import automatic, read_only
 from tensorstow.fsdp.automatic import free_host_bytes, machine_budget, total_host_bytes
 from tensorstow.fsdp.units import units_of
 from tensorstow.planner.headroom import Headroom, usual_headroom
@@ -92,7 +92,7 @@ def test_plan_of_is_what_a_model_was_placed_by() -> None:
         tensorstow.plan_of(model())
 
 
-@pytest.mark.parametrize(("module", "optimizer"), [(automatic, AdamW), (read_plan, None)])
+@pytest.mark.parametrize(("module", "optimizer"), [(automatic, AdamW), (read_only, None)])
 def test_rank_0_alone_shows_what_was_chosen(
     monkeypatch: pytest.MonkeyPatch, module: ModuleType, optimizer: type[AdamW] | None
 ) -> None:

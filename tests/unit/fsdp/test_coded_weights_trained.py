@@ -18,7 +18,6 @@ from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.weight_encoders import ENCODERS
 from tensorstow.checkpoint.weight_files import WeightFile
-from tensorstow.fsdp.frozen_files import coded_bytes_of
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.stowed_parameter import storage_of
@@ -186,8 +185,8 @@ def test_uneven_rows_are_decoded(ranks: Pool, tmp_path: Path, kind: str) -> None
 
 def planned_items(path: Path, plan: Plan) -> list[Item]:
     model = made()
-    units, values = units_of(model), InitialValues(path, None, None, model)
-    sizes = Sizes.of(units, 1, coded_bytes_of(units, values, 1))
+    units, values = units_of(model), InitialValues(model, path)
+    sizes = Sizes.of(units, 1, values.coded_bytes(units, 1))
     return items_of(plan, sizes, Conditions(device_is_host=True))
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ranks.pool import Ranks
-from tensorstow.fsdp.gathered import whole_in_place
+from tensorstow.fsdp.full_tensors import whole_in_place
 
 
 def test_a_sharded_parameter_is_a_plain_one_inside(ranks: "Ranks") -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from tensorstow.base.update_on import Overlap, timing_of
 from tensorstow.fsdp import device_cache
 from tensorstow.fsdp.h2d_prefetch import H2DPrefetcher
-from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
+from tensorstow.fsdp.shard_storage import DiskShard, Prefetcher, ShardStorage
 from tensorstow.io.device_link import DeviceEvent, Pairs, PlainLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.memory.buffer_pool import BufferPool
@@ -47,7 +47,7 @@ def made(
     ahead: int = 1,
     overlap: Overlap = "none",
     stay: int | None = None,
-) -> tuple[H2DPrefetcher, list[HostShard]]:
+) -> tuple[H2DPrefetcher, list[ShardStorage]]:
     """Return a prefetcher of units of one shard each, whose values are their numbers.
 
     Copies of the first ``stay`` of them stay on the device.
@@ -57,7 +57,7 @@ def made(
     shards = []
     for number in range(count):
         block = PinnedBlock(4 * ROWS, CPU, link.synchronize)
-        shards.append(HostShard(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
+        shards.append(ShardStorage(block.tensor(0, ROWS, torch.float32).data, ROWS, block))
         shards[-1].local_shard.fill_(number)
         prefetcher.add_unit(shards[-1:], [torch.float32], None)
     if prefetcher.cache is not None:
@@ -65,7 +65,7 @@ def made(
     return prefetcher, shards
 
 
-def gather(prefetcher: H2DPrefetcher, shard: HostShard) -> torch.Tensor:
+def gather(prefetcher: H2DPrefetcher, shard: ShardStorage) -> torch.Tensor:
     """Do what FSDP2 does."""
     got = prefetcher.all_gather_input(shard, torch.float32).clone()
     prefetcher.record_copied(shard)
@@ -100,7 +100,7 @@ def test_buffers_are_few_and_used_again() -> None:
     assert (prefetcher.buffers.staging_bytes, prefetcher.buffers.pinned_bytes) == (0, 0)
 
 
-def used(prefetcher: H2DPrefetcher, shards: list[HostShard]) -> Iterable[HostShard]:
+def used(prefetcher: H2DPrefetcher, shards: list[ShardStorage]) -> Iterable[ShardStorage]:
     for shard in shards:
         yield shard
         prefetcher.record_copied(shard)
@@ -164,7 +164,7 @@ def test_what_backward_does_not_gather_has_no_copy_that_stays() -> None:
     prefetcher, _ = made(1, link=PlainLink(), stay=9)
     assert prefetcher.cache is not None
     before = prefetcher.cache.chosen_bytes
-    shard = HostShard(torch.zeros(ROWS), ROWS)
+    shard = ShardStorage(torch.zeros(ROWS), ROWS)
     prefetcher.add_unit([shard], [torch.float32], None, is_gathered_twice=False)
     prefetcher.cache.assume(0)
     assert prefetcher.cache.chosen_bytes == before > 0
@@ -302,7 +302,7 @@ def test_in_a_backward_nothing_is_copied_ahead_that_may_be_updated() -> None:
     prefetcher, shards = made(2, link=link)
     x = torch.zeros(1, requires_grad=True)
 
-    def gathered(shard: HostShard, _: torch.Tensor) -> None:
+    def gathered(shard: ShardStorage, _: torch.Tensor) -> None:
         gather(prefetcher, shard)
 
     def backward(*numbers: int) -> None:
@@ -325,7 +325,7 @@ def test_beside_backward_a_copy_does_not_stay_behind_its_update() -> None:
     prefetcher, shards = made(2, link=link, overlap="backward", stay=2)
     x = torch.zeros(1, requires_grad=True)
 
-    def gathered(shard: HostShard, _: torch.Tensor) -> None:
+    def gathered(shard: ShardStorage, _: torch.Tensor) -> None:
         gather(prefetcher, shard)
 
     for _ in range(2):  # micro-batches; the first updates nothing, which is not known here
@@ -373,7 +373,7 @@ def test_a_unit_partly_in_buffers_pins_them_too(tmp_path: Path) -> None:
         read = DiskShard(buffer.tensor(0, (ROWS,), torch.float32), ROWS, buffer, disk)
         with read.access(write=True):
             read.local_shard.fill_(number)
-        units.append([HostShard(torch.full((ROWS,), 7.0), ROWS), read])
+        units.append([ShardStorage(torch.full((ROWS,), 7.0), ROWS), read])
         prefetcher.add_unit(units[-1], [torch.bfloat16] * 2, disk)
     for _ in range(2):
         for number, unit in enumerate(units):
@@ -410,7 +410,7 @@ class Optimizer:
         self.hooks["exchange"] = hook
 
 
-def watched(link: PlainLink) -> tuple[H2DPrefetcher, list[HostShard], Optimizer, nn.Module]:
+def watched(link: PlainLink) -> tuple[H2DPrefetcher, list[ShardStorage], Optimizer, nn.Module]:
     """Return prefetcher that know in which order units are gathered."""
     prefetcher, shards = made(3, link=link)
     optimizer, model = Optimizer(), nn.Module()

@@ -158,7 +158,7 @@ def test_sources_fill_what_is_there_and_what_is_on_the_meta_device(tmp_path: Pat
     save_file(wanted.state_dict(), tmp_path / "model.safetensors")
     for device in ("cpu", "meta"):
         model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(device)
-        sources = InitialValues(tmp_path, None, None, model)
+        sources = InitialValues(model, tmp_path)
         sources.check(units_of(model))
         sources.fill(units_of(model))
         sources.buffers(model)
@@ -170,11 +170,11 @@ def test_what_nothing_gives_values_is_refused_before_anything_is_read(tmp_path: 
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     save_file({"0.weight": values(2, 3), "0.bias": values(2)}, tmp_path / "model.safetensors")
     with pytest.raises(StoreFormatError, match=r"no tensor '1\.weight'"):
-        InitialValues(tmp_path, None, None, model).check(units_of(model))
+        InitialValues(model, tmp_path).check(units_of(model))
     with torch.device("meta"):
         model.gain = nn.Parameter(torch.ones(2))
     with pytest.raises(OptionError, match="on the meta device and has no reset_parameters"):
-        InitialValues(None, None, None, model).check(units_of(model))
+        InitialValues(model, None).check(units_of(model))
 
 
 def test_files_that_are_changed_while_they_are_read_are_refused(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_files_that_are_changed_while_they_are_read_are_refused(tmp_path: Path) 
     path = tmp_path / "model.safetensors"
     save_file(model.state_dict(), path)
     facts = path.stat()
-    values = InitialValues(path, None, None, model)
+    values = InitialValues(model, path)
     values.buffers(model)
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)

@@ -17,7 +17,7 @@ from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import OptionError
-from tensorstow.fsdp.gathered import whole_in_place
+from tensorstow.fsdp.full_tensors import whole_in_place
 
 Pool = Callable[[int], Ranks]
 SIZE = 6

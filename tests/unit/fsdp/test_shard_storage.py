@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from tensorstow.fsdp.shard_storage import DiskShard, HostShard, Prefetcher
+from tensorstow.fsdp.shard_storage import DiskShard, Prefetcher, ShardStorage
 from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
 
 MIB = 1 << 20
 
 
 def test_home_is_without_the_padding() -> None:
-    shard = HostShard(torch.arange(6.0).view(3, 2), 2)
+    shard = ShardStorage(torch.arange(6.0).view(3, 2), 2)
     assert shard.local_shard.tolist() == [[0, 1], [2, 3]]
     assert shard.pin() is shard.padded
     assert shard.pager is None
 
 
 def test_whoever_reads_waits_for_the_newest_weight() -> None:
-    shard = HostShard(torch.zeros(2, 2), 2)
+    shard = ShardStorage(torch.zeros(2, 2), 2)
     waited: list[bool] = []
     shard.before_read = lambda: waited.append(True)
     shard.pin()

@@ -11,14 +11,14 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.module_hooks import param_groups_of
 from tensorstow.fsdp.report import parameter_bytes
-from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.stow import stow
 from tensorstow.fsdp.stowed_parameter import InPlaceReduceScatter, UnshardedAlias
 from tensorstow.optim.adam import AdamW
 from torch_versions import RESETS_FSDP
 
 
-class Counted(HostShard):
+class Counted(ShardStorage):
     """Counts who reads it."""
 
     readers = 0

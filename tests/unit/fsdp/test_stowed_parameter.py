@@ -14,7 +14,7 @@ from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import Twins
 from tensorstow import PipelinePolicy, Plan
-from tensorstow.fsdp.shard_storage import HostShard
+from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter
 
 Pool = Callable[[int], Ranks]
@@ -23,14 +23,14 @@ POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(nan_until_pu
 
 
 def stowed(padded: torch.Tensor, rows: int, *, is_sharded: bool = True) -> StowedParameter:
-    storage = HostShard(padded, rows)
+    storage = ShardStorage(padded, rows)
     storage.is_sharded = is_sharded
     like = torch.empty((rows, *padded.shape[1:]), device="meta")
     return StowedParameter(like, torch.device("cpu"), AllGatherInput(storage))
 
 
 @contextmanager
-def counted(storage: HostShard) -> Iterator[list[bool]]:
+def counted(storage: ShardStorage) -> Iterator[list[bool]]:
     """Note who accesses the storage, and whether to write."""
     noted: list[bool] = []
     access = storage.access

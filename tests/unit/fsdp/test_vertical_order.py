@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 import tensorstow
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StowError
-from tensorstow.fsdp.micro_batch_sums import WeightSum
 from tensorstow.fsdp.module_hooks import param_groups_of
+from tensorstow.fsdp.vertical_order import WeightSum
 from tensorstow.nn import TiledLinear
 from tensorstow.optim.stowed_adam import StowedAdam
 from torch_versions import RESETS_FSDP
