@@ -224,9 +224,7 @@ def machine_budget(
         device_bytes = Bytes(part * headroom[Tier.DEVICE].within(free))
     try:
         facts = [check_directory(path) for path in directories] or [choose_directory()]
-    except (
-        DirectoryError
-    ):  # missing, or none is usable: opening it raises the error with the reason
+    except DirectoryError:  # opening it raises the error with the reason
         return Budget(device_bytes, Bytes(host), None if directories else 0)
     shares = dict.fromkeys((of_one.device for of_one in facts), 0.0)
     for of_one, share in zip(facts, drive_shares(directories) or [1.0], strict=True):
@@ -250,12 +248,10 @@ def own_host_bytes(ranks: int) -> int:
 def free_host_bytes() -> int:
     """Return the host memory that the system and the cgroup still allow this process."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB$", read_or_empty(_MEMINFO), re.MULTILINE)
-    free = (
-        int(line[1]) << 10 if line else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    )
-    limit, used = (
-        read_or_empty(_CGROUP / name).strip() for name in ("memory.max", "memory.current")
-    )
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = int(line[1]) << 10 if line else pages
+    limit = read_or_empty(_CGROUP / "memory.max").strip()
+    used = read_or_empty(_CGROUP / "memory.current").strip()
     if limit.isdecimal() and used.isdecimal():
         free = min(free, max(int(limit) - int(used), 0))
     return free

@@ -43,7 +43,6 @@ class _Shard:
     """One file."""
 
     name: str
-    tensors: Mapping[str, torch.Tensor]
     table: Table
 
 
@@ -148,7 +147,7 @@ def _shards(contents: Mapping[str, torch.Tensor], most: int) -> list[_Shard]:
 
 def _shard_of(name: str, part: Mapping[str, torch.Tensor]) -> _Shard:
     entries = {n: Entry(t.dtype, tuple(t.shape)) for n, t in part.items()}
-    return _Shard(name, part, lay_out(entries))
+    return _Shard(name, lay_out(entries))
 
 
 def _write(
@@ -209,7 +208,7 @@ def _remove_older(folder: Path, count: int) -> None:
 def _finish(model: nn.Module, listed: DigestList, shards: Sequence[_Shard]) -> None:
     """Write the index if there are several files, their list, and the model's configuration."""
     if len(shards) > 1:
-        weight_map = {name: shard.name for shard in shards for name in shard.tensors}
+        weight_map = {name: shard.name for shard in shards for name in shard.table.entries}
         total = sum(e.nbytes for shard in shards for e in shard.table.entries.values())
         listed.write_main(lambda stream: stream.write(index_of(weight_map, total)))
     else:

@@ -174,12 +174,13 @@ class FirstSteps:
             return
         self._ends.append(time.perf_counter())
         self._look()
-        if len(self._ends) == _STEPS:
-            for handle in self._handles:
-                handle.remove()
-            if self._room is not None:
-                self._room.follow()
-        if len(self._ends) == _STEPS and rank_here() == 0:
+        if len(self._ends) < _STEPS:
+            return
+        for handle in self._handles:
+            handle.remove()
+        if self._room is not None:
+            self._room.follow()
+        if rank_here() == 0:
             took = min(later - earlier for earlier, later in list(pairwise(self._ends))[1:])
             level, line = compared_line(self._compare(optimizer), self._step, took)
             logger.log(level, "%s; %s", line, resident_line(self._resident_before, peak_bytes()))

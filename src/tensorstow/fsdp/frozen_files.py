@@ -36,16 +36,7 @@ _PIECE = 4 << 20
 
 
 _Part = tuple[Path, Entry]
-"""A file and the bytes of it that are read."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Bytes of a file: a whole weight, or one of the tensors that it consists of."""
-
-    path: Path
-    offset: int
-    nbytes: int
+"""A file and bytes of it: a whole weight, one of the tensors that it consists of, or codes."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -96,7 +87,7 @@ class FrozenFiles:
 
         ``units``: those on disk.
         """
-        self._places: dict[str, Sequence[_Place]] = {}
+        self._places: dict[str, Sequence[_Part]] = {}
         self._coded = values.coded(units)
         self._values = values
         self._files: Mapping[Path, WeightFile] = {}
@@ -109,8 +100,8 @@ class FrozenFiles:
         if not frozen:
             return
         mapped = {n: p for n, p in frozen.items() if not values.in_files(n)}
-        self._places |= {name: [place] for name, place in _places_of_mapped(mapped).items()}
-        files, mapped_paths = values.files, {p.path for (p,) in self._places.values()}
+        self._places |= {name: [part] for name, part in _mapped_parts(mapped).items()}
+        files, mapped_paths = values.files, {path for ((path, _),) in self._places.values()}
         tables = set() if files is None else files.paths
         if tables or mapped_paths:
             self._files = WeightFiles(tables, mapped_paths).by_path
@@ -124,10 +115,7 @@ class FrozenFiles:
                 paths = [files.path_of(source) for source in sources]
                 entries = [self._files[p].entries[n] for p, n in zip(paths, sources, strict=True)]
                 if entries and {entry.dtype for entry in entries} == {frozen[name].dtype}:
-                    self._places[name] = [
-                        _Place(path, entry.offset, entry.nbytes)
-                        for path, entry in zip(paths, entries, strict=True)
-                    ]
+                    self._places[name] = list(zip(paths, entries, strict=True))
         in_files = self._places.keys() | self._coded.keys()
         _log_copied({n: p for n, p in frozen.items() if n not in in_files})
 
@@ -143,9 +131,7 @@ class FrozenFiles:
         coded = self._parts_of(unit, rank, ranks)
         stored, places = self._place_codes(coded, layout)
         placed = [(self._places[name], name) for name in unit.parameters if name in self._places]
-        for places_of, name in sorted(
-            placed, key=lambda pair: (pair[0][0].path, pair[0][0].offset)
-        ):
+        for places_of, name in sorted(placed, key=lambda pair: _place_in_files(pair[0][0])):
             parameter = unit.parameters[name]
             row = parameter[:1].numel() * parameter.element_size()
             start, stop = rows_of_rank(parameter.shape[0], rank, ranks)
@@ -193,16 +179,16 @@ class FrozenFiles:
         return experts
 
     def _cut(
-        self, places: Sequence[_Place], begin: int, end: int
+        self, places: Sequence[_Part], begin: int, end: int
     ) -> Iterator[tuple[WeightFile, Entry, int]]:
         """Yield the bytes of a weight from ``begin`` to ``end``: file, place in it, and in them."""
         at = 0
-        for place in places:
-            start, stop = max(begin, at), min(end, at + place.nbytes)
+        for path, whole in places:
+            start, stop = max(begin, at), min(end, at + whole.nbytes)
             if start < stop:
-                bytes_ = Entry(torch.uint8, (stop - start,), place.offset + start - at)
-                yield self._files[place.path], bytes_, start - begin
-            at += place.nbytes
+                bytes_ = Entry(torch.uint8, (stop - start,), whole.offset + start - at)
+                yield self._files[path], bytes_, start - begin
+            at += whole.nbytes
 
     def _parts_of(self, unit: Unit, rank: int, ranks: int) -> dict[str, list[_Part]]:
         """Return what is read of files for one rank's rows of a unit's coded weights, by name."""
@@ -220,10 +206,15 @@ class FrozenFiles:
         stored: list[tuple[WeightFile, Entry, int]] = []
         places: dict[_Part, int] = {}
         every = {part for parts in coded.values() for part in parts}
-        for path, entry in sorted(every, key=lambda part: (part[0], part[1].offset)):
+        for path, entry in sorted(every, key=_place_in_files):
             places[path, entry], _ = layout.place(entry, entry.dtype)
             stored.append((self._files[path], entry, places[path, entry]))
         return stored, places
+
+
+def _place_in_files(part: _Part) -> tuple[Path, int]:
+    path, entry = part
+    return path, entry.offset
 
 
 def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) -> FrozenLayout:
@@ -309,9 +300,9 @@ class _Mapping:
     path: Path
 
 
-def _places_of_mapped(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Place]:
-    """Return the places of parameters that are mapped from files and have the files' bytes."""
-    places: dict[str, _Place] = {}
+def _mapped_parts(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Part]:
+    """Return the bytes of parameters that are mapped from files and have the files' bytes."""
+    parts: dict[str, _Part] = {}
     mappings = list(_private_mappings()) if parameters else []
     starts = [mapping.start for mapping in mappings]
     for name, parameter in parameters.items():
@@ -322,21 +313,21 @@ def _places_of_mapped(parameters: Mapping[str, nn.Parameter]) -> dict[str, _Plac
         if index < 0 or address + parameter.nbytes > mappings[index].stop:
             continue
         mapping = mappings[index]
-        place = _Place(mapping.path, mapping.offset + address - mapping.start, parameter.nbytes)
+        offset = mapping.offset + address - mapping.start
         if not mapping.path.is_file() or not os.access(mapping.path, os.R_OK):
             continue  # the file was removed, or belongs to another namespace
-        if _is_as_in_file(parameter, place):
-            places[name] = place
-    return places
+        if _is_as_in_file(parameter, mapping.path, offset):
+            parts[name] = mapping.path, Entry(torch.uint8, (parameter.nbytes,), offset)
+    return parts
 
 
-def _is_as_in_file(parameter: nn.Parameter, place: _Place) -> bool:
+def _is_as_in_file(parameter: nn.Parameter, path: Path, offset: int) -> bool:
     """Return whether a mapped weight has the file's bytes, and release its pages."""
     flat = parameter.detach().reshape(-1).view(torch.uint8)
-    with regular_stream(place.path) as file:
+    with regular_stream(path) as file:
         for begin in range(0, flat.numel(), _PIECE):
             piece = flat[begin : begin + _PIECE]
-            stored = os.pread(file.fileno(), piece.numel(), place.offset + begin)
+            stored = os.pread(file.fileno(), piece.numel(), offset + begin)
             if stored != piece.numpy().tobytes():
                 return False
             drop_pages(piece)

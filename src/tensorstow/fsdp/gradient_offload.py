@@ -20,14 +20,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tensorstow.base.signals import SignalsDeferred
@@ -38,7 +37,7 @@ from tensorstow.fsdp.validation import validate_no_hooks
 from tensorstow.io.device_link import DeviceEvent, DeviceLink
 from tensorstow.io.pinned import PinnedBlock
 from tensorstow.planner.bounds import MAX_IN_FLIGHT_BYTES, PIECE_BUFFERS, PIECE_BYTES
-from tensorstow.tensors.dtensor import OffloadedGradient, set_gradient, shard_of
+from tensorstow.tensors.dtensor import OffloadedGradient, set_gradient, shard_of, sharded_like
 from tensorstow.tensors.placeholder import ALIASES, written_arguments
 
 _ALIGN = 128
@@ -437,7 +436,7 @@ def _offload_sharded(
             host = HostSum(local.cpu())
         gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
     elif local.host.memory.dtype != local.dtype:
-        set_gradient(parameter, _widened(gradient, local))
+        set_gradient(parameter, sharded_like(gradient, _summed(local, local.host)))
 
 
 def _offload_whole(
@@ -453,15 +452,6 @@ def _offload_whole(
         return HostGradient(gradient, queue.copy(gradient, memory))
     total.accumulate(gradient)
     return _summed(gradient, total.host)
-
-
-def _widened(gradient: DTensor, local: HostGradient) -> DTensor:
-    """Return ``gradient`` in the present dtype of its sum."""
-    summed = _summed(local, local.host)
-    meta = TensorMeta(gradient.shape, gradient.stride(), summed.dtype)
-    spec = replace(gradient._spec, tensor_meta=meta)  # noqa: SLF001
-    wide: DTensor = DTensor(summed, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return wide
 
 
 def _summed(like: torch.Tensor, host: HostSum) -> HostGradient:

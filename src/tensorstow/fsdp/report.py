@@ -221,17 +221,10 @@ class ParameterPart:
             ("host", "buffers for parameters"): held.staging_bytes,
             ("device", "buffers for states"): memory.device_bytes,
             ("device", "buffers for parameters"): held.device_bytes,
+            ("device", "parameters"): held.device_parameter_bytes,
         }
-        measured["device", "parameters"] = held.device_parameter_bytes
         stored = [p for p in model.parameters() if storage_of(p) is not None]
         if not stored or any(p.is_cpu for p in stored):
             measured["host", "parameters"] = held.host_bytes
-        comparisons = []
-        for item in self._predict():
-            tier = str(item.tier)
-            comparisons.append(
-                Compared(
-                    tier.upper(), item.purpose, item.nbytes, measured.get((tier, item.purpose))
-                )
-            )
-        return comparisons
+        items = [(str(item.tier), item.purpose, item.nbytes) for item in self._predict()]
+        return [Compared(t.upper(), name, n, measured.get((t, name))) for t, name, n in items]

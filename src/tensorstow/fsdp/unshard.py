@@ -154,16 +154,10 @@ class UnshardHooks:
             )
             raise PoisonedError(message)
         reset()
-        self._reshard_each_parameter()
-        self._reset_reduction()
-
-    def _reshard_each_parameter(self) -> None:
-        """Reshard parameters one by one, whatever FSDP2's state of their units.
-
-        An interrupt may have left some of a unit's resharded and the unit's state unchanged.
-        """
+        # One by one: an interrupt may have resharded some of a unit's, and left its state as it was.
         for _, sharded in records_of(self._modules):
             sharded.to_sharded()
+        self._reset_reduction()
 
     def _drop_unsharded_gradients(self, *, due_only: bool = False) -> bool:
         """Drop unreduced gradients of unsharded weights; return whether there were any.
