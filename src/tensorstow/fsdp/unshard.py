@@ -154,7 +154,7 @@ class UnshardHooks:
             )
             raise PoisonedError(message)
         reset()
-        # One by one: an interrupt may have resharded some of a unit's, and left its state as it was.
+        # One by one: an interrupt may have resharded some of a unit's and not changed its state.
         for _, sharded in records_of(self._modules):
             sharded.to_sharded()
         self._reset_reduction()
