@@ -18,6 +18,10 @@ import children
 Task = Callable[..., Any]
 
 
+Pool = Callable[[int], "Ranks"]
+"""The fixture ``ranks``: processes by their number."""
+
+
 class RankError(Exception):
     """A rank failed; its traceback is the message."""
 

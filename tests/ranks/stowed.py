@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tensorstow
-from ranks.twin import mesh_here
+from ranks.twin import Twins, mesh_here
 from tensorstow import Plan, offload_activations
 from tensorstow.activations import offload as saved_tensors
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
@@ -170,7 +170,7 @@ def loss_of(
     model: nn.Module,
     rank: int,
     step: int,
-    micro: int,
+    micro: int = 0,
     device: torch.device | None = None,
     count: int = 1,
 ) -> torch.Tensor:
@@ -185,6 +185,11 @@ def loss_of(
         return model(tokens[:, :-1], tokens[:, 1:])
     logits = model(tokens[:, :-1]).float()
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def twins(plan: Plan, dtype: torch.dtype = torch.float32, **options: Any) -> Twins:  # noqa: ANN401
+    """Return the small model, stowed by a plan, and the same that is whole."""
+    return Twins(lambda: model_of(dtype), loss_of, plan, **options)
 
 
 def groups_of(named: list[tuple[str, torch.Tensor]], **placement: object) -> tensorstow.AdamW:

@@ -1,6 +1,5 @@
 """Adapters over a frozen base that is stored as codes: decoded unit by unit, and never copied."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import Twins, whole
 from tensorstow import Plan
 from tensorstow.base.errors import DamageError, OptionError
@@ -32,7 +31,6 @@ WIDTH, WORDS, BLOCKS, RANK = 44, 70, 8, 4  # 44 columns: rows begin inside block
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 KINDS = ["int8", "nf4"]
 DISK, HOST = Plan(parameters="disk", prefetch=1), Plan(parameters="host", prefetch=1)
-Pool = Callable[[int], Ranks]
 
 
 class Block(nn.Module):

@@ -15,9 +15,9 @@ from torch import nn
 
 import children
 import tensorstow
-from ranks.pool import Ranks
-from ranks.stowed import Model, loss_of, model_of
-from ranks.twin import ADAMW, FETCHED, Twins, mesh_here, whole
+from ranks.pool import Pool, Ranks
+from ranks.stowed import Model, loss_of, model_of, twins
+from ranks.twin import ADAMW, FETCHED, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import DirectoryError, OptionError, StoreFormatError, StowError
 from tensorstow.base.new_file import NewFile
@@ -25,16 +25,10 @@ from tensorstow.fsdp import export
 from tensorstow.fsdp.export import save_safetensors
 from tensorstow.fsdp.full_tensors import copy_from_files
 
-Pool = Callable[[int], Ranks]
-
-
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
 
 def saved(plan: Plan, folder: str, most: int) -> None:
     """Write newest weights; read them back in other places, on the meta device, in trained ones."""
-    both = Twins(lambda: model_of(torch.bfloat16), loss, plan)
+    both = twins(plan, torch.bfloat16)
     both.train()
     save_safetensors(both.stowed, folder, max_shard_bytes=most)
     wanted = [whole(p) for p in both.alone.parameters()]
@@ -89,7 +83,7 @@ def saved_while_gathered(folder: str) -> None:
         mesh=mesh_here(),
         compute_dtype=torch.bfloat16,
     )
-    loss(model, 0, 0)
+    loss_of(model, 0, 0)
     assert next(model.parameters()).dtype == torch.bfloat16
     save_safetensors(model, folder)
     optimizer.close()
@@ -134,7 +128,7 @@ def test_buffers_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def saved_by_rank(folder: str) -> list[str]:
     """Write a file on each rank; return the names of those that this one opened."""
-    both = Twins(lambda: model_of(torch.bfloat16), loss, FETCHED)
+    both = twins(FETCHED, torch.bfloat16)
     both.train()
     opened = []
     new_file = NewFile.__init__
@@ -169,7 +163,7 @@ def test_each_rank_writes_its_own_file(ranks: Pool, tmp_path: Path, world: int) 
 
 def refused(folder: str, by_rank: bool) -> str:  # noqa: FBT001  # goes to another process
     """Write where there is no room for a directory: known on one rank, told on all."""
-    both = Twins(lambda: model_of(torch.float32), loss, Plan())
+    both = twins(Plan())
     if dist.get_rank() != 1 and by_rank:
         Path(folder).parent.mkdir(exist_ok=True)
         folder += "-of-another"
@@ -199,7 +193,7 @@ def test_every_rank_says_what_failed_on_another(ranks: Pool, tmp_path: Path) -> 
 
 def refused_by_transformers(folder: str) -> str:
     """Write a model whose configuration transformers refuses to save: no error of a file's."""
-    both = Twins(lambda: model_of(torch.float32), loss, Plan())
+    both = twins(Plan())
 
     def refuse(*_: object) -> None:
         message = "temperature is set and sampling is off"

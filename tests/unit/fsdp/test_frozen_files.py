@@ -3,7 +3,7 @@
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
@@ -29,7 +29,6 @@ from torch_versions import RESETS_FSDP
 WIDTH, WORDS, BLOCKS, RANK = 48, 70, 8, 4
 ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 ON_DISK = Plan(parameters="disk", prefetch=1)
-Pool = Callable[[int], Ranks]
 
 
 class Block(nn.Module):

@@ -12,14 +12,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.stowed import loss_of, model_of
 from ranks.twin import FETCHED, Twins
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import whole_in_place
 
-Pool = Callable[[int], Ranks]
 SIZE = 6
 ON_DISK = Plan(parameters="disk", states="disk")
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import torch
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here
+from ranks.pool import Pool, Ranks
+from ranks.stowed import loss_of, model_of, twins
+from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, mesh_here
 from tensorstow import Plan, named_weights
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.stowed_parameter import storage_of
 
-Pool = Callable[[int], Ranks]
 PLANS = [
     Plan(),
     Plan(overlap="backward"),
@@ -31,16 +29,12 @@ PLANS = [
 ]
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def released_between(plan: Plan, host: bool) -> None:  # noqa: FBT001  # goes to another process
     """Give memory back after steps whose updates are still under way; hand weights over meanwhile.
 
     Nothing that computes runs until ``wake``, and all bits are those of a run without it.
     """
-    both = Twins(lambda: model_of(torch.bfloat16), loss, plan)
+    both = twins(plan, torch.bfloat16)
     both.ours.release(host=host)  # before the first forward
     both.ours.wake()
     for step in range(3):
@@ -64,7 +58,7 @@ def released_between(plan: Plan, host: bool) -> None:  # noqa: FBT001  # goes to
     both.ours.release(host=host)
     both.close()  # closing needs no wake
     with torch.no_grad():
-        assert torch.equal(loss(both.stowed, both.rank, 9), loss(both.alone, both.rank, 9))
+        assert torch.equal(loss_of(both.stowed, both.rank, 9), loss_of(both.alone, both.rank, 9))
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -83,12 +77,12 @@ def refused_in_the_middle(plan: Plan) -> list[str]:
             optimizer.release()
         texts.append(str(raised.value))
 
-    value = loss(model, 0, 0)
+    value = loss_of(model, 0, 0)
     value.register_hook(expect_error)
     value.backward()
     expect_error()
     if plan.accumulation_steps > 1:
-        loss(model, 0, 1).backward()
+        loss_of(model, 0, 1).backward()
     optimizer.step()
     if next(iter(model.parameters())).grad is not None:
         expect_error()
@@ -114,13 +108,13 @@ def test_a_step_that_has_begun_is_ended_first(ranks: Pool, plan: Plan, world: in
 @pytest.mark.parametrize("plan", [Plan(), Plan(states="disk"), FETCHED], ids=str)
 def test_a_backward_is_refused_too(plan: Plan) -> None:
     model, optimizer = tensorstow.stow(model_of(torch.float32), ADAMW, plan=plan)
-    value = loss(model, 0, 0)
+    value = loss_of(model, 0, 0)
     optimizer.release()
     with pytest.raises(OptionError, match=r"A backward was called between optimizer\.release"):
         value.backward()
     optimizer.wake()
     optimizer.zero_grad()
-    loss(model, 0, 0).backward()
+    loss_of(model, 0, 0).backward()
     optimizer.step()
     optimizer.close()
 
@@ -136,12 +130,12 @@ def test_a_backward_is_refused_too(plan: Plan) -> None:
 )
 def test_what_stays_in_cpu_memory_is_named(plan: Plan, match: str) -> None:
     model, optimizer = tensorstow.stow(model_of(torch.float32), ADAMW, plan=plan)
-    loss(model, 0, 0).backward()
+    loss_of(model, 0, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(OptionError, match=match):
         optimizer.release(host=True)
-    loss(model, 0, 0).backward()  # nothing was released
+    loss_of(model, 0, 0).backward()  # nothing was released
     optimizer.close()
 
 
@@ -162,7 +156,7 @@ def test_activations_that_wait_are_not_given_back(tmp_path: Path) -> None:
 def test_a_commit_follows_wake(tmp_path: Path) -> None:
     adamw = partial(ADAMW, commit_every=None)
     model, optimizer = tensorstow.stow(model_of(torch.float32), adamw, plan=FETCHED, dir=tmp_path)
-    loss(model, 0, 0).backward()
+    loss_of(model, 0, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.release(host=True)

@@ -14,15 +14,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import tensorstow
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.pool import Pool
+from ranks.stowed import twins
 from ranks.twin import FETCHED, Twins
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.module_hooks import param_groups_of
 from torch_versions import RESETS_FSDP
 
-Pool = Callable[[int], Ranks]
 SIZE = 6
 PLANS = [
     Plan(parameters="host"),
@@ -260,13 +259,9 @@ def test_gradients_that_nobody_reduced_are_no_step() -> None:
     optimizer.close()
 
 
-def loss_of_batch(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def called_alone(plan: Plan) -> None:
     """Call the head by itself, first of all and behind training."""
-    both = Twins(lambda: model_of(torch.float32), loss_of_batch, plan)
+    both = twins(plan)
     width = both.alone.head.in_features
     for batches in (range(2), range(2, 3)):
         for mode in (torch.no_grad, torch.inference_mode):

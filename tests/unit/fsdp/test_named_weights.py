@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks import tensor_parallel
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here, whole
+from ranks.pool import Pool, Ranks
+from ranks.stowed import loss_of, twins
+from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, mesh_here, whole
 from tensorstow import Plan, named_weights, quantize_to_int8
 from tensorstow.base.errors import KeywordError, OptionError
 from tensorstow.fsdp.weight_stream import Call, WeightStream
 
-Pool = Callable[[int], Ranks]
 Named = dict[str, torch.Tensor]
 PLANS = [
     Plan(),
@@ -40,10 +39,6 @@ PLANS = [
 ]
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def same(first: Named, second: Named) -> bool:
     return list(first) == list(second) and all(torch.equal(first[k], second[k]) for k in first)
 
@@ -56,7 +51,7 @@ def copies(model: nn.Module) -> Named:
 
 def handed_over(plan: Plan, dtype: torch.dtype, compute_dtype: torch.dtype | None) -> None:
     """Iterate after each of some steps, once half way; go on training as if nothing was read."""
-    both = Twins(lambda: model_of(dtype), loss, plan, compute_dtype=compute_dtype)
+    both = twins(plan, dtype, compute_dtype=compute_dtype)
     # Else the one process adds gradients in another order, or in another dtype.
     is_exact = compute_dtype is None and both.world * plan.accumulation_steps <= 2
     assert same(dict(named_weights(both.stowed)), copies(both.alone))  # before the first forward
@@ -65,7 +60,7 @@ def handed_over(plan: Plan, dtype: torch.dtype, compute_dtype: torch.dtype | Non
             if is_exact:
                 both.backward(step)
             else:
-                loss(both.stowed, both.rank, step).backward()
+                loss_of(both.stowed, both.rank, step).backward()
         both.step()
         received = dict(named_weights(both.stowed))
         assert all(type(t) is torch.Tensor and t.is_contiguous() for t in received.values())
@@ -101,7 +96,7 @@ def test_replicas_get_the_same(ranks: Pool, stage: int) -> None:
 
 def stepped_between(plan: Plan) -> list[str]:
     """Step between two weights; return the errors' texts, one for each kind of change."""
-    both = Twins(lambda: model_of(torch.bfloat16), loss, plan)
+    both = twins(plan, torch.bfloat16)
     both.train()
     texts = []
 
@@ -138,11 +133,11 @@ def test_no_iteration_goes_on_with_the_weights_of_another_step(
 
 def read_while_it_computes() -> None:
     """Run a forward, and a backward, between two weights: gathered ones are not handed over."""
-    both = Twins(lambda: model_of(torch.float32), loss, Plan(stage=2), optimizer=ADAMW)
+    both = twins(Plan(stage=2))
     both.train()
     iterator = named_weights(both.stowed)
     received = dict([next(iterator)])
-    value = loss(both.stowed, both.rank, 5)
+    value = loss_of(both.stowed, both.rank, 5)
     received |= [next(iterator)]
     value.backward()
     received |= iterator

@@ -1,6 +1,5 @@
 """``ordered_reduce``: the same weights, to the bit, on any number of ranks."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -8,10 +7,9 @@ import pytest
 import torch
 
 from ranks.ordered import ordered, refused
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from tensorstow import Plan
 
-Pool = Callable[[int], Ranks]
 DISK = Plan(ordered_reduce="sum", parameters="disk", states="disk")
 
 

@@ -1,6 +1,5 @@
 """The report: bytes that parameters hold and have moved, padding included."""
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 
 import pytest
@@ -8,12 +7,11 @@ import torch
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import ADAMW, mesh_here
 from tensorstow import Plan
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
 
-Pool = Callable[[int], Ranks]
 PAGE = 4096
 LAYERS, ROWS, COLUMNS = 5, 33, 96
 NOTHING = ParameterBytes(*(0 for _ in fields(ParameterBytes)))

@@ -1,6 +1,5 @@
 """Sharding: the ranks and their mesh, rows as FSDP2 cuts them, tied parameters that stay tied."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.sharding import (
     Sharding,
@@ -89,7 +88,6 @@ def test_tied_parameters_stay_tied() -> None:
     }
 
 
-Pool = Callable[[int], Ranks]
 CPU = torch.device("cpu")
 Shape = tuple[tuple[int, ...], tuple[str, ...] | None]
 

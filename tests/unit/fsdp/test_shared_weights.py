@@ -19,21 +19,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ranks.pool import Ranks
-from ranks.stowed import WIDTH, loss_of, model_of
+from ranks.stowed import WIDTH, loss_of, model_of, twins
 from ranks.twin import ADAMW, Twins
 from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.tensors.dtensor import gradient_of
 from tensorstow.tensors.shares import share_of
-
-
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
-def twins(plan: Plan) -> Twins:
-    return Twins(lambda: model_of(torch.float32), loss, plan)
 
 
 def on_one_rank(plan: Plan) -> None:
@@ -43,7 +35,7 @@ def on_one_rank(plan: Plan) -> None:
     assert {type(p) for p in both.alone.parameters()} == {nn.Parameter}
     if dist.get_rank() == 0:
         with torch.no_grad():
-            seen = [loss(model, 0, 9) for model in (both.stowed, both.alone)]
+            seen = [loss_of(model, 0, 9) for model in (both.stowed, both.alone)]
         assert torch.equal(*seen)
         stream = io.BytesIO()
         torch.save(both.stowed.state_dict(), stream)
@@ -55,7 +47,7 @@ def on_one_rank(plan: Plan) -> None:
         for mine, theirs in zip(fresh.parameters(), both.alone.parameters(), strict=True):
             assert torch.equal(mine, theirs)
         copied = copy.deepcopy(both.stowed)
-        loss(copied, 0, 9).backward()  # by itself: no rank reduces its gradients
+        loss_of(copied, 0, 9).backward()  # by itself: no rank reduces its gradients
         assert {type(p.grad) for p in copied.parameters()} == {torch.Tensor}
         with torch.no_grad():
             for mean, weight in zip(fresh.parameters(), both.stowed.parameters(), strict=True):
@@ -79,9 +71,9 @@ def copied_between_micro_batches() -> None:
     """Take a step of two micro-batches, with a forward of a copy between them."""
     plan = Plan(stage=1, accumulation_steps=2)
     model, optimizer = stow(model_of(torch.float32), ADAMW, plan=plan)
-    loss(model, dist.get_rank(), 0).backward()
-    loss(copy.deepcopy(model), dist.get_rank(), 9).backward()
-    loss(model, dist.get_rank(), 1).backward()
+    loss_of(model, dist.get_rank(), 0).backward()
+    loss_of(copy.deepcopy(model), dist.get_rank(), 9).backward()
+    loss_of(model, dist.get_rank(), 1).backward()
     assert {type(p.grad) for p in model.parameters()} == {DTensor}
     optimizer.step()
     optimizer.close()
@@ -194,7 +186,7 @@ def states_by_checkpoint() -> None:
     assert own.shape == share.rows(parameter).shape
     model, optimizer = stow(copy.deepcopy(both.stowed), ADAMW, plan=Plan(stage=1))
     set_optimizer_state_dict(model, optimizer, states)
-    loss(model, both.rank, 7).backward()
+    loss_of(model, both.rank, 7).backward()
     optimizer.step()
     both.train(range(7, 8))
     for mine, wanted in zip(model.parameters(), both.stowed.parameters(), strict=True):
@@ -405,7 +397,7 @@ def ask_for_gradients() -> None:
     """Call torch.autograd.grad between backward and step."""
     both = twins(Plan(stage=2))
     both.backward(0)
-    given = torch.autograd.grad(loss(both.stowed, both.rank, 1), list(both.stowed.parameters()))
+    given = torch.autograd.grad(loss_of(both.stowed, both.rank, 1), list(both.stowed.parameters()))
     assert {type(gradient) for gradient in given} == {torch.Tensor}
     both.compare_gradients()
     both.step()

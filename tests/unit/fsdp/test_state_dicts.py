@@ -3,7 +3,6 @@
 import copy
 import io
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_model, save, save_model
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,13 +20,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from models import TiedModel
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
+from ranks.pool import Pool
+from ranks.stowed import loss_of, twins
+from ranks.twin import FETCHED, FETCHED_BESIDE, whole
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
 
-Pool = Callable[[int], Ranks]
 PLANS = [
     Plan(),
     Plan(overlap="forward", states="disk"),
@@ -40,20 +37,12 @@ PLANS = [
 ]
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
-def twins(plan: Plan, dtype: torch.dtype = torch.float32) -> Twins:
-    return Twins(lambda: model_of(dtype), loss, plan)
-
-
 def saved(plan: Plan) -> None:
     """Take a state dict of newest weights, by the model and by torch's functions."""
     both = twins(plan)
     both.train()
     with torch.no_grad():
-        loss(both.stowed, 0, 9)
+        loss_of(both.stowed, 0, 9)
     state = both.stowed.state_dict()
     assert list(state) == list(both.alone.state_dict())
     for name, value in both.alone.state_dict().items():

@@ -1,27 +1,17 @@
 """Gradients of a stowed model: read, clipped by torch and by us, scaled, dropped."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
+from ranks.pool import Pool
+from ranks.stowed import twins
+from ranks.twin import FETCHED, FETCHED_BESIDE, whole
 from tensorstow import Plan
 
 PLANS = [Plan(), Plan(overlap="forward", states="disk"), Plan(stage=2), FETCHED, FETCHED_BESIDE]
-Pool = Callable[[int], Ranks]
-
-
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
-def twins(plan: Plan, dtype: torch.dtype) -> Twins:
-    return Twins(lambda: model_of(dtype), loss, plan)
 
 
 def clipped_by_torch(plan: Plan, dtype: torch.dtype, *way: bool) -> float:

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ranks.pool import RankError, Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.pool import Pool, RankError
+from ranks.stowed import loss_of, model_of, twins
 from ranks.twin import FETCHED, FETCHED_BESIDE, Twins
 from tensorstow import Plan
 
-Pool = Callable[[int], Ranks]
 PLANS = [
     Plan(),
     Plan(overlap="forward", states="disk"),
@@ -45,12 +44,8 @@ class Recomputing(nn.Module):
         return self.inner.head(x)
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def recomputed(plan: Plan, way: str) -> int:
-    both = Twins(lambda: Recomputing(reentrant=way == "reentrant"), loss, plan)
+    both = Twins(lambda: Recomputing(reentrant=way == "reentrant"), loss_of, plan)
     both.train()
     both.close()
     return both.stowed.calls
@@ -72,7 +67,7 @@ def test_passes_within_backward_are_refused_where_updates_run_beside_it(ranks: P
 def compiled(plan: Plan) -> list[int]:
     """Compile every block; return how many graphs each had."""
     torch._dynamo.reset()
-    both = Twins(lambda: model_of(torch.float32), loss, plan)
+    both = twins(plan)
     graphs = [0]
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:

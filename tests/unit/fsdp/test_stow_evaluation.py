@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
+from ranks.pool import Pool
+from ranks.stowed import loss_of, twins
+from ranks.twin import FETCHED, FETCHED_BESIDE, whole
 from tensorstow import Plan
 
-Pool = Callable[[int], Ranks]
 PLANS = [
     Plan(),
     Plan(overlap="forward"),
@@ -29,10 +28,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def generated(model: nn.Module, mode: str) -> Sequence[int]:
     """Return tokens, each of them made of those before."""
     model.eval()
@@ -47,7 +42,7 @@ def generated(model: nn.Module, mode: str) -> Sequence[int]:
 
 def evaluated(plan: Plan, mode: str) -> None:
     """Look at the model before the first step, between backward and step, and behind the last."""
-    both = Twins(lambda: model_of(torch.float32), loss, plan)
+    both = twins(plan)
     looks = []
     for step in range(2):
         looks.append(both.each(lambda model, _: generated(model, mode)))
@@ -78,7 +73,7 @@ def test_evaluation_between_steps_sees_the_newest_weights(
 
 
 def clipped_behind_a_look(stage: int) -> None:
-    both = Twins(lambda: model_of(torch.float32), loss, Plan(stage=stage))
+    both = twins(Plan(stage=stage))
     both.backward(0)
     both.each(lambda model, _: generated(model, "no_grad"))
     norm = whole(nn.utils.clip_grad_norm_(both.stowed.parameters(), 0.05))
@@ -99,10 +94,10 @@ def test_the_models_parameters_are_the_trained_ones_behind_an_evaluation(
 
 def looked_at_with_gradients(stage: int) -> None:
     """Let weights be gathered while they are updated: a forward whose backward never comes."""
-    both = Twins(lambda: model_of(torch.float32), loss, Plan(stage=stage))
+    both = twins(Plan(stage=stage))
     for step in range(2):
         both.backward(step)
-        both.each(lambda model, _: loss(model, 0, 9))
+        both.each(lambda model, _: loss_of(model, 0, 9))
         both.step()
     both.backward(2)
     both.step()

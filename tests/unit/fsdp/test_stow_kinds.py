@@ -11,12 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 
-Pool = Callable[[int], Ranks]
 PLANS = [
     Plan(),
     Plan(overlap="forward"),

@@ -3,7 +3,6 @@
 Ranks that disagree would wait for each other for ever.
 """
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.stowed import model_of
 from ranks.twin import ADAMW, mesh_here
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StowError
-
-Pool = Callable[[int], Ranks]
 
 
 def model() -> nn.Module:

@@ -3,17 +3,13 @@
 Gradients are sums of small whole numbers, so they are the same in any order of summation.
 """
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import Twins
 from tensorstow import Plan
-
-Pool = Callable[[int], Ranks]
 
 
 class Whole(nn.Module):

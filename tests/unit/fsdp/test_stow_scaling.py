@@ -7,25 +7,20 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.pool import Pool
+from ranks.stowed import loss_of, model_of, twins
 from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import Plan
 
-Pool = Callable[[int], Ranks]
 PLANS = [Plan(), Plan(overlap="forward", states="disk"), FETCHED, FETCHED_BESIDE]
 BAD = 1
 """The step in which a rank's loss is infinite."""
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 def bad_on_the_last(world: int, scaler: torch.amp.GradScaler) -> Callable[..., torch.Tensor]:
     def scaled(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
         factor = float("inf") if batch == BAD and rank == world - 1 else 1.0
-        return scaler.scale(loss(model, rank, batch) * factor)
+        return scaler.scale(loss_of(model, rank, batch) * factor)
 
     return scaled
 
@@ -67,9 +62,9 @@ def test_a_step_is_skipped_by_all_when_one_rank_has_an_infinity(
 
 def one_shard_is_infinite() -> tuple[float, bool]:
     """Put an infinity where the last rank alone has it; return the scale, and who changed."""
-    both = Twins(lambda: model_of(torch.float32), loss)
+    both = twins(Plan())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss(both.stowed, both.rank, 0)).backward()
+    scaler.scale(loss_of(both.stowed, both.rank, 0)).backward()
     before = [whole(p) for p in both.stowed.parameters()]
     if both.rank == both.world - 1:
         next(both.stowed.parameters()).grad.to_local().fill_(float("inf"))
@@ -88,7 +83,7 @@ def test_an_infinity_in_one_shard_stops_every_rank(ranks: Pool, world: int) -> N
 
 
 def scheduled(plan: Plan) -> None:
-    both = Twins(lambda: model_of(torch.float32), loss, plan)
+    both = twins(plan)
     pair: tuple[LRScheduler, LRScheduler] = both.each(
         lambda _, optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=5)
     )

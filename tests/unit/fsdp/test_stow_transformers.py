@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.twin import ADAMW, FETCHED, FETCHED_BESIDE, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.export import save_safetensors
 
-Pool = Callable[[int], Ranks]
 WORDS, LENGTH = 32, 8
 KINDS = ["gpt2", "llama"]
 PLANS = [

@@ -1,31 +1,21 @@
 """Units of stage 3 that stay unsharded from forward to backward."""
 
-from collections.abc import Callable
-
 import pytest
-import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
-from ranks.twin import Twins
+from ranks.pool import Pool
+from ranks.stowed import loss_of, twins
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError
 
-Pool = Callable[[int], Ranks]
 KEPT = ("blocks.1", "blocks.2")
-
-
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
 
 
 def trained(plan: Plan) -> list[str]:
     """Train beside plain FSDP2; return the units that are whole behind a forward."""
-    both = Twins(lambda: model_of(torch.float32), loss, plan)
+    both = twins(plan)
     both.train(range(3))
-    loss(both.stowed, both.rank, 3)
+    loss_of(both.stowed, both.rank, 3)
     whole = {
         name.rpartition(".")[0].rpartition(".")[0]
         for name, parameter in both.stowed.named_parameters()

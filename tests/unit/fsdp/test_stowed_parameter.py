@@ -10,14 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import tensorstow
-from ranks.pool import Ranks
-from ranks.stowed import loss_of, model_of
+from ranks.pool import Pool
+from ranks.stowed import twins
 from ranks.twin import Twins
 from tensorstow import PipelinePolicy, Plan
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.stowed_parameter import AllGatherInput, StowedParameter
 
-Pool = Callable[[int], Ranks]
 POISONED = partial(tensorstow.AdamW, lr=1e-2, policy=PipelinePolicy(nan_until_published=True))
 """Weights are NaN until somebody has waited for them."""
 
@@ -100,10 +99,6 @@ def test_a_write_of_a_view_reaches_the_bytes() -> None:
     assert parameter.source.storage.padded.tolist() == [[1, 1], [2, 2], [0, 0]]
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
 READERS: dict[str, Callable[[nn.Parameter], torch.Tensor]] = {
     "full_tensor": lambda p: p.full_tensor(),
     "to_local": lambda p: p.to_local() + 0.0,
@@ -123,7 +118,7 @@ def _own(theirs: torch.Tensor, ours: torch.Tensor, read: str, both: Twins) -> to
 def read_at_once(read: str) -> bool:
     """Read every weight in one way while its update is under way; return whether all are right."""
     plan = Plan(overlap="forward", states="disk")
-    both = Twins(lambda: model_of(torch.float32), loss, plan, POISONED)
+    both = twins(plan, optimizer=POISONED)
     right = []
     for batch in range(2):
         both.backward(batch)

@@ -1,6 +1,5 @@
 """Unsharded weights: resharded before they are old, trainable whatever the first forward was."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,23 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ranks.pool import Ranks
-from ranks.stowed import incomplete, loss_of, model_of
-from ranks.twin import Twins
+from ranks.pool import Pool, Ranks
+from ranks.stowed import incomplete, loss_of, twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
 from tensorstow.tensors.placeholder import ABORT_ADVICE
 from torch_versions import RESETS_FSDP
-
-Pool = Callable[[int], Ranks]
-
-
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    return loss_of(model, rank, batch, 0)
-
-
-def twins(plan: Plan) -> Twins:
-    return Twins(lambda: model_of(torch.float32), loss, plan)
 
 
 def gathered(model: nn.Module) -> bool:
@@ -39,9 +27,9 @@ def when_gathered(stage: int) -> list[bool]:
     both = twins(Plan(stage=stage, overlap="none" if stage == 3 else "backward"))
     found = []
     with torch.no_grad():
-        loss(both.stowed, 0, 0)
+        loss_of(both.stowed, 0, 0)
     found.append(gathered(both.stowed))
-    value = loss(both.stowed, 0, 0)
+    value = loss_of(both.stowed, 0, 0)
     found.append(gathered(both.stowed))
     value.backward()
     both.ours.step()
@@ -63,11 +51,11 @@ def looked_at_first(stage: int) -> None:
     """Look at the model under inference_mode before anything was trained."""
     both = twins(Plan(stage=stage))
     with torch.inference_mode():
-        seen = [loss(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
+        seen = [loss_of(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
     assert seen[0] == seen[1]
     both.train()
     with torch.inference_mode():
-        seen = [loss(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
+        seen = [loss_of(model, both.rank, 0).item() for model in (both.stowed, both.alone)]
     assert seen[0] == seen[1]
     both.train(range(2, 3))
     both.close()
