@@ -42,7 +42,7 @@ from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.placed import PlacedOptimizer, PlacedOptimizerT
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.sizes import Sizes
-from tensorstow.report.run_record import Compared, PredictedStep
+from tensorstow.report.run_record import PredictedStep
 
 Path = str | os.PathLike[str] | None
 _PLANS: "weakref.WeakKeyDictionary[nn.Module, Plan]" = weakref.WeakKeyDictionary()
@@ -211,15 +211,12 @@ def stow(  # noqa: PLR0913  # the one function for everything
     empty_cache()  # of what loading took
     if plan == "auto":  # a budget of the user's stays as it is
         room = HostRoom(buffers_of(parts)) if budget is None else None
-        FirstSteps(partial(_compared, report), step, room).watch(model, placed)
+        first = FirstSteps(lambda made: report().compared(made._memory()), step, room)  # noqa: SLF001
+        first.watch(model, placed)
     if chosen.micro_batches > 1:  # outside of recomputation: that is for each micro-batch
         VerticalOrder(model, parts, chosen.micro_batches, device).register()
     _PLANS[model] = chosen
     return model, placed
-
-
-def _compared(part: Callable[[], ParameterPart], optimizer: PlacedOptimizer) -> list[Compared]:
-    return part().compared(optimizer._memory())  # noqa: SLF001  # as usage() does
 
 
 def _register_reports(

@@ -105,9 +105,7 @@ def _with_tiles(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module
     for block in blocks:
         with_tiles |= {id(part): part for part in block.modules() if id(part) in tiles}
         with_tiles[id(block)] = block
-    return list(
-        {**with_tiles, **{i: tile for i, tile in tiles.items() if i not in with_tiles}}.values()
-    )
+    return list((with_tiles | tiles).values())
 
 
 def _nearest(

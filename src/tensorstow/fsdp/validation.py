@@ -367,12 +367,7 @@ def given_keywords(optimizer: OptimizerFactory) -> dict[str, Any]:
 def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
     """Return a test of names: whether torch updates that parameter on the device."""
     factory: object = optimizer.func if isinstance(optimizer, partial) else optimizer
-    return factory.stays_on_device if isinstance(factory, KeepsOnDevice) else _never
-
-
-def _never(name: str) -> bool:
-    del name
-    return False
+    return factory.stays_on_device if isinstance(factory, KeepsOnDevice) else lambda _: False
 
 
 def accepts(optimizer: OptimizerFactory, name: str) -> bool:

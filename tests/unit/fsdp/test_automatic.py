@@ -15,7 +15,7 @@ from torch import nn
 
 import tensorstow
 from machines import DISK, PROFILE, G
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.stowed import model_of
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base import notices
@@ -274,7 +274,7 @@ def chosen_here() -> str:
 
 
 def test_ranks_have_the_plan_that_the_smallest_machine_holds(
-    ranks: Callable[[int], Ranks],
+    ranks: Pool,
 ) -> None:
     assert [Plan.from_json(p).states for p in ranks(2).run(chosen, 1 << 40)] == 2 * [Tier.HOST]
     first, second = ranks(2).run(chosen, 1 << 10)

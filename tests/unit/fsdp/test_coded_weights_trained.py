@@ -11,7 +11,7 @@ from torch import nn
 
 import tensorstow
 from ranks.pool import Pool
-from ranks.twin import Twins, whole
+from ranks.twin import ADAMW, Twins, whole
 from tensorstow import Plan
 from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.checkpoint.pretrained import PretrainedFiles
@@ -26,25 +26,12 @@ from tensorstow.io.safetensors import Entry
 from tensorstow.planner.bounds import SHARD_ALIGN
 from tensorstow.planner.placement import Conditions, Item, items_of
 from tensorstow.planner.sizes import Sizes
+from unit.fsdp.test_frozen_files import BLOCKS, WORDS, Block, loss, train
 
-WIDTH, WORDS, BLOCKS, RANK = 44, 70, 8, 4  # 44 columns: rows begin inside blocks of 64 elements
-ADAMW = partial(tensorstow.AdamW, lr=1e-2)
+WIDTH = 44
+"""So many columns that rows begin inside blocks of 64 elements."""
 KINDS = ["int8", "nf4"]
 DISK, HOST = Plan(parameters="disk", prefetch=1), Plan(parameters="host", prefetch=1)
-
-
-class Block(nn.Module):
-    """A frozen matrix and bias, with a trained update of low rank beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, RANK, bias=False)
-        self.up = nn.Linear(RANK, WIDTH, bias=False)
-        self.base.requires_grad_(requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Model(nn.Module):
@@ -53,7 +40,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
         self.embedding.requires_grad_(requires_grad=False)
 
@@ -97,28 +84,10 @@ def decoded(path: Path) -> Model:
     return model
 
 
-def loss(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * rank + batch)
-    tokens = torch.randint(WORDS, (2, 8), generator=generator)
-    logits = model(tokens).float().flatten(0, 1)
-    return nn.functional.cross_entropy(logits, tokens.flatten())
-
-
 def placed(path: Path, **options: Any) -> tuple[nn.Module, Any]:  # noqa: ANN401
     return tensorstow.stow(
         made(), options.pop("optimizer", ADAMW), weights=path, **{"plan": DISK, **options}
     )
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:  # noqa: ANN401
-    losses = []
-    for step in steps:
-        value = loss(model, 0, step)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
-    return losses
 
 
 def in_memory(path: Path, steps: range) -> list[float]:

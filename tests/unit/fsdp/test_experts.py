@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import tensorstow
 from tensorstow import Plan
@@ -75,7 +76,7 @@ def made(family: str, dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN40
 class Routed:
     """The experts that the calls of a model's modules use, and their bytes."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[str, frozenset[int]]] = []
         self.nbytes: dict[str, int] = {}
         for name, module in model.named_modules():
@@ -85,7 +86,7 @@ class Routed:
                 )
                 module.register_forward_pre_hook(partial(self._note, name))
 
-    def _note(self, name: str, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def _note(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.calls.append((name, routed_experts(module, args, {})))
 
     @property
@@ -118,6 +119,19 @@ def on_disk(folder: Path, family: str, dtype: torch.dtype, **options: Any) -> An
     return tensorstow.stow(model, None, plan=plan, weights=folder)[0]
 
 
+def assert_same_logits(model: nn.Module, whole: nn.Module, tokens: torch.Tensor) -> None:
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> nn.Module:
+    """Return a Mixtral that is saved in ``tmp_path``."""
+    whole = made("mixtral")
+    whole.save_pretrained(tmp_path)
+    return whole
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_routed_experts_alone_are_read(
@@ -128,8 +142,7 @@ def test_routed_experts_alone_are_read(
     model = on_disk(tmp_path, family, dtype)
     routed, reads = Routed(whole), Reads(monkeypatch)
     tokens = torch.randint(1, 64, (1, 1))
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    assert_same_logits(model, whole, tokens)
     everything = sum(p.numel() for n, p in whole.named_parameters() if ".experts." in n)
     assert 0 < 2 * routed.bytes <= everything * dtype.itemsize
     assert reads.of_experts == routed.bytes
@@ -137,16 +150,14 @@ def test_routed_experts_alone_are_read(
 
 
 def test_experts_that_are_in_memory_still_are_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mixtral: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
     model = on_disk(tmp_path, "mixtral", torch.float32, weight_ram_budget="64MiB")
-    routed, reads = Routed(whole), Reads(monkeypatch)
+    routed, reads = Routed(mixtral), Reads(monkeypatch)
     how = {"max_new_tokens": 6, "do_sample": False}
     tokens = torch.randint(1, 64, (1, 3))
     how["attention_mask"] = torch.ones_like(tokens)
-    assert torch.equal(model.generate(tokens, **how), whole.generate(tokens, **how))
+    assert torch.equal(model.generate(tokens, **how), mixtral.generate(tokens, **how))
     once = sum(
         len(frozenset[int]().union(*(e for n, e in routed.calls if n == name))) * nbytes
         for name, nbytes in routed.nbytes.items()
@@ -176,8 +187,7 @@ def test_values_of_another_dtype_are_cast_expert_by_expert(tmp_path: Path) -> No
     wide = whole.float()
     for number in range(1, 6):
         tokens = torch.tensor([[number]])
-        with torch.no_grad():
-            assert torch.equal(model(tokens).logits, wide(tokens).logits)
+        assert_same_logits(model, wide, tokens)
 
 
 def coded(folder: Path, family: str, kind: str) -> tuple[Path, Any]:
@@ -209,8 +219,7 @@ def test_codes_of_routed_experts_alone_are_read(
     routed, reads = Routed(whole), Reads(monkeypatch)
     for number in range(1, 4):
         tokens = torch.tensor([[number]])
-        with torch.no_grad():
-            assert torch.equal(model(tokens).logits, whole(tokens).logits)
+        assert_same_logits(model, whole, tokens)
     # Two bytes of an element are one, or half of one; scales of so small matrices take as much.
     share = {"int8": (0.5, 0.75), "nf4": (0.25, 0.4)}[kind]
     assert share[0] * routed.bytes <= reads.of_experts <= share[1] * routed.bytes
@@ -223,8 +232,7 @@ def test_experts_as_codes_have_the_decoded_values_on_each_tier(tmp_path: Path, t
         model = made("mixtral", torch.bfloat16)
     model, _ = tensorstow.stow(model, None, plan=Plan(parameters=tier), weights=folder)
     tokens = torch.randint(1, 64, (2, 5))
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    assert_same_logits(model, whole, tokens)
 
 
 def test_experts_of_which_some_are_codes_are_read_as_wholes(tmp_path: Path) -> None:
@@ -241,15 +249,14 @@ def test_experts_of_which_some_are_codes_are_read_as_wholes(tmp_path: Path) -> N
         model = made("mixtral", torch.bfloat16)
     model, _ = tensorstow.stow(model, None, plan=Plan(parameters="device"), weights=folder)
     tokens = torch.randint(1, 64, (2, 5))
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    assert_same_logits(model, whole, tokens)
     with pytest.raises(OptionError):
         on_disk(folder, "mixtral", torch.bfloat16)
 
 
-def test_a_plan_names_experts_or_the_block_that_they_are_in(tmp_path: Path) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
+def test_a_plan_names_experts_or_the_block_that_they_are_in(
+    tmp_path: Path, mixtral: nn.Module
+) -> None:
     units = {"model.layers.0.mlp.experts": "host", "model.layers.1": "host"}
     model = on_disk(tmp_path, "mixtral", torch.float32, parameter_units=units)
     stream = stream_of(model)
@@ -258,13 +265,10 @@ def test_a_plan_names_experts_or_the_block_that_they_are_in(tmp_path: Path) -> N
     assert "model.layers.0" in {u.name for u in stream.units}
     assert "model.layers.1" not in {u.name for u in stream.units}
     tokens = torch.randint(1, 64, (2, 5))
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    assert_same_logits(model, mixtral, tokens)
 
 
-def test_two_threads_use_other_experts_of_one_unit(tmp_path: Path) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
+def test_two_threads_use_other_experts_of_one_unit(tmp_path: Path, mixtral: nn.Module) -> None:
     model = on_disk(tmp_path, "mixtral", torch.float32, weight_ram_budget="64MiB")
     inputs = [torch.tensor([[number]]) for number in range(1, 9)]
 
@@ -275,19 +279,19 @@ def test_two_threads_use_other_experts_of_one_unit(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         both = list(pool.map(logits, inputs * 4))
     with torch.no_grad():
-        wanted = [whole(tokens).logits for tokens in inputs] * 4
+        wanted = [mixtral(tokens).logits for tokens in inputs] * 4
     assert all(map(torch.equal, both, wanted))
 
 
-def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
+def test_a_read_that_fails_is_tried_again(
+    tmp_path: Path, mixtral: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = on_disk(tmp_path, "mixtral", torch.float32)
     tokens = torch.tensor([[3]])
     read = WeightFile.read
 
     def broken(file: WeightFile, offset: int, into: torch.Tensor) -> IoFuture:
-        if into.numel() == whole.model.layers[0].mlp.experts.down_proj[0].nbytes:
+        if into.numel() == mixtral.model.layers[0].mlp.experts.down_proj[0].nbytes:
             raise OSError(errno.EIO, "broken")
         return read(file, offset, into)
 
@@ -295,20 +299,17 @@ def test_a_read_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
         patched.setattr(WeightFile, "read", broken)
         with pytest.raises(OSError, match="broken"), torch.no_grad():
             model(tokens)
-    with torch.no_grad():
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    assert_same_logits(model, mixtral, tokens)
 
 
 def test_a_read_that_fails_leaves_a_call_under_way_its_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mixtral: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
     model = on_disk(tmp_path, "mixtral", torch.float32)
     stream = stream_of(model)
     assert stream is not None
     call, other, *_ = (call for call in stream.calls if call.unit.experts)
-    wanted = dict(whole.named_parameters())
+    wanted = dict(mixtral.named_parameters())
     stream.enter(call, frozenset({0}))
     read = WeightFile.read
 
@@ -333,37 +334,37 @@ def test_a_read_that_fails_leaves_a_call_under_way_its_experts(
 
 
 def test_parameters_that_other_modules_use_stay_in_their_block() -> None:
-    class Experts(torch.nn.Module):
+    class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.up = torch.nn.Parameter(torch.ones(4, 2, 3))
+            self.up = nn.Parameter(torch.ones(4, 2, 3))
 
         def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor) -> torch.Tensor:
             return hidden @ self.up[top_k_index[0]].T
 
-    class Adapter(torch.nn.Module):  # peft's adds to its base layer's parameters before it calls it
-        def __init__(self, base_layer: torch.nn.Module) -> None:
+    class Adapter(nn.Module):  # peft's adds to its base layer's parameters before it calls it
+        def __init__(self, base_layer: nn.Module) -> None:
             super().__init__()
             self.base_layer = base_layer
 
-    def taken(block: torch.nn.Module) -> list[str]:
+    def taken(block: nn.Module) -> list[str]:
         unit = Unit("block", block, {f"block.{n}": p for n, p in block.named_parameters()})
         return [part.name for part in take_experts(unit)]
 
     first, second = Experts(), Experts()
-    block = torch.nn.ModuleDict({"first": first, "second": second})
+    block = nn.ModuleDict({"first": first, "second": second})
     assert taken(block) == ["block.first", "block.second"]
     second.up = first.up
     assert taken(block) == []
-    assert taken(torch.nn.ModuleDict({"mlp": Adapter(Experts())})) == []
+    assert taken(nn.ModuleDict({"mlp": Adapter(Experts())})) == []
 
 
-def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(tmp_path: Path) -> None:
-    whole = made("mixtral")
-    whole.save_pretrained(tmp_path)
+def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(
+    tmp_path: Path, mixtral: nn.Module
+) -> None:
     model = on_disk(tmp_path, "mixtral", torch.float32)
 
-    def others(_: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def others(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, indices, weights = args
         return hidden, (indices + 1) % 8, weights
 
@@ -373,7 +374,7 @@ def test_a_hook_that_routes_tokens_to_experts_that_were_not_read_is_refused(tmp_
         with pytest.raises(OptionError, match="top_k_index of a MixtralExperts has experts"):
             model(tokens)
         handle.remove()
-        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+        assert torch.equal(model(tokens).logits, mixtral(tokens).logits)
 
 
 def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ FORWARD = Plan(parameters="disk", states="disk", overlap="forward", prefetch=1)
 class Blocks(nn.Module):
     """Blocks of one size; ``seen`` has what was not new yet when each began."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(BLOCKS))
         self.seen: list[int] = []
         self.stop_before = BLOCKS
 
@@ -69,13 +69,18 @@ def backward(model: nn.Module, step: int, **options: Any) -> None:  # noqa: ANN4
     model(x, **options).square().mean().backward()
 
 
+def take(model: nn.Module, optimizer: Any, step: int, *, clips: bool = False, **given: Any) -> None:  # noqa: ANN401
+    backward(model, step, **given)
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def trained(plan: Plan, steps: int = 4) -> list[torch.Tensor]:
     model, optimizer = stowed(plan)
     for step in range(steps):
-        backward(model, step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, step, clips=True)
     return ended(model, optimizer)
 
 
@@ -89,9 +94,7 @@ def ended(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:  # noqa: ANN4
 def test_a_step_ends_in_the_next_forward() -> None:
     model, optimizer = stowed()
     for step in range(3):
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, step)
     assert awaited(model) == 2 * BLOCKS
     model.seen.clear()
     backward(model, 3)
@@ -109,9 +112,7 @@ def test_a_forward_finds_updated_weights_in_memory() -> None:
         model, optimizer = stowed(plan)
         counts = []
         for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step)
             optimizer.wait()  # updates read units too
             counts.append(parameter_bytes(model).bytes_read)
         found[overlap] = counts[-1] - counts[-2]
@@ -126,9 +127,7 @@ def test_a_forward_of_some_blocks_leaves_the_rest_to_the_next_step() -> None:
     for overlap in ("none", "forward"):
         model, optimizer = stowed(FORWARD.but(overlap=overlap))
         for step, blocks in enumerate((8, 3, 8, 1, 5, 8)):
-            backward(model, step, blocks=blocks)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step, blocks=blocks)
         results.append(ended(model, optimizer))
     assert all_equal(*results)
 
@@ -138,9 +137,7 @@ def test_pins_of_updates_leave_room_in_backward() -> None:
     plan = FORWARD.but(weight_ram_budget=ROOM, prefetch=0)
     model, optimizer = stowed(plan)
     for step, blocks in enumerate((8, 2, 8, 2, 8, 2)):
-        backward(model, step, blocks=blocks)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, step, blocks=blocks)
     assert parameter_bytes(model).most_buffer_pool_bytes <= ROOM
     optimizer.close()
 
@@ -179,9 +176,7 @@ def test_training_goes_on_behind_a_forward_that_failed_between_updates() -> None
                     backward(model, step)
                 model.stop_before = BLOCKS
                 optimizer.zero_grad()
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step)
         results.append(ended(model, optimizer))
     assert all_equal(*results)
 
@@ -192,9 +187,7 @@ def test_weights_can_be_read_and_written_between_steps() -> None:
         model, optimizer = stowed(FORWARD.but(overlap=overlap))
         looks = []
         for step in range(4):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step)
             looks.append(model.blocks[5].weight.full_tensor().clone())  # out of order
             with torch.no_grad():
                 model.blocks[6].bias.mul_(0.5)
@@ -210,10 +203,7 @@ def test_a_step_that_commits_waits_for_its_updates_and_can_be_resumed(tmp_path: 
         start = optimizer.resume() or 0
         assert start == (0 if until == 3 else 3)  # close() commits
         for step in range(start, until):
-            backward(model, step)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step, clips=True)
             # Nobody passes on the rest for the thread that commits: the pipeline alone ends it.
             end = time.monotonic() + 30
             while (step + 1) % 2 == 0 and updated(optimizer) < 2 * BLOCKS:
@@ -228,10 +218,7 @@ def test_a_run_that_is_closed_at_once_has_ended_its_last_step(tmp_path: Path) ->
     want = trained(FORWARD.but(overlap="none"), 3)
     model, optimizer = stowed(dir=tmp_path / "run")
     for step in range(3):
-        backward(model, step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, step, clips=True)
     optimizer.commit()
     optimizer.close()
     model, optimizer = stowed(dir=tmp_path / "run")
@@ -275,9 +262,7 @@ def test_a_weight_is_read_and_written_through_an_alias_from_before_the_step(how:
         model, optimizer = stowed(FORWARD.but(overlap=overlap))
         weight = model.blocks[5].weight
         alias = weight.data if how == "data" else getattr(weight, how)()
-        backward(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, 0)
         with torch.no_grad():
             seen = alias.sum()
             alias.mul_(0.5)
@@ -306,10 +291,7 @@ def test_other_threads_read_weights_beside_training() -> None:
     for thread in threads:
         thread.start()
     for step in range(20):
-        backward(model, step)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
+        take(model, optimizer, step, clips=True)
     over.set()
     for thread in threads:
         thread.join()
@@ -326,8 +308,6 @@ def test_weights_on_disk_are_not_made_nan(overlap: str) -> None:
             Blocks(), partial(groups_of, policy=policy), plan=FORWARD.but(overlap=overlap)
         )
         for step in range(3):
-            backward(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            take(model, optimizer, step)
         results.append(ended(model, optimizer))
     assert all_equal(*results)

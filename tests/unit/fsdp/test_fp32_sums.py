@@ -1,6 +1,5 @@
 """Sums of micro-batches' gradients that stay on the device: fp32, whatever the parameters are."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,29 +7,21 @@ import torch
 from torch import nn
 
 from ranks.ordered import ordered
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from tensorstow import AdamW, Plan, stow
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, widen_gradient
 from tensorstow.tensors.dtensor import gradient_of
 
 
 def test_gradients_of_several_backward_passes_are_summed_in_fp32() -> None:
-    """In bf16 the second would be lost: 1 + 2^-9 is 1."""
+    """In bf16 the second would be lost: 1 + 2^-9 is 1. The first keeps its dtype."""
     layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     accumulate_in_fp32(layer.parameters())
-    for x in (1.0, 2.0**-9):
+    for x, dtype in ((1.0, torch.bfloat16), (2.0**-9, torch.float32)):
         layer(torch.full((1, 1), x, dtype=torch.bfloat16)).backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.dtype == torch.float32
+        assert layer.weight.grad is not None
+        assert layer.weight.grad.dtype == dtype
     assert layer.weight.grad.item() == 1.0 + 2.0**-9
-
-
-def test_the_first_gradient_keeps_its_dtype() -> None:
-    layer = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
-    accumulate_in_fp32(layer.parameters())
-    layer(torch.ones(1, 1, dtype=torch.bfloat16)).backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.dtype == torch.bfloat16
 
 
 def test_a_gradient_is_widened_once() -> None:
@@ -59,7 +50,7 @@ def test_a_model_that_stow_leaves_whole_sums_in_fp32() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_that_wait_unreduced_are_summed_in_fp32(ranks: "Ranks", stage: int) -> None:
+def test_gradients_that_wait_unreduced_are_summed_in_fp32(ranks: Pool, stage: int) -> None:
     for gradients in ranks(2).run(unreduced, stage):
         assert gradients == [260.0]
 
@@ -83,9 +74,7 @@ def unreduced(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_averages_of_ranks_have_the_same_bits_with_every_overlap(
-    ranks: Callable[[int], Ranks], stage: int
-) -> None:
+def test_averages_of_ranks_have_the_same_bits_with_every_overlap(ranks: Pool, stage: int) -> None:
     """Updates in backward take averages from FSDP2, which rounds them to bf16 by itself."""
     plan = Plan(parameters="host", states="disk", stage=stage)
     trained = [

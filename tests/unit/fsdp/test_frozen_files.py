@@ -16,7 +16,7 @@ from torch import nn
 
 import tensorstow
 from ranks.pool import Pool
-from ranks.twin import Twins, mesh_here, whole
+from ranks.twin import ADAMW, Twins, mesh_here, whole
 from tensorstow import Plan
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
 from tensorstow.fsdp.report import parameter_bytes
@@ -27,18 +27,17 @@ from tensorstow.store.store import Store
 from torch_versions import RESETS_FSDP
 
 WIDTH, WORDS, BLOCKS, RANK = 48, 70, 8, 4
-ADAMW = partial(tensorstow.AdamW, lr=1e-2)
 ON_DISK = Plan(parameters="disk", prefetch=1)
 
 
 class Block(nn.Module):
     """A frozen matrix and bias, with a trained update of low rank beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, RANK, bias=False)
-        self.up = nn.Linear(RANK, WIDTH, bias=False)
+        self.base = nn.Linear(width, width)
+        self.down = nn.Linear(width, RANK, bias=False)
+        self.up = nn.Linear(RANK, width, bias=False)
         self.base.requires_grad_(requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compare import all_equal
 from ranks import sharded as ranks_sharded
-from ranks.pool import Ranks
+from ranks.pool import Pool
+from ranks.twin import whole
 from remote import LateLink, every, make_remote
 from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
@@ -26,6 +27,7 @@ from tensorstow.fsdp.gradient_offload import (
     D2HQueue,
     GradientOffload,
     HostGradient,
+    HostSum,
     PinnedBuffer,
     PinnedBufferPool,
 )
@@ -34,7 +36,7 @@ from tensorstow.fsdp.sharding import move_buffers
 from tensorstow.fsdp.stow import stow
 from tensorstow.io.device_link import PlainLink
 from tensorstow.optim.adam import AdamW
-from tensorstow.tensors.dtensor import shard_of
+from tensorstow.tensors.dtensor import has_offloaded_gradient, shard_of
 
 WIDTH = 16
 RunConfig = dict[str, object]
@@ -109,9 +111,8 @@ def trained(config: RunConfig, *, stands_in: bool, mesh: bool = False) -> tuple[
                 x = torch.randn(4, WIDTH, generator=generator, dtype=dtype)
                 scaler.scale(model(x).square().mean()).backward()
             if stands_in:
-                assert all(
-                    has_offloaded_gradient(p) for p in model.parameters() if p.grad is not None
-                )
+                given = [p for p in model.parameters() if p.grad is not None]
+                assert all(map(has_offloaded_gradient, given))
             if config.get("clip") == "ours":
                 optimizer.clip_grad_norm_(0.05)
             elif config.get("clip") == "torch":
@@ -137,18 +138,6 @@ def sharded_mesh() -> object:
     return torch.distributed.init_device_mesh("cpu", (world,))
 
 
-@torch.no_grad()
-def has_offloaded_gradient(parameter: torch.Tensor) -> bool:
-    gradient = parameter.grad
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return isinstance(local, HostGradient)
-
-
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_whole_parameters_are_updated_by_what_came_down(config: RunConfig) -> None:
     here, none = trained(config, stands_in=False)
@@ -166,9 +155,7 @@ def sharded(config: RunConfig) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_shards_are_updated_by_what_came_down(
-    ranks: "Ranks", config: RunConfig, world: int
-) -> None:
+def test_shards_are_updated_by_what_came_down(ranks: Pool, config: RunConfig, world: int) -> None:
     for equal, bytes_down in ranks(world).run(sharded, config):
         assert equal
         assert bytes_down > 0
@@ -244,7 +231,7 @@ def _taken_down(seed: int) -> tuple[list[float], list[float], int, bool]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: "Ranks", seed: int) -> None:
+def test_a_late_gradient_is_waited_for_and_summed_in_fp32(ranks: Pool, seed: int) -> None:
     ((once, twice, moved, stands_in),) = ranks(1).run(_taken_down, seed)
     assert stands_in
     assert once == [1, 2, 3, 4]
@@ -269,7 +256,7 @@ def _settled() -> list[bool]:
     return [before, bool(settled)]
 
 
-def test_gradients_fall_into_memory_that_is_pinned_as_long_as_they_may(ranks: "Ranks") -> None:
+def test_gradients_fall_into_memory_that_is_pinned_as_long_as_they_may(ranks: Pool) -> None:
     assert ranks(1).run(_settled) == [[False, True]]
 
 
@@ -284,7 +271,7 @@ def _thawed() -> list[bool]:
     return [before, bool(parameter._post_accumulate_grad_hooks)]
 
 
-def test_what_is_unfrozen_later_is_hooked_then(ranks: "Ranks") -> None:
+def test_what_is_unfrozen_later_is_hooked_then(ranks: Pool) -> None:
     assert ranks(1).run(_thawed) == [[False, True]]
 
 
@@ -299,7 +286,7 @@ def _hooked() -> str:
     return str(raised.value)
 
 
-def test_a_hook_of_the_user_s_is_refused_by_the_next_forward(ranks: "Ranks") -> None:
+def test_a_hook_of_the_user_s_is_refused_by_the_next_forward(ranks: Pool) -> None:
     assert "has a hook (register_hook)" in ranks(1).run(_hooked)[0]
 
 
@@ -312,7 +299,39 @@ def test_buffers_with_values_move() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_sum_on_the_device_is_wide(ranks: "Ranks", world: int) -> None:
+def test_a_sum_on_the_device_is_wide(ranks: Pool, world: int) -> None:
     for (total,) in ranks(world).run(ranks_sharded.widened, 4):
         assert total.dtype == torch.float32
         assert torch.equal(total, torch.full((1, ranks_sharded.WIDTH), 259.0))
+
+
+# --- the tensor in .grad ---
+
+
+def host_gradient(values: torch.Tensor) -> HostGradient:
+    return HostGradient(torch.empty_like(values), HostSum(values))
+
+
+def test_operations_act_on_the_elements_in_host_memory() -> None:
+    gradient = host_gradient(torch.tensor([3.0, 4.0]))
+    norm = torch.linalg.vector_norm(gradient)
+    assert (type(norm), norm.item()) == (torch.Tensor, 5.0)
+    assert gradient.mul_(0.5) is gradient
+    assert gradient.elements.tolist() == [1.5, 2.0]
+
+
+def test_an_alias_shares_its_elements() -> None:
+    gradient = host_gradient(torch.ones(2))
+    gradient.detach().zero_()
+    assert gradient.elements.eq(0.0).all()
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_later_micro_batch_makes_the_sum_fp32(on_host: bool) -> None:  # noqa: FBT001
+    first = torch.tensor([256.0], dtype=torch.bfloat16)
+    later = torch.ones(1, dtype=torch.bfloat16)
+    gradient = host_gradient(first)
+    for _ in range(3):
+        gradient.accumulate(host_gradient(later) if on_host else later)
+    assert gradient.elements.dtype == torch.float32
+    assert gradient.elements.tolist() == [259.0]  # a bf16 sum would stay 256

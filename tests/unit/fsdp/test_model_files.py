@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks.pool import Pool
-from ranks.stowed import loss_of, model_of
-from ranks.twin import FETCHED, Twins
+from ranks.stowed import twins
+from ranks.twin import FETCHED
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import OptionError
 from tensorstow.fsdp.full_tensors import whole_in_place
@@ -117,9 +117,7 @@ def test_a_whole_model_is_written_whole(options: dict[str, Any]) -> None:
 
 
 def on_each_rank(plan: Plan) -> None:
-    both = Twins(
-        lambda: model_of(torch.float32), lambda model, rank, n: loss_of(model, rank, n, 0), plan
-    )
+    both = twins(plan)
     with pytest.raises(OptionError, match=r"save_safetensors\(model, directory\), on every rank"):
         saved(both.stowed)
     if plan.stage == 3:

@@ -16,7 +16,7 @@ from torch import nn
 import tensorstow
 from models import ResidualStack
 from ranks.evaluated import outputs_from_files
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from tensorstow import Budget, Plan
 from tensorstow.base.errors import (
     BudgetError,
@@ -493,9 +493,7 @@ def test_an_index_that_names_no_file_or_a_strange_one_is_refused(tmp_path: Path)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_each_rank_has_a_model_of_its_own(
-    tmp_path: Path, tier: str, ranks: Callable[[int], Ranks]
-) -> None:
+def test_each_rank_has_a_model_of_its_own(tmp_path: Path, tier: str, ranks: Pool) -> None:
     torch.manual_seed(0)
     net, x = ResidualStack(WIDTH, BLOCKS), torch.randn(3, WIDTH)
     save_file(net.state_dict(), tmp_path / "model.safetensors")

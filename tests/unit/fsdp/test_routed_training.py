@@ -2,7 +2,7 @@
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ import torch
 
 import tensorstow
 from parity.cover import crossed
-from ranks.pool import Ranks
+from ranks.pool import Pool
+from ranks.twin import ADAMW
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.checkpoint.weight_files import WeightFile
@@ -29,9 +30,7 @@ from unit.fsdp.test_experts import FAMILIES, coded, made
 
 # peft's, of transformers
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-ADAMW = partial(tensorstow.AdamW, lr=1e-2)
-
-
+PLAN = Plan(parameters="disk", states="host", prefetch=1)
 ATTENTION = r".*self_attn\.(q|v|q_b|kv_b)_proj"
 
 
@@ -153,7 +152,7 @@ def test_a_step_reads_routed_experts_alone(
 ) -> None:
     made(family, dtype).save_pretrained(tmp_path, max_shard_size="100KB")
     alone = adapted(family, dtype)
-    plan = Plan(parameters="disk", states="host", activations=activations, prefetch=1)
+    plan = PLAN.but(activations=activations)
     once, routed = read_alike(alone, adapted(family, dtype), plan, tmp_path, monkeypatch)
     assert 0 < once == routed
 
@@ -166,9 +165,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def stowed(folder: Path, **options: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    plan = Plan(parameters="disk", states="host", prefetch=1, **options)
     make = partial(ADAMW, durability="none")
-    model = adapted("mixtral", torch.float32)
+    model, plan = adapted("mixtral", torch.float32), PLAN.but(**options)
     return tensorstow.stow(model, make, plan=plan, weights=folder, dir=folder.parent)
 
 
@@ -340,8 +338,7 @@ def test_a_tensor_that_experts_only_pass_on_needs_none_of_them(folder: Path) -> 
     alone, model = (adapted("mixtral", torch.float32) for _ in range(2))
     for each in (alone, model):
         next(m for m in each.modules() if is_of_experts(m)).register_forward_hook(pass_on)
-    plan = Plan(parameters="disk", states="host", prefetch=1)
-    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=folder)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=PLAN, weights=folder)
     assert train(model, optimizer, 2) == train(alone, ADAMW(alone.named_parameters()), 2)
     optimizer.close()
 
@@ -380,8 +377,7 @@ def test_codes_of_routed_experts_alone_are_read(
     for name, parameter in alone.base_model.model.named_parameters():
         if "lora_" not in name:
             parameter.data.copy_(values[name.replace("base_layer.", "")])
-    plan = Plan(parameters="disk", states="host", prefetch=1)
-    once, routed = read_alike(alone, model, plan, target, monkeypatch)
+    once, routed = read_alike(alone, model, PLAN, target, monkeypatch)
     share = {"int8": (0.5, 0.75), "nf4": (0.25, 0.4)}[kind]
     assert share[0] * routed <= once <= share[1] * routed
 
@@ -433,19 +429,16 @@ def of_ranks(folder: Path, tier: str) -> list[float]:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_ranks_have_the_bits_of_weights_in_memory(
-    ranks: Callable[[int], Ranks], folder: Path
-) -> None:
+def test_ranks_have_the_bits_of_weights_in_memory(ranks: Pool, folder: Path) -> None:
     assert ranks(2).run(of_ranks, folder, "disk") == ranks(2).run(of_ranks, folder, "host")
 
 
 def test_weights_that_are_cast_or_sharded_are_read_as_wholes(folder: Path) -> None:
     alone = adapted("mixtral", torch.float32)
-    plan = Plan(parameters="disk", states="host", prefetch=1)
     model, optimizer = tensorstow.stow(
         adapted("mixtral", torch.float32),
         ADAMW,
-        plan=plan,
+        plan=PLAN,
         weights=folder,
         compute_dtype=torch.bfloat16,
     )
@@ -464,8 +457,7 @@ def test_adapters_of_the_experts_themselves_have_the_same_bits(folder: Path) -> 
     losses = train(alone, ADAMW(alone.named_parameters()), 3)
     model = adapted("mixtral", torch.float32, "all-linear")
     assert any("experts.lora_A" in name for name, _ in model.named_parameters())
-    plan = Plan(parameters="disk", states="host", prefetch=1)
-    model, optimizer = tensorstow.stow(model, ADAMW, plan=plan, weights=folder)
+    model, optimizer = tensorstow.stow(model, ADAMW, plan=PLAN, weights=folder)
     assert train(model, optimizer, 3) == losses
     wanted = adapters(alone)
     for name, value in adapters(model).items():

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.stowed import WIDTH, loss_of, model_of, twins
 from ranks.twin import ADAMW, Twins
 from tensorstow import AdamW, Plan, _native, stow
@@ -63,12 +64,12 @@ def on_one_rank(plan: Plan) -> None:
     [Plan(stage=0), Plan(stage=1, overlap="forward"), Plan(stage=2)],
     ids=lambda p: f"z{p.stage}-{p.overlap}",
 )
-def test_one_rank_alone_reads_copies_and_saves(ranks: "Ranks", plan: Plan) -> None:
+def test_one_rank_alone_reads_copies_and_saves(ranks: Pool, plan: Plan) -> None:
     ranks(2).run(on_one_rank, plan)
 
 
 def copied_between_micro_batches() -> None:
-    """Take a step of two micro-batches, with a forward of a copy between them."""
+    """Take a step of two micro-batches: a forward of a copy between them is none."""
     plan = Plan(stage=1, accumulation_steps=2)
     model, optimizer = stow(model_of(torch.float32), ADAMW, plan=plan)
     loss_of(model, dist.get_rank(), 0).backward()
@@ -77,10 +78,6 @@ def copied_between_micro_batches() -> None:
     assert {type(p.grad) for p in model.parameters()} == {DTensor}
     optimizer.step()
     optimizer.close()
-
-
-def test_a_forward_of_a_copy_is_no_micro_batch(ranks: "Ranks") -> None:
-    ranks(2).run(copied_between_micro_batches)
 
 
 def where_one_rank_is_late(plan: Plan) -> None:
@@ -102,7 +99,7 @@ def where_one_rank_is_late(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_other_ranks_and_updates_are_waited_for(ranks: "Ranks", overlap: Overlap) -> None:
+def test_other_ranks_and_updates_are_waited_for(ranks: Pool, overlap: Overlap) -> None:
     ranks(2).run(where_one_rank_is_late, Plan(stage=2, overlap=overlap))
 
 
@@ -168,7 +165,7 @@ def train_odd(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_ranks_may_use_other_parameters_in_another_order(ranks: "Ranks", stage: int) -> None:
+def test_ranks_may_use_other_parameters_in_another_order(ranks: Pool, stage: int) -> None:
     ranks(2).run(train_odd, stage)
 
 
@@ -193,10 +190,6 @@ def states_by_checkpoint() -> None:
         assert torch.equal(mine, wanted)
     optimizer.close()
     both.close()
-
-
-def test_states_go_through_torchs_checkpoints(ranks: "Ranks") -> None:
-    ranks(2).run(states_by_checkpoint)
 
 
 class Failing(nn.Module):
@@ -236,12 +229,8 @@ def fail_in_backward() -> None:
     optimizer.close()
 
 
-def test_a_step_behind_a_backward_that_failed_is_refused(ranks: "Ranks") -> None:
-    ranks(2).run(fail_in_backward)
-
-
 def wait_unreduced() -> None:
-    """Step while gradients wait to be reduced."""
+    """Refuse a step while gradients wait to be reduced, which sum up until they are."""
     model, optimizer = stow(nn.Linear(2, 2), ADAMW, plan=Plan(stage=0))
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
@@ -272,10 +261,6 @@ def wait_unreduced() -> None:
     optimizer.close()
 
 
-def test_gradients_that_are_not_reduced_are_not_stepped_by(ranks: "Ranks") -> None:
-    ranks(2).run(wait_unreduced)
-
-
 def in_bf16() -> list[float]:
     """Return the reduced sum of two micro-batches, which bf16 would round."""
     net = nn.Linear(1, 2, bias=False).bfloat16()
@@ -288,7 +273,7 @@ def in_bf16() -> list[float]:
     return values
 
 
-def test_a_sum_of_micro_batches_is_not_rounded_to_bf16(ranks: "Ranks") -> None:
+def test_a_sum_of_micro_batches_is_not_rounded_to_bf16(ranks: Pool) -> None:
     for values in ranks(2).run(in_bf16):
         assert values == [1.0 + 2.0**-9] * 2
 
@@ -305,14 +290,14 @@ def in_fp16() -> list[float]:
     return values
 
 
-def test_a_sum_beyond_fp16_is_divided_before(ranks: "Ranks") -> None:
+def test_a_sum_beyond_fp16_is_divided_before(ranks: Pool) -> None:
     for values in ranks(2).run(in_fp16):
         assert math.isfinite(values[0])
         assert values == [torch.tensor(40000.0, dtype=torch.float16).item()]
 
 
 def unfreeze() -> None:
-    """Train a unit that was frozen at first."""
+    """Train a unit that was frozen at first: it is reduced and gathered from then on."""
     both = twins(Plan(stage=2))
     for model in (both.stowed, both.alone):
         model.blocks[1].requires_grad_(requires_grad=False)
@@ -323,10 +308,6 @@ def unfreeze() -> None:
     both.compare()
     assert both.stowed.blocks[1].up.weight in both.ours.state
     both.close()
-
-
-def test_what_is_unfrozen_later_is_reduced_and_gathered(ranks: "Ranks") -> None:
-    ranks(2).run(unfreeze)
 
 
 def of_part(model: nn.Module, rank: int, batch: int) -> torch.Tensor:
@@ -343,6 +324,7 @@ def part_frozen() -> nn.Module:
 
 
 def unfreeze_part() -> None:
+    """Reduce what is unfrozen without a forward of the whole."""
     both = Twins(part_frozen, of_part, Plan(stage=2))
     for model in (both.stowed, both.alone):
         model.get_submodule("blocks.1").requires_grad_(requires_grad=True)
@@ -350,10 +332,6 @@ def unfreeze_part() -> None:
     both.compare_gradients()
     both.step()
     both.close()
-
-
-def test_what_is_unfrozen_is_reduced_without_a_forward_of_the_whole(ranks: "Ranks") -> None:
-    ranks(2).run(unfreeze_part)
 
 
 class Again(nn.Module):
@@ -389,12 +367,12 @@ def go_through_again(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_gradients_that_come_when_others_are_under_way_count(ranks: "Ranks", stage: int) -> None:
+def test_gradients_that_come_when_others_are_under_way_count(ranks: Pool, stage: int) -> None:
     ranks(2).run(go_through_again, stage)
 
 
 def ask_for_gradients() -> None:
-    """Call torch.autograd.grad between backward and step."""
+    """Call torch.autograd.grad between backward and step: gradients stay in place."""
     both = twins(Plan(stage=2))
     both.backward(0)
     given = torch.autograd.grad(loss_of(both.stowed, both.rank, 1), list(both.stowed.parameters()))
@@ -402,10 +380,6 @@ def ask_for_gradients() -> None:
     both.compare_gradients()
     both.step()
     both.close()
-
-
-def test_autograd_grad_leaves_gradients_in_place(ranks: "Ranks") -> None:
-    ranks(2).run(ask_for_gradients)
 
 
 def kinds() -> list[bool]:
@@ -419,7 +393,7 @@ def kinds() -> list[bool]:
     return found
 
 
-def test_fsdp2_keeps_stage_3_and_updates_beside_backward(ranks: "Ranks") -> None:
+def test_fsdp2_keeps_stage_3_and_updates_beside_backward(ranks: Pool) -> None:
     assert ranks(2).run(kinds) == [[True, False, False]] * 2
 
 
@@ -435,5 +409,18 @@ def place_again() -> None:
         stow(hooked, ADAMW, plan=Plan(stage=2))
 
 
-def test_what_cannot_be_placed_is_refused(ranks: "Ranks") -> None:
-    ranks(2).run(place_again)
+TASKS = [
+    copied_between_micro_batches,
+    states_by_checkpoint,
+    fail_in_backward,
+    wait_unreduced,
+    unfreeze,
+    unfreeze_part,
+    ask_for_gradients,
+    place_again,
+]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_two_ranks_with_whole_weights(ranks: Pool, task: Callable[[], None]) -> None:
+    ranks(2).run(task)

@@ -97,9 +97,9 @@ def test_a_weight_on_disk_that_its_forward_writes_is_written_there(
     theirs.close()
 
 
-def stowed(directory: Path, overlap: str) -> tuple[nn.Module, AdamW]:
+def stowed(directory: Path, overlap: str, *, bias: bool = False) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()) for _ in range(4)]
+    layers = [nn.Sequential(nn.Linear(8, 8, bias=bias), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(*layers)
     plan = Plan(parameters="disk", states="disk", overlap=overlap)
     make = partial(AdamW, lr=1e-2, durability="none")
@@ -162,11 +162,7 @@ def test_gradients_are_not_mixed_behind_a_reduction_that_broke(
 def test_training_goes_on_behind_an_interrupt_between_two_weights_of_a_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: str, way: str
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
-    plan = Plan(parameters="disk", states="disk", overlap=overlap)
-    make = partial(AdamW, lr=1e-2, durability="none")
-    model, optimizer = stow(model, make, plan=plan, dir=tmp_path)
+    model, optimizer = stowed(tmp_path, overlap, bias=True)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstow
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from ranks.stowed import finish, groups_of
 from tensorstow import PipelinePolicy, Plan
 from tensorstow.fsdp.report import ParameterBytes, parameter_bytes
@@ -206,7 +206,7 @@ def held_by(make: type[nn.Module], overlap: str) -> tuple[int, int]:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("make", [Sides, Encoders])
 def test_what_is_gathered_and_not_used_is_not_held(
-    ranks: Callable[[int], Ranks], make: type[nn.Module], world: int, overlap: str
+    ranks: Pool, make: type[nn.Module], world: int, overlap: str
 ) -> None:
     for held, room in ranks(world).run(held_by, make, overlap):
         assert held <= room

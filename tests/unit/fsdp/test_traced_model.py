@@ -1,7 +1,6 @@
 """``stow(plan="auto", batch=)``: activations of a model as it is count, and are placed."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from models import FeedForward
 from ranks.example_batch import chosen
-from ranks.pool import Ranks
+from ranks.pool import Pool
 from tensorstow import AdamW, Budget, Plan, plan_of, stow
 from tensorstow.activations.offload import LEAST_BYTES
 from tensorstow.base.activation_placement import ActivationPlacement
@@ -128,7 +127,7 @@ def test_a_block_that_fails_leaves_autograd_as_it_was() -> None:
     assert torch.equal(x.grad, x.detach().cos())
 
 
-def test_the_largest_batch_of_ranks_counts(ranks: Callable[[int], Ranks]) -> None:
+def test_the_largest_batch_of_ranks_counts(ranks: Pool) -> None:
     # Rank 0's alone would be kept.
     plans = [Plan.from_json(text) for text in ranks(2).run(chosen, "3500KiB")]
     assert plans[0] == plans[1]

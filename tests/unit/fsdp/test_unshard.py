@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ranks.pool import Pool, Ranks
+from ranks.pool import Pool
 from ranks.stowed import incomplete, loss_of, twins
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.errors import OptionError
@@ -125,6 +125,6 @@ def test_half_a_backward_stays_no_step(overlap: str) -> None:
     optimizer.close()
 
 
-def test_a_step_before_the_last_micro_batch_is_refused(ranks: "Ranks") -> None:
+def test_a_step_before_the_last_micro_batch_is_refused(ranks: Pool) -> None:
     for message in ranks(1).run(incomplete):
         assert "after 1 of accumulation_steps=2" in message

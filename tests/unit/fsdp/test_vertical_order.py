@@ -3,15 +3,14 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import tensorstow
+from ranks.twin import ADAMW, whole
 from tensorstow import Plan
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.fsdp.module_hooks import param_groups_of
@@ -19,9 +18,9 @@ from tensorstow.fsdp.vertical_order import WeightSum
 from tensorstow.nn import TiledLinear
 from tensorstow.optim.stowed_adam import StowedAdam
 from torch_versions import RESETS_FSDP
+from unit.fsdp.test_stow_transformers import WORDS, model_of
 
-ADAMW = partial(tensorstow.AdamW, lr=1e-2)
-WIDTH, TOKENS, WORDS = 16, 6, 32
+WIDTH, TOKENS = 16, 6
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Gradients = dict[str, torch.Tensor | None]
 
@@ -49,16 +48,11 @@ def stowed(model: nn.Module, plan: Plan, **options: Any) -> Iterator[tuple[nn.Mo
 
 
 def gradients(model: nn.Module) -> Gradients:
-    return {name: _whole(p.grad) for name, p in model.named_parameters()}
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
 
 
 def weights(model: nn.Module) -> Gradients:
-    return {name: _whole(p) for name, p in model.named_parameters()}
-
-
-def _whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return None if full is None else full.detach().clone()
+    return {name: whole(p) for name, p in model.named_parameters()}
 
 
 def train(
@@ -139,24 +133,9 @@ def test_updates_run_when_the_last_micro_batch_has_left_a_unit() -> None:
     assert not unequal(ours[-1], theirs[-1])
 
 
-def config_of(kind: str) -> Any:  # noqa: ANN401  # another library's
-    from transformers import GPT2Config, LlamaConfig  # noqa: PLC0415  # takes seconds
-
-    if kind == "gpt2":
-        quiet = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "use_cache": False}
-        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
-        return GPT2Config(vocab_size=WORDS, bos_token_id=0, eos_token_id=0, **sizes, **quiet)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
-    ends = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    return LlamaConfig(vocab_size=WORDS, **ends, **sizes, **heads)
-
-
-def language_model(kind: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-    torch.manual_seed(0)
-    made: nn.Module = AutoModelForCausalLM.from_config(config_of(kind))
+def language_model(kind: str) -> Any:  # noqa: ANN401  # another library's
+    made = model_of(kind)
+    made.config.use_cache = False
     return made
 
 
@@ -248,15 +227,19 @@ def test_a_weight_is_read_as_often_as_for_one_micro_batch() -> None:
     assert bytes_read(Plan(accumulation_steps=8), 8) == 8 * once
 
 
-class Counting(nn.Module):
-    """Counts how many of its intermediate tensors are alive at most."""
-
-    alive: int = 0
-    most: int = 0
+class Inner(nn.Module):
+    """A block around one layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(WIDTH, WIDTH)
+
+
+class Counting(Inner):
+    """Counts how many of its intermediate tensors are alive at most."""
+
+    alive: int = 0
+    most: int = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inside = torch.tanh(self.inner(x))
@@ -305,12 +288,8 @@ def test_sums_in_fp32_are_those_of_one_unit_at_a_time(monkeypatch: pytest.Monkey
     assert most[0] == 4 * (WIDTH * WIDTH + WIDTH)
 
 
-class Dropping(nn.Module):
+class Dropping(Inner):
     """A block with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + nn.functional.dropout(torch.tanh(self.inner(x)), 0.3, self.training)
@@ -335,12 +314,11 @@ def test_dropout_follows_the_seed_and_is_drawn_in_another_order_than_by_accumula
     assert unequal(kept, dropped("keep", 1, passes=4))
 
 
-class Normed(nn.Module):
+class Normed(Inner):
     """A block whose buffers follow what it sees."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(TOKENS)
         self.register_buffer("calls", torch.zeros(()))
 
@@ -364,15 +342,11 @@ def test_the_first_forward_leaves_buffers_and_random_numbers_as_accumulation_doe
     assert torch.equal(drawn, expected)
 
 
-class Failing(nn.Module):
+class Failing(Inner):
     """Fails where it is told to."""
 
     fails: str = ""
     calls: int = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.tanh(self.inner(x))
@@ -430,12 +404,8 @@ class Masked(nn.Module):
         return x
 
 
-class MaskedBlock(nn.Module):
+class MaskedBlock(Inner):
     """Multiplies by the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         y = torch.tanh(self.inner(x))
@@ -489,12 +459,8 @@ def test_a_unit_that_is_called_twice_is_summed_within_rounding(overlap: str) -> 
         torch.testing.assert_close(weight, theirs[1][name])
 
 
-class Stopping(nn.Module):
+class Stopping(Inner):
     """Stops the gradient of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.inner(x.detach()))
