@@ -12,16 +12,38 @@ from compare import all_equal
 from parity.beside import slow
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.errors import OptionError, PoisonedError
-from unit.fsdp.test_forward_on_disk import BLOCKS, WIDTH, Blocks, awaited
+from tensorstow.step.unpublished import Unpublished
 
+WIDTH = 64
+BLOCKS = 8
 CHUNK = WIDTH * WIDTH
 BACKWARD = Plan(parameters="host", states="disk", overlap="backward", ram_budget="144KiB")
 """A ring of two slots."""
 
 
+class Blocks(nn.Module):
+    """Blocks of a chunk each; ``seen`` has what was not new yet when each had its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+            self.seen.append(awaited(self))
+        return x
+
+
+def awaited(model: nn.Module) -> int:
+    return sum(issubclass(type(p), Unpublished) for p in model.parameters())
+
+
 def made(plan: Plan = BACKWARD, **given: Any) -> tuple[Any, Any]:  # noqa: ANN401
     policy = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
-    return stow(Blocks(bias=False), partial(AdamW, lr=1e-2, policy=policy, **given), plan=plan)
+    return stow(Blocks(), partial(AdamW, lr=1e-2, policy=policy, **given), plan=plan)
 
 
 def train(model: Any, optimizer: Any, steps: range) -> None:  # noqa: ANN401
@@ -75,7 +97,7 @@ def test_what_forward_needs_first_is_updated_before_what_has_waited_longer() -> 
 def test_others_are_new_when_step_returns(way: str, tmp_path: Path) -> None:
     """Steps that commit, weights on disk, and models that ``stow`` did not place."""
     if way == "plain":
-        model: Any = Blocks(bias=False)
+        model: Any = Blocks()
         policy = PipelinePolicy(chunk_elements=CHUNK, backend="threads", depth=1)
         optimizer: Any = AdamW(
             model.parameters(), states="disk", overlap="backward", module=model, policy=policy

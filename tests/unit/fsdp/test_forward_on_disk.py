@@ -31,10 +31,10 @@ FORWARD = Plan(parameters="disk", states="disk", overlap="forward", prefetch=1)
 class Blocks(nn.Module):
     """Blocks of one size; ``seen`` has what was not new yet when each began."""
 
-    def __init__(self, *, bias: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
         self.seen: list[int] = []
         self.stop_before = BLOCKS
 
