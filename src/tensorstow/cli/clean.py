@@ -9,7 +9,7 @@ from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.output import print_by_rank, print_json
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.remote import Remote, address_of
-from tensorstow.store.remote_clean import clean_remote, find_unlisted
+from tensorstow.store.remote_upkeep import clean_remote, find_unlisted
 from tensorstow.store.remove import Removal, hold_dead_run, remove
 
 

@@ -15,8 +15,8 @@ from tensorstow.store.contents import StoreContents, open_contents
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote, address_of
-from tensorstow.store.remote_scrub import RemoteDamage, RemoteProgress, scrub_remote
 from tensorstow.store.remote_snapshots import unfinished_snapshots
+from tensorstow.store.remote_upkeep import RemoteDamage, RemoteProgress, scrub_remote
 from tensorstow.store.retention import find
 from tensorstow.store.scrub import Damage, ScrubProgress, scrub
 

@@ -6,6 +6,7 @@ short for a name: a hash of its bytes is.
 """
 
 import hashlib
+import json
 import re
 from base64 import b64decode, b64encode
 from collections import deque
@@ -271,6 +272,24 @@ def _finished(future: Future[object], item: _T) -> _T:
     return item
 
 
+@contextmanager
+def reading(
+    url: str, path: str, body: bytes | None, digest: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield a list, of which ``body`` was read; raise errors of the block as DamageError.
+
+    ``digest``: of what was written, if that is known. Raises StoreFormatError if another version
+    wrote the list.
+    """
+    with naming_list(url, path):
+        if digest is not None and (body is None or hashlib.sha256(body).hexdigest() != digest):
+            message = "it is not the one that the snapshot has"
+            raise ValueError(message)
+        listed = json.loads(body or b"")
+        check_format(listed, url, path)
+        yield listed
+
+
 def check_format(listed: Mapping[str, Any], url: str, path: str) -> None:
     """Raise StoreFormatError for a list that another version wrote."""
     if (number := listed.get("format", FORMAT)) != FORMAT:
@@ -282,7 +301,7 @@ def check_format(listed: Mapping[str, Any], url: str, path: str) -> None:
 
 
 @contextmanager
-def reading(url: str, path: str) -> Iterator[None]:
+def naming_list(url: str, path: str) -> Iterator[None]:
     """Raise errors of reading a list as DamageError."""
     try:
         yield

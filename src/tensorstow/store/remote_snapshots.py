@@ -22,10 +22,12 @@ from tensorstow.store.remote import Remote
 from tensorstow.store.remote_marks import push_marked
 from tensorstow.store.remote_objects import (
     FORMAT,
+    Place,
     StoredPart,
     check_format,
     entries,
     in_threads,
+    naming_list,
     parts_of_store,
     read_entries,
     reading,
@@ -82,7 +84,7 @@ def push(
     body = _as_json(generation, parts, rank, world, commit)
     digest = hashlib.sha256(body).hexdigest()
     with push_marked(remote, name, rank, world, commit=commit, digest=digest) as is_marked:
-        path = f"snapshots/{name}/rank-{rank}-of-{world}.json"
+        path = _path_of(name, rank, world)
         _refuse_other(remote, name, path, body)
         existing = remote.list("objects")
         missing = {part.key: part for part in parts if existing.get(part.key) != part.nbytes}
@@ -121,7 +123,7 @@ def _complete(remote: Remote, name: str, step: int, world: int, commit: str | No
     """Make a snapshot visible if all ranks have written theirs; return whether they have."""
     digests = []
     for rank in range(world):
-        body = remote.get(f"snapshots/{name}/rank-{rank}-of-{world}.json")
+        body = remote.get(_path_of(name, rank, world))
         if body is None or not _is_list(body) or json.loads(body)["commit"] != commit:
             return False
         digests.append(hashlib.sha256(body).hexdigest())
@@ -162,6 +164,11 @@ class RemoteSnapshot:
     """What each rank has written of it, as JSON."""
 
 
+def _path_of(name: str, rank: int, world: int) -> str:
+    """Return the path of a rank's list."""
+    return f"snapshots/{name}/rank-{rank}-of-{world}.json"
+
+
 def snapshot_of(path: str) -> str | None:
     """Return the snapshot whose list has this path below ``snapshots``; None if it is no list."""
     match = _LIST.fullmatch(path)
@@ -191,9 +198,7 @@ def newest_snapshot(remote: Remote) -> str:
     steps = {}
     for name in snapshot_names(remote):
         path = f"snapshots/{name}.json"
-        with reading(remote.url, path):
-            listed = json.loads(remote.get(path) or b"")
-            check_format(listed, remote.url, path)
+        with reading(remote.url, path, remote.get(path)) as listed:
             steps[name] = int(listed["step"])
     if not steps:
         message = (
@@ -210,7 +215,8 @@ def find_snapshot(remote: Remote, name: str) -> RemoteSnapshot:
     Raises OptionError if there is none of that name, DamageError if its lists are damaged.
     """
     check_name(name)
-    listed = remote.get(f"snapshots/{name}.json")
+    path = f"snapshots/{name}.json"
+    listed = remote.get(path)
     if listed is None:
         message = (
             f"The snapshot {name!r} was requested, and {remote.url} does not have it. It has:"
@@ -218,22 +224,26 @@ def find_snapshot(remote: Remote, name: str) -> RemoteSnapshot:
             " is not there yet."
         )
         raise OptionError(message)
-    ranks = []
-    path = f"snapshots/{name}.json"
-    with reading(remote.url, path):
-        of_ranks = json.loads(listed)
-        check_format(of_ranks, remote.url, path)
+    with reading(remote.url, path, listed) as of_ranks:
         digests = list(of_ranks["ranks"])
+    ranks = []
     for rank, digest in enumerate(digests):
-        path = f"snapshots/{name}/rank-{rank}-of-{len(digests)}.json"
-        body = remote.get(path)
-        with reading(remote.url, path):
-            if body is None or hashlib.sha256(body).hexdigest() != digest:
-                message = "it is not the one that the snapshot has"
-                raise ValueError(message)
-            ranks.append(json.loads(body))
-            check_format(ranks[-1], remote.url, path)
+        path = _path_of(name, rank, len(digests))
+        with reading(remote.url, path, remote.get(path), digest) as of_rank:
+            ranks.append(of_rank)
     return RemoteSnapshot(name, ranks)
+
+
+def read_rank(
+    remote: Remote, snapshot: RemoteSnapshot, rank: int, place: Place
+) -> tuple[Content, list[StoredPart]]:
+    """Return what one rank has committed in extents of ``place``, and its parts."""
+    path, listed = _path_of(snapshot.name, rank, len(snapshot.ranks)), snapshot.ranks[rank]
+    with naming_list(remote.url, path):
+        check_format(listed, remote.url, path)
+        chunks, tensors, parts = read_entries(listed, place)
+        step, layout = listed["step"], listed["layout"]
+        return Content(step, layout, listed["hyper"], listed["extra"], chunks, tensors), parts
 
 
 def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> Transferred:
@@ -252,7 +262,6 @@ def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> T
             " other commits. Name an empty directory."
         )
         raise OptionError(message)
-    path = f"snapshots/{snapshot.name}/rank-{rank}-of-{len(snapshot.ranks)}.json"
     held: list[Extent] = []
 
     def place(nbytes: int) -> Extent:
@@ -260,12 +269,7 @@ def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> T
         return held[-1]
 
     try:
-        with reading(remote.url, path):
-            listed = snapshot.ranks[rank]
-            check_format(listed, remote.url, path)
-            chunks, tensors, parts = read_entries(listed, place)
-            layout = listed["layout"]
-            step, hyper, extra = listed["step"], listed["hyper"], listed["extra"]
+        content, parts = read_rank(remote, snapshot, rank, place)
 
         def download(part: StoredPart) -> None:
             source = f"objects/{part.key}"
@@ -280,13 +284,13 @@ def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> T
 
         for _ in in_threads(download, parts, size=lambda part: part.nbytes):
             pass
-        store.commit(Content(step, layout, hyper, extra, chunks, tensors))
+        store.commit(content)
         store.add_snapshot(snapshot.name)
     finally:
         for extent in held:
             store.release(extent)
     nbytes = sum(part.nbytes for part in parts)
-    return Transferred(snapshot.name, step, nbytes, nbytes)
+    return Transferred(snapshot.name, content.step, nbytes, nbytes)
 
 
 def _as_json(

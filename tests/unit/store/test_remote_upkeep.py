@@ -16,9 +16,8 @@ from tensorstow.base.machine import process_id
 from tensorstow.cli.main import main
 from tensorstow.store import remote, remote_marks
 from tensorstow.store.remote import Remote
-from tensorstow.store.remote_clean import clean_remote, find_unlisted
 from tensorstow.store.remote_marks import clean_marked, marks, push_marked
-from tensorstow.store.remote_scrub import scrub_remote
+from tensorstow.store.remote_upkeep import clean_remote, find_unlisted, scrub_remote
 
 
 @pytest.fixture(autouse=True)
