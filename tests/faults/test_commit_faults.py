@@ -159,7 +159,7 @@ def test_a_write_of_something_else_fails(
 def _held(world: World) -> int:
     """Return how many extents the optimizer holds."""
     space = world.optimizer._states().storage
-    return sum(space.store._space._extents._held.values())  # type: ignore[attr-defined]
+    return sum(space.store._space.extents._held.values())  # type: ignore[attr-defined]
 
 
 def test_the_sync_of_files_fails(

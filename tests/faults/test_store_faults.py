@@ -171,7 +171,7 @@ def test_no_room_for_an_extent(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     assert "free)" in str(caught.value)
     # The room for growth ahead is not there, that for the request is.
     real = _native.fallocate
-    size = store._space._extents.sizes[0]
+    size = store._space.extents.sizes[0]
 
     def tight(fd: int, length: int) -> int:
         return codes.ENOSPC if length > size + 2 * MIB else real(fd, length)
@@ -199,12 +199,12 @@ def test_another_file_grows_where_one_cannot(
 
 
 def test_a_failed_write_of_a_tensor_gives_its_extent_back(store: Store) -> None:
-    free = store._space._extents.free[0].nbytes
+    free = store._space.extents.free[0].nbytes
     store.files[0].engine.inject_fault("write", error=codes.EIO)
     with pytest.raises(TransferError):
         store.write_tensor("extra", "x", torch.zeros(1000))
     store.files[0].engine.clear_faults()
-    assert store._space._extents.free[0].nbytes == free
+    assert store._space.extents.free[0].nbytes == free
 
 
 def test_a_damaged_tensor_is_told(store: Store) -> None:

@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     def nothing_overlaps(self) -> None:
         if not hasattr(self, "store"):
             return
-        space = self.store._space._extents
+        space = self.store._space.extents
         kept = {r.extent for records in self.kept.values() for r in records}
         for file in range(len(self.store.files)):
             used = sorted((e.offset, e.end) for e in {*kept, *self.held} if e.file == file)

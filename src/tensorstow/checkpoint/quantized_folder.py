@@ -26,7 +26,7 @@ from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.coded_weights import STATE
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_weights import linear_weights
-from tensorstow.checkpoint.weight_encoders import Encoder, pieces_of
+from tensorstow.checkpoint.weight_encoders import Encoder, copy_weight
 from tensorstow.checkpoint.weight_files import INDEX, ONE, index_of
 from tensorstow.io.digest_list import SUFFIX, DigestList
 from tensorstow.io.mapped import drop_pages, new_safetensors
@@ -284,11 +284,8 @@ def _write_weights(
         with new_safetensors(folder / names[path], lay_out(entries), listed) as copy:
             for name in stored:
                 values = files.stored(name)
-                if name in chosen:
-                    encoder.write(name, values, copy.put)
-                else:
-                    for start, piece in pieces_of(values):
-                        copy.put(name, piece, start)
+                write = encoder.write if name in chosen else copy_weight
+                write(name, values, copy.put)
                 drop_pages(values)
     if len(paths) > 1:
         text = index_of(dict(sorted(shard_of.items())), total)

@@ -15,7 +15,7 @@ from tensorstow.base.errors import DamageError, OptionError, named
 from tensorstow.base.keywords import names_keywords
 from tensorstow.checkpoint.coded_weights import SCALE
 from tensorstow.checkpoint.pretrained import PretrainedFiles
-from tensorstow.checkpoint.weight_encoders import ENCODERS, pieces_of
+from tensorstow.checkpoint.weight_encoders import ENCODERS, copy_weight
 from tensorstow.io.digest_list import DigestList, verify
 from tensorstow.io.mapped import new_safetensors
 from tensorstow.io.safetensors import METADATA, lay_out, read_table
@@ -79,11 +79,8 @@ def quantize_to_int8(
         table = lay_out(entries, {**METADATA, _SOURCE: source})
         with new_safetensors(target, table, listed) as copy:
             for name in files.entries:
-                if name in chosen:
-                    _ENCODER.write(name, files.stored(name), copy.put)
-                    continue
-                for start, piece in pieces_of(files.stored(name)):
-                    copy.put(name, piece, start)
+                write = _ENCODER.write if name in chosen else copy_weight
+                write(name, files.stored(name), copy.put)
             files.validate_unchanged()
         listed.write()
     return folder

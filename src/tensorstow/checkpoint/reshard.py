@@ -6,14 +6,13 @@ weights are copied block by block, with their checksums compared, into chunks of
 
 import logging
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import fields as dataclass_fields
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from tensorstow.base.errors import RankError, StowError
+from tensorstow.base.errors import RankError
 from tensorstow.base.sizes import format_count
 from tensorstow.checkpoint.agreement import (
     COMMIT,
@@ -33,7 +32,7 @@ from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.resume import check, family_of, match, whole_facts
 from tensorstow.checkpoint.stored_rows import PieceRead, RankReader, StoredPiece, refuse_cut
 from tensorstow.checkpoint.worlds import Worlds
-from tensorstow.io.arena import Arena
+from tensorstow.io.arena import Arena, read_ahead
 from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk
 from tensorstow.step.param_table import ParamTable
@@ -77,10 +76,7 @@ def move_rows(
         content = move.content(worlds.next_era)
     try:
         with ranks.reporting_errors(_ASKED):
-            fields = {
-                field.name: getattr(content, field.name) for field in dataclass_fields(content)
-            }
-            check(Generation(**fields), params, groups, module)
+            check(content.as_generation(), params, groups, module)
         if ranks.rank == 0:
             logger.warning(
                 "going on with %s from step %d of a run of %s in %s",
@@ -203,54 +199,39 @@ class _Move:
         largest = max((shape.nbytes for shape in shapes), default=0)
         arena = Arena(2 * largest, in_children=False)
         writes: deque[IoFuture] = deque()
-        with closing(self._read_ahead()) as reads:
-            try:
-                for number, (chunk, shape) in enumerate(zip(self._chunks, shapes, strict=True)):
-                    if len(writes) == 2:
-                        writes.popleft().wait()
-                    memory = arena.tensor(number % 2 * largest, shape.nbytes, torch.uint8)
-                    is_blank = _fill(chunk, memory, reads)
-                    extent = self._store.allocate(shape.nbytes)
-                    held.append(extent)
-                    writes.append(self._store.files[extent.file].write(memory, extent.offset))
-                    at = memory.data_ptr()
-                    yield ChunkRecord(
-                        number,
-                        extent,
-                        is_blank,
-                        b"" if is_blank else block_checksums(shape, at),
-                        weight_checksums(shape, at + shape.weight_offset),
-                    )
-            finally:
-                while writes:  # nothing may be written to an extent that the caller releases
+        reads = self._read_ahead()
+        try:
+            for number, (chunk, shape) in enumerate(zip(self._chunks, shapes, strict=True)):
+                if len(writes) == 2:
                     writes.popleft().wait()
+                memory = arena.tensor(number % 2 * largest, shape.nbytes, torch.uint8)
+                is_blank = _fill(chunk, memory, reads)
+                extent = self._store.allocate(shape.nbytes)
+                held.append(extent)
+                writes.append(self._store.files[extent.file].write(memory, extent.offset))
+                at = memory.data_ptr()
+                yield ChunkRecord(
+                    number,
+                    extent,
+                    is_blank,
+                    b"" if is_blank else block_checksums(shape, at),
+                    weight_checksums(shape, at + shape.weight_offset),
+                )
+        finally:
+            while writes:  # nothing may be written to an extent that the caller releases
+                writes.popleft().wait()
 
-    def _read_ahead(self) -> Generator[tuple[int, PieceRead]]:
+    def _read_ahead(self) -> Iterator[tuple[int, PieceRead]]:
         """Yield the pieces of all chunks in turn, read, with their positions.
 
         Each is valid until the next one is asked for; the next ones are being read.
         """
         pieces = [piece for chunk in self._chunks for piece in self._pieces_of(chunk)]
-        largest = max((piece.blocks.nbytes for _, piece in pieces), default=0)
-        arena = Arena((_AHEAD + 1) * largest, in_children=False)
-        reads: deque[tuple[int, PieceRead]] = deque()
-        try:
-            for number in range(len(pieces) + _AHEAD):
-                if number < len(pieces):
-                    position, piece = pieces[number]
-                    slot = number % (_AHEAD + 1) * largest
-                    memory = arena.tensor(slot, piece.blocks.nbytes, torch.uint8)
-                    reads.append((position, piece.read(memory)))
-                if number >= _AHEAD:
-                    position, read = reads[0]
-                    read.wait()
-                    yield position, read
-                    reads.popleft()
-        finally:
-            for _, read in reads:
-                for future in read.reads:
-                    with suppress(StowError):
-                        future.wait()
+        sizes = [piece.blocks.nbytes for _, piece in pieces]
+        reads = read_ahead(sizes, lambda n, memory: pieces[n][1].read(memory), _AHEAD)
+        for (position, _), (read, _) in zip(pieces, reads, strict=True):
+            read.wait()
+            yield position, read
 
     def _pieces_of(self, chunk: Chunk) -> Iterator[tuple[int, StoredPiece]]:
         """Yield the pieces of a chunk, each with its position; raise OptionError if one is cut."""

@@ -1,7 +1,6 @@
 """Loads a commit: reads the weights, and leaves the states where they are on disk."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -38,7 +37,7 @@ from tensorstow.checkpoint.stored_layout import (
     read_layout,
 )
 from tensorstow.io import device_link
-from tensorstow.io.arena import Arena
+from tensorstow.io.arena import read_ahead
 from tensorstow.io.files import IoFuture
 from tensorstow.states.chunks import Chunk
 from tensorstow.states.layout import Family, OptionalStates, parts_of
@@ -378,26 +377,26 @@ def _read_weights(
     shapes = chunk_shapes(generation.layout)
     records = {record.chunk: record for record in generation.chunks}
     parts = [parts_of(chunk.family, chunk.plan.elements)[-1] for chunk in store.chunks]
-    largest = max((part.nbytes for part in parts), default=0)
-    arena = Arena((_AHEAD + 1) * largest, in_children=False)
-    reads: deque[IoFuture] = deque()
-    for index, chunk in enumerate(store.chunks):
-        for ahead in range(index + len(reads), min(index + _AHEAD + 1, len(parts))):
-            number, offset = store.pipeline.stored.place(store.chunks[ahead])
-            slot = ahead % (_AHEAD + 1) * largest
-            memory = arena.tensor(slot, parts[ahead].nbytes, torch.uint8)
-            reads.append(storage.file(number).read(memory, offset + parts[ahead].file_at))
-        reads.popleft().wait()
-        part, record = parts[index], records[chunk.number]
-        number, offset = store.pipeline.stored.place(chunk)
-        read = arena.tensor(index % (_AHEAD + 1) * largest, part.nbytes, torch.uint8)
-        checksums = weight_checksums(shapes[chunk.number], read.data_ptr())
-        if checksums != record.weight_checksums:
-            blocks = next(differing_runs(checksums, record.weight_checksums))
+
+    def place(index: int) -> tuple[int, int]:
+        number, offset = store.pipeline.stored.place(store.chunks[index])
+        return number, offset + parts[index].file_at
+
+    def start(index: int, memory: torch.Tensor) -> IoFuture:
+        number, offset = place(index)
+        return storage.file(number).read(memory, offset)
+
+    reads = read_ahead([part.nbytes for part in parts], start, _AHEAD)
+    for index, (chunk, (read, memory)) in enumerate(zip(store.chunks, reads, strict=True)):
+        read.wait()
+        expected = records[chunk.number].weight_checksums
+        checksums = weight_checksums(shapes[chunk.number], memory.data_ptr())
+        if checksums != expected:
+            blocks = next(differing_runs(checksums, expected))
             names = _names_in(chunk, shapes[chunk.number], blocks, generation.layout)
-            at = offset + part.file_at
-            raise _damaged(shapes[chunk.number], blocks, names, storage.path(number), at)
-        yield chunk, read.view(chunk.family.dtype)
+            number, offset = place(index)
+            raise _damaged(shapes[chunk.number], blocks, names, storage.path(number), offset)
+        yield chunk, memory.view(chunk.family.dtype)
 
 
 def _names_in(

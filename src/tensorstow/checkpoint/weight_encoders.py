@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -107,11 +107,11 @@ ENCODERS: Mapping[str, Encoder] = {e.name: e for e in (Int8Encoder(), Nf4Encoder
 """The encoders by their names."""
 
 
-def pieces_of(values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of a tensor that is copied as it is, some after the other."""
+def copy_weight(name: str, values: torch.Tensor, put: Put) -> None:
+    """Write a tensor as it is, some elements after the other."""
     flat = values.reshape(-1)
     for start in range(0, flat.numel(), _PIECE):
-        yield start, flat[start : start + _PIECE]
+        put(name, flat[start : start + _PIECE], start)
 
 
 def _state(dtype: torch.dtype, shape: tuple[int, ...], offset: float) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 import ctypes
 import mmap
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -11,6 +14,7 @@ from tensorstow.base.sizes import format_bytes, round_up
 from tensorstow.io.allocator import check_memory_limit
 from tensorstow.io.numa_binding import prefer_own_node
 
+_Read = TypeVar("_Read")
 PAGE = mmap.PAGESIZE
 TENSOR_ALIGN = 64
 """Tensors in memory begin at multiples of this, as torch's own do."""
@@ -108,3 +112,22 @@ class Arena:
         except OSError:
             if advice != mmap.MADV_HUGEPAGE:
                 raise
+
+
+def read_ahead(
+    sizes: Sequence[int], start: Callable[[int, torch.Tensor], _Read], ahead: int
+) -> Iterator[tuple[_Read, torch.Tensor]]:
+    """Yield the read of each piece, to be waited for, while the next ``ahead`` are read too.
+
+    ``start`` begins the read of a piece, by its number, into memory of its size. The memory is
+    yielded with the read, and is valid until the next one is asked for.
+    """
+    largest, slots = max(sizes, default=0), ahead + 1
+    arena = Arena(slots * largest, in_children=False)
+    reads: deque[tuple[_Read, torch.Tensor]] = deque()
+    for number in range(len(sizes) + ahead):
+        if number < len(sizes):
+            memory = arena.tensor(number % slots * largest, sizes[number], torch.uint8)
+            reads.append((start(number, memory), memory))
+        if number >= ahead:
+            yield reads.popleft()

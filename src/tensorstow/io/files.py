@@ -5,7 +5,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Self
 
@@ -269,11 +269,6 @@ def backend_for(directories: Iterable[Path], wanted: str | None = None) -> str |
     Threads where a directory refuses direct I/O: through the page cache they are faster.
     """
     return wanted if all(accepts_direct(directory) for directory in directories) else "threads"
-
-
-def stripe(files: Sequence[File], index: int) -> File:
-    """Return the file of chunk ``index``: chunks are distributed round-robin."""
-    return files[index % len(files)]
 
 
 def open_unnamed(directory: Path) -> int:

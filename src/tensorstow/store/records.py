@@ -130,6 +130,12 @@ class Content:
         records: Sequence[ChunkRecord | TensorRecord] = [*self.chunks, *self.tensors]
         return [record.extent for record in records if record.extent.nbytes]
 
+    def as_generation(self, number: int = 0, created: float = 0.0) -> "Generation":
+        """Return it as a generation of this number, without a name."""
+        records = tuple(self.chunks), tuple(self.tensors)
+        content = self.step, self.layout, self.hyper, self.extra
+        return Generation(*content, *records, number, created)
+
 
 @dataclass(frozen=True)
 class Generation(Content):

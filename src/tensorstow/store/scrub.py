@@ -1,7 +1,6 @@
 """Reads back everything that is stored, and reports what is damaged."""
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import TransferError
-from tensorstow.io.arena import Arena
+from tensorstow.io.arena import read_ahead
 from tensorstow.io.files import File, IoFuture
 from tensorstow.store.bounds import outside
 from tensorstow.store.checksums import (
@@ -98,17 +97,15 @@ def scrub(files: Sequence[File], generations: Sequence[Generation]) -> Iterator[
     total = sum(piece.nbytes for piece, _ in pieces)
     if beyond:
         yield ScrubProgress(0, total, tuple(beyond))
-    largest = max((piece.nbytes for piece, _ in pieces), default=0)
-    arena = Arena(2 * largest, in_children=False)
-    futures: deque[IoFuture] = deque()
+
+    def start(number: int, memory: torch.Tensor) -> IoFuture:
+        piece, _ = pieces[number]
+        return files[piece.file].read(memory, piece.offset)
+
+    reads = read_ahead([piece.nbytes for piece, _ in pieces], start, ahead=1)
     done = 0
-    for index, (piece, owners) in enumerate(pieces):
-        # The next piece is read while this one is checked.
-        for ahead in range(index + len(futures), min(index + 2, len(pieces))):
-            upcoming, _ = pieces[ahead]
-            slot = arena.tensor(ahead % 2 * largest, upcoming.nbytes, torch.uint8)
-            futures.append(files[upcoming.file].read(slot, upcoming.offset))
-        flaws = _judge(piece, futures.popleft(), arena.address + index % 2 * largest)
+    for (piece, owners), (read, memory) in zip(pieces, reads, strict=True):
+        flaws = _judge(piece, read, memory.data_ptr())
         done += piece.nbytes
         path = files[piece.file].path
         damages = tuple(Damage(path, *flaw, owners) for flaw in flaws)

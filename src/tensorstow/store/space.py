@@ -17,10 +17,12 @@ class Extents:
     """Every extent of a store: held by the caller, referred to by generations, or free.
 
     An extent that is held or referred to is never handed out; one that is neither is free at once.
+    Any thread may change them, also during a commit.
     """
 
     def __init__(self, sizes: Iterable[int], generations: Mapping[int, Iterable[Extent]]) -> None:
         """Begin with files of ``sizes`` bytes, and the extents of each generation by number."""
+        self.lock = threading.RLock()
         self.sizes = list(sizes)
         self.free = [FreeList() for _ in self.sizes]
         self._held: Counter[Extent] = Counter()
@@ -56,32 +58,49 @@ class Extents:
     def hold(self, extents: Iterable[Extent]) -> None:
         """Add a hold to each of ``extents``; all must be in use, else none gets one."""
         wanted = list(extents)
-        for extent in wanted:
-            if not self.in_use(extent):
-                message = (
-                    f"{extent} was named but nobody holds it and no generation refers to it: its"
-                    " bytes may have been reallocated. Name extents that were allocated or adopted."
-                )
+        with self.lock:
+            for extent in wanted:
+                if not self.in_use(extent):
+                    message = (
+                        f"{extent} was named but nobody holds it and no generation refers to it:"
+                        " its bytes may have been reallocated. Name extents that were allocated or"
+                        " adopted."
+                    )
+                    raise OptionError(message)
+            self._held.update(wanted)
+
+    def adopt(self, extent: Extent) -> None:
+        """Hold an extent of a kept generation for the caller."""
+        if not extent.nbytes:
+            return
+        with self.lock:
+            if not self.is_kept(extent):
+                message = f"{extent} was to be adopted, but no kept generation refers to it."
                 raise OptionError(message)
-        self._held.update(wanted)
+            self._held[extent] += 1
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """End one hold of each of ``extents``."""
-        for extent in extents:
-            if self._held[extent] < 1:
-                message = f"{extent} was to be released, but the caller does not hold it."
-                raise OptionError(message)
-            self._drop(self._held, extent)
+        """End one hold of each of ``extents``; those that no generation refers to become free."""
+        with self.lock:
+            for extent in extents:
+                if not extent.nbytes:
+                    continue
+                if self._held[extent] < 1:
+                    message = f"{extent} was to be released, but the caller does not hold it."
+                    raise OptionError(message)
+                self._drop(self._held, extent)
 
     def refer(self, number: int, extents: Iterable[Extent]) -> None:
         """Record generation ``number`` with its ``extents``, which are in use."""
-        self._kept[number] = frozenset(extents)
-        self._references.update(self._kept[number])
+        with self.lock:
+            self._kept[number] = frozenset(extents)
+            self._references.update(self._kept[number])
 
     def forget(self, number: int) -> None:
-        """Drop the references of generation ``number``."""
-        for extent in self._kept.pop(number):
-            self._drop(self._references, extent)
+        """Drop the references of generation ``number``, and free extents that only it had."""
+        with self.lock:
+            for extent in self._kept.pop(number):
+                self._drop(self._references, extent)
 
     def _drop(self, counts: "Counter[Extent]", extent: Extent) -> None:
         counts[extent] -= 1
@@ -104,7 +123,7 @@ class Extents:
 
 
 class StoreSpace:
-    """The extents of a store's files. Any thread may call any method, also during a commit."""
+    """The extents of a store's files, which grow. Any thread may allocate, also in a commit."""
 
     def __init__(
         self,
@@ -117,9 +136,8 @@ class StoreSpace:
         ``shares``: of the bytes of new extents, by file; None: equal ones.
         """
         self._files = files
-        self._extents = Extents([file.path.stat().st_size for file in files], generations)
+        self.extents = Extents([file.path.stat().st_size for file in files], generations)
         self._turns = FileTurns(shares or [1.0] * len(files))
-        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Extent:
         """Hand out a free extent, of the file whose turn it is, or of another if that is full.
@@ -131,39 +149,8 @@ class StoreSpace:
             raise OptionError(message)
         if nbytes == 0:
             return Extent(0, 0, 0)
-        with self._lock:
+        with self.extents.lock:
             return self._allocate(self._turns.next(padded(nbytes)), padded(nbytes))
-
-    def adopt(self, extent: Extent) -> None:
-        """Hold an extent of a generation for the caller."""
-        if not extent.nbytes:
-            return
-        with self._lock:
-            if not self._extents.is_kept(extent):
-                message = f"{extent} was to be adopted, but no kept generation refers to it."
-                raise OptionError(message)
-            self._extents.hold([extent])
-
-    def hold(self, extents: Iterable[Extent]) -> None:
-        """Add a hold to each of ``extents``, which are in use."""
-        with self._lock:
-            self._extents.hold(extents)
-
-    def release(self, extents: Iterable[Extent]) -> None:
-        """End one hold of each; extents without a reference of a generation become free."""
-        with self._lock:
-            self._extents.release(extent for extent in extents if extent.nbytes)
-
-    def refer(self, number: int, extents: Iterable[Extent]) -> None:
-        """Record a new generation."""
-        with self._lock:
-            self._extents.refer(number, extents)
-
-    def forget(self, numbers: Iterable[int]) -> None:
-        """Drop the references of removed generations, and free extents that only they had."""
-        with self._lock:
-            for number in numbers:
-                self._extents.forget(number)
 
     def _allocate(self, turn: int, nbytes: int) -> Extent:
         refused = []
@@ -171,7 +158,7 @@ class StoreSpace:
         # all of them together.
         for turned in range(len(self._files)):
             file = (turn + turned) % len(self._files)
-            extent = self._extents.allocate(file, nbytes)
+            extent = self.extents.allocate(file, nbytes)
             if extent is not None:
                 return extent
             try:
@@ -179,13 +166,13 @@ class StoreSpace:
             except DirectoryError as error:
                 refused.append(f"  {error}")
                 continue
-            extent = self._extents.allocate(file, nbytes)
+            extent = self.extents.allocate(file, nbytes)
             if extent is not None:
                 return extent
         asked = f"An extent of {format_bytes(nbytes)} was requested and no data file can grow:"
         raise DirectoryError("\n".join([asked, *refused]))
 
     def _grow(self, file: int, nbytes: int) -> None:
-        size = self._extents.sizes[file]
-        missing = nbytes - self._extents.free[file].trailing(size)
-        self._extents.grow(file, grow(self._files[file], size, missing, GROWTH_BYTES))
+        size = self.extents.sizes[file]
+        missing = nbytes - self.extents.free[file].trailing(size)
+        self.extents.grow(file, grow(self._files[file], size, missing, GROWTH_BYTES))

@@ -1,6 +1,5 @@
 """``Store``: writes to free extents, and commits them as a generation."""
 
-import logging
 import os
 import weakref
 from collections.abc import Sequence
@@ -24,8 +23,6 @@ from tensorstow.store.retention import check_name, droppable, find
 from tensorstow.store.space import StoreSpace
 from tensorstow.store.tensors import copy_bytes, read_tensor, tensor_bytes, write_tensor
 from tensorstow.store.transactions import Transactions
-
-logger = logging.getLogger("tensorstow")
 
 
 class Store:
@@ -86,12 +83,12 @@ class Store:
     def adopt(self, extent: Extent) -> None:
         """Hold an extent of a kept generation, as if it had been allocated (to resume)."""
         self._transactions.check()
-        self._space.adopt(extent)
+        self._space.extents.adopt(extent)
 
     def release(self, extent: Extent) -> None:
         """End the caller's hold; the extent is free once no generation refers to it either."""
         self._transactions.check()
-        self._space.release([extent])
+        self._space.extents.release([extent])
 
     def commit(self, content: Content, *, keep: int | None = None) -> Generation:
         """Make ``content``, all of which has been written, the newest generation, durably.
@@ -103,12 +100,12 @@ class Store:
         """
         self._transactions.check_sound()
         extents = content.extents()
-        self._space.hold(extents)  # a release meanwhile must not free them
+        self._space.extents.hold(extents)  # a release meanwhile must not free them
         try:
             with self._transactions.lock:
                 return self._transactions.commit(content, extents, keep)
         finally:
-            self._space.release(extents)
+            self._space.extents.release(extents)
 
     def drop_older(self) -> None:
         """Drop unpinned generations but the newest one."""
@@ -183,7 +180,7 @@ class Store:
                 moved[extent] = target = self.allocate(extent.nbytes)
                 copy_bytes(other.files[extent.file], extent, self.files[target.file], target.offset)
         except BaseException:
-            self._space.release(moved.values())
+            self._space.extents.release(moved.values())
             raise
         chunks = [replace(c, extent=moved.get(c.extent, c.extent)) for c in content.chunks]
         tensors = [replace(t, extent=moved.get(t.extent, t.extent)) for t in content.tensors]

@@ -65,21 +65,12 @@ class Transactions:
 
             def record() -> int:
                 number = self._manifest.add(content, created, gone)
-                self._space.refer(number, extents)
+                self._space.extents.refer(number, extents)
                 return number
 
             number = self.change(record, gone)
         self._shorten_log()
-        generation = Generation(
-            step=content.step,
-            layout=content.layout,
-            hyper=content.hyper,
-            extra=content.extra,
-            chunks=tuple(content.chunks),
-            tensors=tuple(content.tensors),
-            number=number,
-            created=created,
-        )
+        generation = content.as_generation(number, created)
         try:
             self._links.check()  # the last thing: what is reported can be found
         except UnlinkedError as error:
@@ -123,7 +114,8 @@ class Transactions:
         """Run a transaction that drops the generations ``gone``, and free their extents."""
         try:
             result = act()
-            self._space.forget(gone)
+            for number in gone:
+                self._space.extents.forget(number)
             with self._manifest.second.copying():
                 self._write_heads()
         except (CommitError, StoreFormatError, OptionError):

@@ -348,7 +348,7 @@ def test_what_was_resumed_leaves_no_room_behind(tmp_path: Path) -> None:
 def _held_bytes(world: World) -> int:
     """Return the bytes that the data files have and nobody can be given."""
     world.optimizer.synchronize()
-    extents = world.optimizer._states().storage.store._space._extents
+    extents = world.optimizer._states().storage.store._space.extents
     return sum(extents.sizes) - sum(free.nbytes for free in extents.free)
 
 

@@ -26,7 +26,7 @@ def _one_thread() -> None:
 def used_bytes(world: World) -> int:
     """Return the bytes of the data files that are in use."""
     world.optimizer.synchronize()
-    extents = store_of(world)._space._extents
+    extents = store_of(world)._space.extents
     return sum(extents.sizes) - sum(free.nbytes for free in extents.free)
 
 
@@ -67,7 +67,7 @@ def test_files_stop_growing(tmp_path: Path) -> None:
     for step in range(10, 61, 10):
         world.train(step)
         world.optimizer.synchronize()
-        extents = store_of(world)._space._extents
+        extents = store_of(world)._space.extents
         ends.append(extents.sizes[0] - extents.free[0].trailing(extents.sizes[0]))
     assert ends[-1] <= ends[1]
     world.close()

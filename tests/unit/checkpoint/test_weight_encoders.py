@@ -7,7 +7,7 @@ import torch
 
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.checkpoint import weight_encoders
-from tensorstow.checkpoint.weight_encoders import ENCODERS, pieces_of
+from tensorstow.checkpoint.weight_encoders import ENCODERS, copy_weight
 from tensorstow.io.safetensors import Entry
 
 KINDS = ["int8", "nf4"]
@@ -56,6 +56,7 @@ def test_what_is_not_finite_is_refused(kind: str) -> None:
 def test_other_tensors_are_cut_into_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_encoders, "_PIECE", 5)
     values = torch.arange(12).view(3, 4)
-    pieces = list(pieces_of(values))
-    assert [start for start, _ in pieces] == [0, 5, 10]
-    assert torch.equal(torch.cat([piece for _, piece in pieces]), values.view(-1))
+    pieces: dict[int, torch.Tensor] = {}
+    copy_weight("w", values, lambda _, piece, start: pieces.update({start: piece}))
+    assert list(pieces) == [0, 5, 10]
+    assert torch.equal(torch.cat([*pieces.values()]), values.view(-1))

@@ -1,4 +1,4 @@
-"""Files: direct, unnamed, striped, and errors that say what to do."""
+"""Files: direct, unnamed, and errors that say what to do."""
 
 import ctypes
 import errno as codes
@@ -25,7 +25,6 @@ from tensorstow.io.files import (
     open_file,
     reads_direct,
     scratch_file,
-    stripe,
     transfer_error,
 )
 
@@ -288,14 +287,6 @@ def test_a_forked_child_may_only_close(engine: _native.Engine, tmp_path: Path) -
     future.wait()
     round_trip(file, torch.rand(1000))
     file.close()
-
-
-def test_files_are_striped_in_turn(tmp_path: Path) -> None:
-    engine = open_engine()
-    files = [scratch_file(engine, tmp_path, ALIGN) for _ in range(3)]
-    assert [files.index(stripe(files, i)) for i in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    for file in files:
-        file.close()
 
 
 def test_a_created_file_takes_any_offset_and_replaces(

@@ -57,17 +57,17 @@ def test_what_is_released_is_handed_out_again(path: Path) -> None:
     space = StoreSpace([Files(path, 1 << 40)], {})  # type: ignore[list-item]
     one, two = space.allocate(5000), space.allocate(5000)
     assert (one.nbytes, two.offset) == (8192, one.end)
-    space.release([one, Extent(0, 0, 0)])
+    space.extents.release([one, Extent(0, 0, 0)])
     assert space.allocate(8192) == one
-    space.refer(1, [two])
-    space.release([two])
+    space.extents.refer(1, [two])
+    space.extents.release([two])
     assert space.allocate(8192) != two
-    space.adopt(two)
-    space.forget([1])
-    space.release([two])
+    space.extents.adopt(two)
+    space.extents.forget(1)
+    space.extents.release([two])
     assert space.allocate(8192) == two
     with pytest.raises(OptionError, match="no kept generation"):
-        space.adopt(one)
+        space.extents.adopt(one)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def reopen(store: Store) -> Store:
 
 
 def used_bytes(store: Store) -> int:
-    space = store._space._extents
+    space = store._space.extents
     return sum(space.sizes) - HEADER_BYTES * len(space.sizes) - sum(f.nbytes for f in space.free)
 
 
