@@ -151,12 +151,8 @@ def read_only(directory: Path) -> Iterator[tuple[sqlite3.Connection, str | None]
 
 @contextmanager
 def _connect(path: Path, holder: str | None) -> Iterator[sqlite3.Connection]:
-    # Without a holder and without a log of a killed one, nothing changes under us (`peek` keeps
-    # others out). `immutable` keeps SQLite from making files next to it.
-    log = path.with_name(f"{path.name}-wal")
     with named("The manifest", path):
-        is_still = holder is None and not (log.exists() and log.stat().st_size)
-        connection = connect_to_read(path, "&immutable=1" if is_still else "")
+        connection = connect_to_read(path, is_still=holder is None)  # `peek` keeps others out
     try:
         connection.execute("BEGIN")  # one state of it, though a run may be committing
         yield connection

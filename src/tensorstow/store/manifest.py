@@ -32,6 +32,7 @@ from tensorstow.store.schema import (
     TABLES,
     Database,
     check_marks,
+    log_bytes,
     read_failure,
     read_meta,
     set_journal,
@@ -226,10 +227,9 @@ class Manifest:
     def checkpoint(self, *, longer_than: int | None = None) -> None:
         """Write a long log back to the database, so that it does not grow without bound."""
         least = _LONG_LOG_BYTES if longer_than is None else longer_than
-        log = self.path.with_name(f"{self.path.name}-wal")
         with self.lock:
             try:
-                if log.exists() and log.stat().st_size > least:
+                if log_bytes(self.path) > least:
                     self._database.checkpoint()
                     self.second.checkpoint()
             except sqlite3.Error as error:

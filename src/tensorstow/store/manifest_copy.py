@@ -150,13 +150,10 @@ def find_copy_damage(path: Path) -> str | None:
     killed process left it in the middle of a write: opening the store makes it anew.
     """
     copy = path.with_name(COPY_NAME)
-    # A database with an empty log may be read without the files that SQLite makes next to it.
-    log = with_suffix(copy, "-wal")
-    is_still = not (log.exists() and log.stat().st_size)
     try:
         if not is_there(copy) or with_suffix(copy, "-journal").exists():
             return None
-        with closing(connect_to_read(copy, "&immutable=1" if is_still else "")) as connection:
+        with closing(connect_to_read(copy, is_still=True)) as connection:
             _check_copy(connection, copy)
     except (StowError, sqlite3.Error) as error:
         return f"{copy}, the second copy of the manifest, is damaged: {error}"

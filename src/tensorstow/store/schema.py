@@ -144,13 +144,20 @@ class Database:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
 
 
-def connect_to_read(path: Path, parameters: str = "") -> sqlite3.Connection:
+def log_bytes(path: Path) -> int:
+    """Return the bytes of the write-ahead log of a database; 0 if there is none."""
+    log = with_suffix(path, "-wal")
+    return log.stat().st_size if log.exists() else 0
+
+
+def connect_to_read(path: Path, *, is_still: bool = False) -> sqlite3.Connection:
     """Open a database that is only read: SQLite leaves its log alone, also at the end.
 
-    ``parameters``: more of the URI's. Raises as ``connect``.
+    If it ``is_still`` and its log empty, SQLite makes no files next to it. Raises as ``connect``.
     """
     check_database(path)
-    uri = f"file:{quote(str(path))}?mode=ro{parameters}"
+    immutable = "&immutable=1" if is_still and not log_bytes(path) else ""
+    uri = f"file:{quote(str(path))}?mode=ro{immutable}"
     return sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
 
 

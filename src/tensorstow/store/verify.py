@@ -28,6 +28,7 @@ from tensorstow.store.schema import (
     damaged,
     read_failure,
     read_meta,
+    with_suffix,
 )
 
 MALFORMED = (
@@ -106,7 +107,7 @@ def check_at_rest(path: Path, directories: Sequence[Path]) -> bool:
     whole of a log into the database and removes the log. It could not where that has to be done to
     read at all: with the journal of a killed run.
     """
-    if path.with_name(f"{path.name}-journal").exists():
+    if with_suffix(path, "-journal").exists():
         return False
     try:
         with closing(connect_to_read(path)) as connection:
