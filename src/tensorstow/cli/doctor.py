@@ -31,11 +31,10 @@ from tensorstow.base.sizes import format_bytes, format_count
 from tensorstow.cli.doctor_advice import actions_of, driver_here, uring_is_switched_off
 from tensorstow.cli.doctor_hardware import examine_hardware, notes_of
 from tensorstow.cli.output import format_rate, make_console, print_facts, print_json, print_line
-from tensorstow.io.accelerator_nodes import accelerator_nodes
 from tensorstow.io.engine import BACKENDS, DEPTH, choose_backend, probe_backend
 from tensorstow.io.files import accepts_direct
 from tensorstow.io.local_ranks import local_ranks
-from tensorstow.io.local_share import share_here, usable_cores
+from tensorstow.io.local_share import accelerator_nodes, share_here, usable_cores
 from tensorstow.states.kernels import prepare_kernels
 from tensorstow.states.layout import Family
 from tensorstow.step.update_rule import rule_on

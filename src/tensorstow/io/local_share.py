@@ -8,12 +8,23 @@ are not divided again, and its threads are not moved.
 """
 
 import os
+from dataclasses import dataclass
+
+import torch
 
 from tensorstow.base.core_share import CoreShare, LocalRanks, part, share_cores
 from tensorstow.base.cores import launcher_cores, process_cores, within_quota
-from tensorstow.base.nodes import read_nodes, within
-from tensorstow.io.accelerator_nodes import AcceleratorNodes, accelerator_nodes
+from tensorstow.base.nodes import node_of_device, read_nodes, within
 from tensorstow.io.local_ranks import local_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorNodes:
+    """The node of each device that the process sees; None if it is unknown."""
+
+    nodes: tuple[int | None, ...]
+    current: int
+    """The device that this process uses."""
 
 
 def usable_cores() -> int:
@@ -61,3 +72,28 @@ def share_here(
     if accelerators.current == local.rank and len(device_nodes) == local.count:
         return share_cores(nodes, total, local, devices=device_nodes)
     return share_cores(nodes, total, local, near=accelerators.nodes[accelerators.current])
+
+
+def accelerator_nodes(*, initialise: bool = False) -> AcceleratorNodes | None:
+    """Return the nodes of CUDA's or ROCm's devices; None if there is none, or it is not in use.
+
+    ``initialise``: look also where the process has not used a device yet. A process that forks
+    later must not.
+    """
+    is_in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    if not is_in_use and not (initialise and torch.cuda.is_available()):
+        return None
+    nodes = tuple(
+        _node_of(torch.cuda.get_device_properties(index))
+        for index in range(torch.cuda.device_count())
+    )
+    return AcceleratorNodes(nodes, torch.cuda.current_device())
+
+
+def _node_of(properties: object) -> int | None:
+    """Return the node of the device with these properties of torch's."""
+    parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    domain, bus, device = parts
+    if domain is None or bus is None or device is None:
+        return None
+    return node_of_device(f"{domain:04x}:{bus:02x}:{device:02x}.0")
