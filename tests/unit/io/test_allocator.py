@@ -50,17 +50,18 @@ _IN_USE = 120 << 20
 _IS_KEPT = "assert not cache_large_blocks(); assert _native.allocator_bytes() == (0, 0, 0)"
 
 
+def _printed(code: str, **environment: str) -> str:
+    """Return what a program prints, which must not fail."""
+    program = [sys.executable, "-c", code]
+    environ = os.environ | environment
+    return subprocess.run(
+        program, stdout=subprocess.PIPE, text=True, check=True, env=environ
+    ).stdout
+
+
 def _measured(call: str, **environment: str) -> tuple[int, int]:
     """Return what is resident more in the end, and the page faults of four rounds."""
-    code = _CODE.format(call=call)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | environment,
-    )
-    held, faults = done.stdout.split()
+    held, faults = _printed(_CODE.format(call=call), **environment).split()
     return int(held), int(faults)
 
 
@@ -115,8 +116,7 @@ for step in range(12):
     del blocks
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 5000  # of 15,360 pages
+    assert int(_printed(code)) < 5000  # of 15,360 pages
 
 
 def test_small_blocks_get_the_addresses_that_are_cached() -> None:
@@ -134,7 +134,7 @@ torch.empty(250 << 20, dtype=torch.uint8)
 kept = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(200)]
 kept.append(torch.empty(3 << 20, dtype=torch.uint8))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(code)
 
 
 def test_functions_that_another_tool_has_put_in_stay() -> None:
@@ -169,7 +169,7 @@ assert _native.allocator_bytes() == (0, 0, 0)
 """
     if which("readelf") is None:
         pytest.skip("binutils are not installed")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(code)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ kept = {call}
 torch.ones(4 << 20)
 assert _native.allocator_bytes()[1] >= 16 << 20
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(code)
 
 
 def test_stow_returns_what_was_kept_before_it_measures_what_is_free(
@@ -320,7 +320,7 @@ del kept
 tensorstow.set_memory_limit(None)
 kept = ones(200, {of})
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_below_a_limit_small_tensors_and_large_ones_take_each_other_s_place() -> None:
@@ -331,7 +331,7 @@ for _ in range(3):
     kept = ones(80, 20 << 20)
     del kept
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_buffers_count_in_the_limit_before_they_are_used() -> None:
@@ -344,7 +344,7 @@ assert message.endswith(
 )
 assert "can't allocate memory" in refused(lambda: ones(60, 20 << 20))
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 @pytest.mark.parametrize("of", [1 << 20, 30 << 20])
@@ -361,7 +361,7 @@ for tensor in kept:
     tensor.fill_(1)
 assert _native.resident_bytes() <= limit
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_threads_do_not_pass_the_limit_together() -> None:
@@ -386,7 +386,7 @@ for thread in threads:
 assert (len(kept), len(errors)) == (2, 2), (kept, errors)
 assert _native.resident_bytes() <= limit
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_files_that_are_mapped_later_are_not_the_process_s_own(tmp_path: Path) -> None:
@@ -398,7 +398,7 @@ assert int(mapped[::4096].sum()) == 0
 kept = ones(80, 20 << 20)
 assert "can't allocate memory" in refused(lambda: ones(40, 20 << 20))
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_units_on_disk_share_the_memory_below_a_limit(tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ for _ in range(2):
     assert _native.resident_bytes() <= limit
 optimizer.close()
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 _POOLED = """
@@ -470,8 +470,7 @@ for number, buffer in enumerate(buffers):
     assert value(buffer) == {number}
     assert _native.resident_bytes() <= limit
 """
-    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(_LIMITED + _POOLED.format(directory=str(tmp_path)) + code)
 
 
 def test_buffers_that_cannot_leave_make_the_next_pin_raise(tmp_path: Path) -> None:
@@ -492,8 +491,7 @@ fill(buffers[-1], 9)  # the pool goes on
 assert value(buffers[-1]) == {9}
 assert [value(buffer) for buffer in kept] == [{number} for number in range(len(kept))]
 """
-    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(_LIMITED + _POOLED.format(directory=str(tmp_path)) + code)
 
 
 def test_nothing_is_read_ahead_that_the_limit_has_no_room_for(tmp_path: Path) -> None:
@@ -514,8 +512,7 @@ assert _native.resident_bytes() <= limit
 assert [value(buffer) for buffer in buffers] == [{number} for number in range(10)]
 assert _native.resident_bytes() <= limit
 """
-    code = _LIMITED + _POOLED.format(directory=str(tmp_path)) + code
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _printed(_LIMITED + _POOLED.format(directory=str(tmp_path)) + code)
 
 
 def test_a_plan_that_is_chosen_stays_below_the_limit() -> None:
@@ -532,7 +529,7 @@ model, optimizer = stow(model, AdamW, lr=1e-3, plan="auto")
 assert tensorstow.plan_of(model).states == "disk"
 optimizer.close()
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_without_a_descriptor_to_ask_the_kernel_nothing_fits() -> None:
@@ -555,7 +552,7 @@ os.closerange(files[0], files[-1] + 1)
 assert "can't allocate memory" in refusal
 torch.empty(20 * MIB, dtype=torch.uint8)
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_a_training_that_a_limit_ends_has_changed_nothing_and_goes_on_without(
@@ -592,7 +589,7 @@ def refused_here(call):
 tensorstow.set_memory_limit(None)
 assert trained(True) == trained(False)
 """
-    subprocess.run([sys.executable, "-c", _LIMITED + code], check=True)
+    _printed(_LIMITED + code)
 
 
 def test_a_limit_that_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -612,14 +609,8 @@ try:
 except Exception as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "33554432"},
-    )
-    assert done.stdout.startswith("A limit of memory needs torch's blocks from tensorstow's alloc")
+    printed = _printed(code, MALLOC_MMAP_THRESHOLD_="33554432")
+    assert printed.startswith("A limit of memory needs torch's blocks from tensorstow's alloc")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
@@ -22,24 +22,10 @@ from tensorstow.base.errors import (
     StoreFormatError,
 )
 from tensorstow.cli.main import main
-from tensorstow.store import contents, remote, remote_snapshots
+from tensorstow.store import contents, remote_snapshots
 from tensorstow.store.contents import open_contents
 from tensorstow.store.inspect import inspect_store
 from tensorstow.store.remote import Remote
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
-
-
-@pytest.fixture(params=["folder", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "folder":
-        yield str(tmp_path / "bucket")
-        return
-    yield f"memory://{tmp_path.name}"
-    fsspec.filesystem("memory").store.clear()
 
 
 def test_a_snapshot_goes_there_and_comes_back(tmp_path: Path, url: str) -> None:

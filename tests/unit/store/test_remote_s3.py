@@ -19,7 +19,6 @@ URL = "s3://bucket/run"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
     with bucket(monkeypatch) as front:
         yield front
 

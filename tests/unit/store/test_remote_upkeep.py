@@ -3,36 +3,19 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from pushed import is_same, names_in, trained
 from tensorstow.base.errors import LockedError, OptionError, RemoteError
 from tensorstow.base.machine import process_id
 from tensorstow.cli.main import main
-from tensorstow.store import remote, remote_marks
+from tensorstow.store import remote_marks
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_marks import clean_marked, marks, push_marked
 from tensorstow.store.remote_upkeep import clean_remote, find_unlisted, scrub_remote
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(remote_marks, "_PAUSES", (0.01,) * 50)
-
-
-@pytest.fixture(params=["folder", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "folder":
-        yield str(tmp_path / "bucket")
-        return
-    yield f"memory://{tmp_path.name}"
-    fsspec.filesystem("memory").store.clear()
 
 
 @pytest.fixture

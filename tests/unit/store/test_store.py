@@ -4,7 +4,6 @@ import itertools
 import stat
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,12 +26,6 @@ from tensorstow.store.records import HEADER_BYTES, ChunkRecord, Content, Extent
 from tensorstow.store.store import Store
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open([tmp_path], open_engine()) as opened:
-        yield opened
 
 
 def reopen(store: Store) -> Store:

@@ -1,9 +1,8 @@
 """Reading back: each flaw is found and placed; shared extents are read once; memory is bounded."""
 
 import errno as codes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,16 +16,17 @@ from powerloss.contents import (
     write_chunk,
 )
 from tensorstow.base.errors import DamageError
-from tensorstow.io.engine import open_engine
 from tensorstow.store.checksums import PIECE_BYTES
-from tensorstow.store.records import ChunkRecord, Content, Extent
+from tensorstow.store.records import (
+    ChunkRecord,
+    ChunkShape,
+    Content,
+    Extent,
+    StreamShape,
+    TensorRecord,
+)
+from tensorstow.store.scrub import chunk_pieces, tensor_pieces
 from tensorstow.store.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open([tmp_path], open_engine()) as opened:
-        yield opened
 
 
 def flip(store: Store, extent: Extent, at: int) -> None:
@@ -133,3 +133,24 @@ def test_records_that_do_not_fit_their_layout(
     store.commit(Content(1, layout_of(1), None, None, [change(record, store)]))
     with pytest.raises(DamageError, match="of chunk 0 of generation 1 cannot be"):
         damages_in(store)
+
+
+def test_a_tensor_of_nothing_has_no_pieces() -> None:
+    assert list(tensor_pieces(TensorRecord("a", "b", "int8", (0, 2), Extent(0, 0, 0), 0))) == []
+
+
+def test_only_the_last_piece_judges() -> None:
+    record = TensorRecord("a", "b", "uint8", (PIECE_BYTES + 1,), Extent(1, 4096, 1 << 30), 77)
+    first, last = tensor_pieces(record)
+    assert (first.file, first.offset, first.nbytes) == (1, 4096, PIECE_BYTES)
+    assert (last.offset, last.nbytes) == (4096 + PIECE_BYTES, 1)
+    data = torch.zeros(PIECE_BYTES, dtype=torch.uint8)
+    assert first.check(data.data_ptr()) == []
+    (flaw,) = last.check(data.data_ptr())
+    assert flaw[:2] == (4096, PIECE_BYTES + 1)
+
+
+def test_a_blank_chunk_without_weights_has_nothing_to_read() -> None:
+    shape = ChunkShape(64, 32, (StreamShape(4, 1),), StreamShape(0, 1))
+    record = ChunkRecord(0, Extent(0, 0, 0), blank=True, checksums=b"", weight_checksums=b"")
+    assert chunk_pieces(record, shape) == []

@@ -1,7 +1,6 @@
 """Whose store it is: other processes, other runs, other places, children."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ from tensorstow.base.errors import (
 from tensorstow.io.engine import open_engine
 from tensorstow.store.records import Content
 from tensorstow.store.store import Store
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with Store.open([tmp_path], open_engine()) as opened:
-        yield opened
 
 
 @pytest.mark.usefixtures("store")

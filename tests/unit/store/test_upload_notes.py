@@ -14,7 +14,6 @@ import pytest
 from pushed import Run, is_same, names_in, trained
 from tensorstow.base.errors import OptionError, RemoteError
 from tensorstow.cli.main import main
-from tensorstow.store import remote
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import snapshot_names
 from tensorstow.store.upload_notes import note_path, read_notes, remove_note, write_note
@@ -36,11 +35,6 @@ run.step()
 run.optimizer.snapshot("one", to=sys.argv[2])
 run.optimizer.close()
 """
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_PAUSES", (0.0, 0.0))
 
 
 @pytest.mark.parametrize("at", ["pushes/", "objects/", "snapshots/one/", "snapshots/one.json"])
