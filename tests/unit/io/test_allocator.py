@@ -25,7 +25,6 @@ _CODE = """
 import resource
 import torch
 from tensorstow import _native
-from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 def resident():
@@ -105,7 +104,6 @@ def test_smaller_blocks_do_not_go_back_and_come_again() -> None:
     code = """
 import resource
 import torch
-from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 assert cache_large_blocks()
@@ -123,7 +121,6 @@ def test_small_blocks_get_the_addresses_that_are_cached() -> None:
     code = """
 import resource
 import torch
-from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 assert cache_large_blocks()
@@ -146,7 +143,6 @@ import sys
 from pathlib import Path
 import torch
 from tensorstow import _native
-from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.io.allocator import cache_large_blocks
 
 library = Path(torch.__file__).parent / "lib/libc10.so"
