@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from powerloss.contents import SHAPE, damages_in, layout_of, write_chunk
 from tensorstow.io.engine import open_engine
-from tensorstow.store.contents import open_pinned
+from tensorstow.store.inspect import open_pinned
 from tensorstow.store.records import (
     HEADER_BYTES,
     ChunkRecord,

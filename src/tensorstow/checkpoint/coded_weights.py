@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import StoreFormatError
-from tensorstow.formats.normal_float import (
+from tensorstow.formats.weight_codes import (
     Blocks,
     NestedScales,
     dequantize_blocks,
+    dequantize_rows,
     dequantize_scales,
 )
-from tensorstow.formats.row_scales import dequantize_rows
 from tensorstow.io.safetensors import NAME_OF, Entry
 
 SCALE = "_scale"

@@ -38,7 +38,7 @@ from tensorstow.states.chunks import Chunk
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
 from tensorstow.store.checksums import block_checksums, weight_checksums
-from tensorstow.store.contents import open_contents
+from tensorstow.store.inspect import open_contents
 from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, TensorRecord
 from tensorstow.store.store import Store
 from tensorstow.tensors.dtensor import pager_of, rows_of, shard_of

@@ -8,15 +8,15 @@ import torch
 
 from tensorstow.base.errors import StoreFormatError
 from tensorstow.checkpoint.coded_weights import SCALE, STATE
-from tensorstow.formats.normal_float import (
+from tensorstow.formats.weight_codes import (
     BLOCK,
     NESTED_BLOCK,
     NF4,
     nested_table,
     quantize_blocks,
+    quantize_rows,
     quantize_scales,
 )
-from tensorstow.formats.row_scales import quantize_rows
 from tensorstow.io.safetensors import Entry
 
 _PIECE = 4 << 20

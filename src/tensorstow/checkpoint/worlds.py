@@ -25,8 +25,7 @@ from tensorstow.checkpoint.agreement import (
     exchanged,
 )
 from tensorstow.checkpoint.ranks import Ranks
-from tensorstow.store.contents import read_generations
-from tensorstow.store.inspect import inspect_store
+from tensorstow.store.inspect import inspect_store, read_generations
 from tensorstow.store.rank_dirs import RANK_NAME, rank_directory, run_directory, worlds_in
 from tensorstow.store.remove import hold_dead_run, remove
 from tensorstow.store.store import Store

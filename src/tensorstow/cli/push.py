@@ -13,7 +13,7 @@ from tensorstow.checkpoint.agreement import RankGeneration, exchanged
 from tensorstow.checkpoint.worlds import World, read_worlds
 from tensorstow.cli.output import print_by_rank
 from tensorstow.io.files import File
-from tensorstow.store.contents import open_pinned
+from tensorstow.store.inspect import open_pinned
 from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import Transferred, push

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import make_console, print_by_rank, print_json, print_line
-from tensorstow.store.contents import StoreContents, open_contents
+from tensorstow.store.inspect import StoreContents, open_contents
 from tensorstow.store.rank_dirs import stores_in
 from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote, address_of

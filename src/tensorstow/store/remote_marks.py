@@ -72,15 +72,10 @@ def push_marked(
     folder = f"{_PUSHES}/{name}"
     prefix = f"rank-{rank}-of-{world}-"
     pushed = f"{commit} of {world}", digest
-    path = _put(remote, f"{folder}/{prefix}", pushed=pushed)
-    try:
+    with _marked(remote, f"{folder}/{prefix}", pushed=pushed) as path:
         _refuse_others(remote, name, prefix, pushed)
         _wait_for_cleans(remote)
         yield lambda: remote.get(path) is not None
-    except BaseException:
-        with suppress(StowError):
-            remote.remove(path, repeats=False)
-        raise
     for listed in remote.list(folder):
         if listed.startswith(prefix):
             remote.remove(f"{folder}/{listed}")
@@ -108,14 +103,8 @@ def _refuse_others(remote: Remote, name: str, prefix: str, pushed: tuple[str, st
 @contextmanager
 def clean_marked(remote: Remote) -> Iterator[list[Mark]]:
     """Mark a clean while the block runs; yield the marks of other cleans and of pushes."""
-    path = _put(remote, f"{_CLEANS}/")
-    try:
+    with _marked(remote, f"{_CLEANS}/") as path:
         yield [mark for mark in marks(remote) if mark.path != path]
-    except BaseException:
-        with suppress(StowError):
-            remote.remove(path, repeats=False)
-        raise
-    remote.remove(path)
 
 
 def marks(remote: Remote) -> list[Mark]:
@@ -123,11 +112,19 @@ def marks(remote: Remote) -> list[Mark]:
     return [*_marks(remote, _PUSHES), *_marks(remote, _CLEANS)]
 
 
-def _put(remote: Remote, prefix: str, **more: object) -> str:
+@contextmanager
+def _marked(remote: Remote, prefix: str, **more: object) -> Iterator[str]:
+    """Have a mark while the block runs; yield its path."""
     path = f"{prefix}{uuid.uuid4().hex}.json"
     body = {**process_id(), "since": time.strftime("%F %T"), **more}
     remote.put(path, json.dumps(body).encode())
-    return path
+    try:
+        yield path
+    except BaseException:
+        with suppress(StowError):
+            remote.remove(path, repeats=False)
+        raise
+    remote.remove(path)
 
 
 def _marks(remote: Remote, folder: str) -> list[Mark]:

@@ -18,6 +18,7 @@ from tensorstow.store.bounds import check_inside
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.manifest import Manifest
 from tensorstow.store.opening import Parts, open_parts
+from tensorstow.store.pins import dropping
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
 from tensorstow.store.retention import check_name, droppable, find
 from tensorstow.store.space import StoreSpace
@@ -112,7 +113,7 @@ class Store:
         self._transactions.check_sound()
         with self._transactions.lock:
             older = droppable(self._manifest.summaries()[:-1])
-            with self._transactions.dropping(older) as gone:
+            with dropping(self.files[0], older) as gone:
                 self._transactions.change(lambda: self._manifest.drop(gone), gone)
 
     def generation(self, which: str | int | None = None) -> Generation | None:
@@ -165,7 +166,7 @@ class Store:
             summaries = self._manifest.summaries()
             summary = find(summaries, name)
             stays = len(summary.names) > 1 or summary == summaries[-1]
-            with self._transactions.dropping([] if stays else [summary.number]) as gone:
+            with dropping(self.files[0], [] if stays else [summary.number]) as gone:
                 self._transactions.change(lambda: self._manifest.drop_snapshot(name, gone), gone)
 
     def copy(self, other: "Store", content: Content) -> Content:

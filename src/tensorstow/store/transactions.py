@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from tensorstow.base.errors import (
@@ -61,7 +60,8 @@ class Transactions:
         self._links.check()
         self._sync_files()
         created = time.time()
-        with self.dropping(droppable(self._manifest.summaries(), keep)) as gone:
+        older = droppable(self._manifest.summaries(), keep)
+        with dropping(self._files[0], older) as gone:
 
             def record() -> int:
                 number = self._manifest.add(content, created, gone)
@@ -77,10 +77,6 @@ class Transactions:
             error.committed = generation
             raise
         return generation
-
-    def dropping(self, numbers: Sequence[int]) -> AbstractContextManager[list[int]]:
-        """Return a context of those of ``numbers`` that no process reads: [Note: Pins]."""
-        return dropping(self._files[0], numbers)
 
     def _write_heads(self) -> None:
         """Write the new transaction's number to the data files: [Note: Heads]."""

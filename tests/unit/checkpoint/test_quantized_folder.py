@@ -152,7 +152,7 @@ def test_what_they_write_is_read(tmp_path: Path, kind: str, double: bool) -> Non
         assert mine.keys() == other.keys()
         for name, tensor in mine.items():
             assert tensor.dtype == other[name].dtype
-            if name.endswith("absmax"):  # see test_normal_float: a few are a step off
+            if name.endswith("absmax"):  # see test_weight_codes: a few are a step off
                 assert (tensor.float() - other[name].float()).abs().max() <= 1
             elif "quant_state" not in name:
                 assert torch.equal(tensor, other[name]), name

@@ -25,7 +25,7 @@ from ranks.resharded import (
     told,
 )
 from tensorstow import AdamW, Plan
-from tensorstow.store.contents import open_contents
+from tensorstow.store.inspect import open_contents
 from tensorstow.store.records import chunk_shapes
 
 Pools = Callable[[int], Ranks]

@@ -11,7 +11,7 @@ import pytest
 from powerloss.contents import make_content
 from tensorstow.base.errors import DirectoryError
 from tensorstow.io.engine import open_engine
-from tensorstow.store.contents import open_pinned
+from tensorstow.store.inspect import open_pinned
 from tensorstow.store.pins import dropping, pin
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
@@ -72,7 +72,7 @@ def test_a_reader_that_is_killed_holds_nothing(tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
-from tensorstow.store.contents import open_pinned
+from tensorstow.store.inspect import open_pinned
 with open_pinned(Path(sys.argv[1]), "A test", 1) as pinned:
     print(pinned is not None, flush=True)
     time.sleep(60)

@@ -22,9 +22,8 @@ from tensorstow.base.errors import (
     StoreFormatError,
 )
 from tensorstow.cli.main import main
-from tensorstow.store import contents, remote_snapshots
-from tensorstow.store.contents import open_contents
-from tensorstow.store.inspect import inspect_store
+from tensorstow.store import inspect, remote_snapshots
+from tensorstow.store.inspect import inspect_store, open_contents
 from tensorstow.store.remote import Remote
 
 
@@ -110,7 +109,7 @@ def test_a_run_that_commits_too_often_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path / "run", "one")
-    monkeypatch.setattr(contents, "pin", lambda *_: False)
+    monkeypatch.setattr(inspect, "pin", lambda *_: False)
     assert main(["run", "push", str(tmp_path / "run"), str(tmp_path / "bucket")]) == 2
     assert "make a snapshot and push that" in capsys.readouterr().err
 

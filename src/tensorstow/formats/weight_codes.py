@@ -1,4 +1,8 @@
-"""Matrices in 4 bits, as bitsandbytes has them: codes of a table, in blocks with a scale each.
+"""Matrices as codes and scales: in int8 by rows, and in 4 bits as bitsandbytes has them.
+
+In int8 a weight ``w`` of a row with the scale ``s`` is stored as ``round(w / s)`` and read as that
+times ``s``: the error is at most ``s / 2``, plus fp32's rounding. ``s`` is the row's largest
+magnitude divided by 127.
 
 The table of NF4 has 16 values between -1 and 1. An element is the value of its code times the scale
 of its block, in fp32, rounded once to the dtype that is asked for. A block is 64 elements that
@@ -24,6 +28,9 @@ _PIECE = 1 << 18
 """Elements whose values are computed at once: 1 MiB in fp32, which a core's cache holds."""
 _LEAST = 1e-38
 """Scales below it are not divided by."""
+_MOST = 127
+_LEAST_OF_ROW = 2.0**-100
+"""Rows without a greater magnitude than this are stored as zeros."""
 NF4 = torch.tensor(
     [
         *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -129,3 +136,27 @@ def _quantize(values: Tensor, table: Tensor, block: int) -> tuple[Tensor, Tensor
         (padded * factors[:, None]).clamp_(-1, 1), (table[:-1] + table[1:]) / 2, out_int32=True
     )
     return nearest.to(torch.uint8).view(-1)[: flat.numel()], scales
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes and the scales of the rows of a finite matrix in fp32."""
+    most = values.abs().amax(1)
+    # A smaller scale has a half below the magnitudes of rows stored as zeros: the bound would fail.
+    scale = torch.where(most > _LEAST_OF_ROW, most / _MOST, 2 * most)
+    divisor = torch.where(most > _LEAST_OF_ROW, scale, torch.inf)
+    codes = (values / divisor[:, None]).round_().clamp_(-_MOST, _MOST)
+    return codes.to(torch.int8), scale
+
+
+def dequantize_rows(codes: Tensor, scale: Tensor, into: Tensor) -> None:
+    """Compute the values of ``quantize_rows`` in fp32, and round them to the dtype of ``into``."""
+    count = max(1, _PIECE // max(1, codes.shape[1]))
+    block = torch.empty((count, codes.shape[1]), device=codes.device)
+    factors = torch.split(scale.float().reshape(-1, 1), count)
+    for some, factor, target in zip(
+        torch.split(codes, count), factors, torch.split(into, count), strict=True
+    ):
+        values = target if target.dtype == torch.float32 else block[: len(some)]
+        values.copy_(some).mul_(factor)  # in place: a new tensor per block has new pages
+        if values is not target:
+            target.copy_(values)
