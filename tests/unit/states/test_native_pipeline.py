@@ -1,10 +1,11 @@
 import errno
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from parity.scratch import read_scratch, write_scratch
 from tensorstow import AdamW, _native
 from tensorstow.base.errors import DamageError, PoisonedError, TransferError
-from tensorstow.formats.reference import AdamState, adam_reference, adam_scalars
+from tensorstow.formats.reference import AdamScalars, AdamState, adam_reference, adam_scalars
 from tensorstow.states.chunks import ChunkRing
 from tensorstow.states.layout import Family, RingPlan, parts_of, slot_bytes
 from tensorstow.states.native_pipeline import StepKind, StepRow, UpdatePipeline
@@ -26,7 +27,7 @@ from tensorstow.states.state_store import Placement, StateStore
 FP32 = Family(torch.float32, amsgrad=False)
 
 
-def scalars_at(step: int) -> tuple[float, ...]:
+def scalars_at(step: int) -> AdamScalars:
     return adam_scalars(
         lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=step, decoupled=True
     )
@@ -71,15 +72,7 @@ def test_any_ring_gives_the_reference_bit_for_bit(
             row = StepRow(weight, gradient, scalars=len(table))
             rows.append(row)
             table.append(scalars_at(taken[i]))
-            scalars = adam_scalars(
-                lr=0.1,
-                betas=(0.9, 0.99),
-                eps=1e-8,
-                weight_decay=0.1,
-                step=taken[i],
-                decoupled=True,
-            )
-            adam_reference(wanted[i], gradient, states[i], scalars)
+            adam_reference(wanted[i], gradient, states[i], table[-1])
         if prefetch:
             store.pipeline.prefetch()
         if table:
@@ -92,18 +85,29 @@ def test_any_ring_gives_the_reference_bit_for_bit(
     store.close()
 
 
-def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
-    store = StateStore(Placement(1.0, (tmp_path,), None), PipelinePolicy(chunk_elements=4096))
-    store.extend([20_000], [FP32])
-    weight, gradient = torch.randn(20_000), torch.randn(20_000)
-    rows = [StepRow(weight, gradient)]
+def traced(
+    *directories: Path, elements: int, backend: Literal["threads"] | None = None
+) -> tuple[StateStore, Callable[[], None]]:
+    """Return a store after a step, with a trace from now on, and a function that takes a step."""
+    policy = PipelinePolicy(chunk_elements=4096, backend=backend)
+    store = StateStore(Placement(1.0, directories, None), policy)
+    store.extend([elements], [FP32])
+    rows = [StepRow(torch.randn(elements), torch.randn(elements))]
     table = torch.tensor([scalars_at(1)]).numpy()
-    store.pipeline.step(rows, table)
-    store.pipeline.wait_idle()
+
+    def step() -> None:
+        store.pipeline.step(rows, table)
+        store.pipeline.wait_idle()
+
+    step()
     store.pipeline.counters.start_trace()
+    return store, step
+
+
+def test_trace_has_every_chunk_in_every_lane(tmp_path: Path) -> None:
+    store, step = traced(tmp_path, elements=20_000)
     before = time.monotonic()
-    store.pipeline.step(rows, table)
-    store.pipeline.wait_idle()
+    step()
     events = store.pipeline.counters.trace()
     for lane in ("read", "update", "write"):
         mine = [e for e in events if e.lane == lane]
@@ -120,18 +124,10 @@ def test_a_read_that_is_late_on_one_drive_holds_up_no_chunk_of_the_other(tmp_pat
     directories = (tmp_path / "a", tmp_path / "b")
     for directory in directories:
         directory.mkdir()
-    policy = PipelinePolicy(chunk_elements=4096, backend="threads")
-    store = StateStore(Placement(1.0, directories, None), policy)
-    store.extend([40_000], [FP32])
-    rows = [StepRow(torch.randn(40_000), torch.randn(40_000))]
-    table = torch.tensor([scalars_at(1)]).numpy()
-    store.pipeline.step(rows, table)
-    store.pipeline.wait_idle()
+    store, step = traced(*directories, elements=40_000, backend="threads")
     assert store.engine is not None
     store.engine.inject_fault("read", delay_us=500_000)
-    store.pipeline.counters.start_trace()
-    store.pipeline.step(rows, table)
-    store.pipeline.wait_idle()
+    step()
     events = store.pipeline.counters.trace()
     late = max((e for e in events if e.lane == "read"), key=lambda e: e.stop - e.start)
     updates = sorted((e.start, e.chunk) for e in events if e.lane == "update")
@@ -142,19 +138,11 @@ def test_a_read_that_is_late_on_one_drive_holds_up_no_chunk_of_the_other(tmp_pat
 
 
 def test_disk_and_update_are_no_faster_than_asked(tmp_path: Path) -> None:
-    policy = PipelinePolicy(chunk_elements=4096, backend="threads")
-    store = StateStore(Placement(1.0, (tmp_path,), None), policy)
-    store.extend([16_384], [FP32])
-    rows = [StepRow(torch.randn(16_384), torch.randn(16_384))]
-    table = torch.tensor([scalars_at(1)]).numpy()
-    store.pipeline.step(rows, table)
-    store.pipeline.wait_idle()
-    store.pipeline.counters.start_trace()
+    store, step = traced(tmp_path, elements=16_384, backend="threads")
     _native.slow_down(disk_bytes_per_s=8e6, update_elements_per_s=4e5)
     began = time.monotonic()
     try:
-        store.pipeline.step(rows, table)
-        store.pipeline.wait_idle()
+        step()
     finally:
         _native.slow_down()
     events = store.pipeline.counters.trace()
@@ -217,10 +205,7 @@ class Problem:
         return np.array([scalars_at(self.count)], dtype=np.float32)
 
     def expect(self, i: int) -> None:
-        scalars = adam_scalars(
-            lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=self.count, decoupled=True
-        )
-        adam_reference(self.wanted[i], self.gradients[i], self.states[i], scalars)
+        adam_reference(self.wanted[i], self.gradients[i], self.states[i], scalars_at(self.count))
 
     def arrive(self, i: int) -> None:
         self.expect(i)
