@@ -1,8 +1,6 @@
 """``torch.distributed.checkpoint`` in one process: its own ways to and from an optimizer."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from states_on_disk import printed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.checkpoint import full_state
 
@@ -141,34 +140,20 @@ def test_a_plain_state_dict_is_loaded_in_place(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, torch
 import torch.distributed.checkpoint as dcp
-from tensorstow import AdamW
 
-def anonymous():
-    lines = open("/proc/self/status", encoding="ascii").read().splitlines()
-    return next(int(l.split()[1]) for l in lines if l.startswith("RssAnon")) // 1024
-
-weights = [torch.nn.Parameter(torch.ones(1 << 18, 8)) for _ in range(8)]
-opt = AdamW(weights, states="disk", dir=sys.argv[1], durability="none")
-for w in weights:
-    w.grad = torch.full_like(w, 0.5)
-opt.step()
-opt.synchronize()
-for w in weights:
-    w.grad = None
-before = anonymous()
-dcp.save({"optim": opt.state_dict()}, checkpoint_id=sys.argv[1] + "/cp", no_dist=True)
+opt = trained(8, 1 << 18)
+before = memory("RssAnon")
+dcp.save({"optim": opt.state_dict()}, checkpoint_id=path + "/cp", no_dist=True)
 saved = opt.state_dict()
-dcp.load({"optim": saved}, checkpoint_id=sys.argv[1] + "/cp", no_dist=True)
+dcp.load({"optim": saved}, checkpoint_id=path + "/cp", no_dist=True)
 opt.load_state_dict(saved)
-print(anonymous() - before)
+print(memory("RssAnon") - before)
 """
 
 
 @pytest.mark.slow
 def test_memory_grows_by_a_tensor_and_not_by_the_states(tmp_path: Path) -> None:
     """128 MiB of states in tensors of 8 MiB."""
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert int(run.stdout) < 64
+    (grown,) = printed(CHILD, tmp_path)
+    assert grown < 64

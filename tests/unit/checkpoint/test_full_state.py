@@ -4,8 +4,6 @@ import copy
 import errno
 import gc
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 import torch
 
 from process_counts import open_descriptors
+from states_on_disk import printed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DirectoryError, OptionError, TransferError
 from tensorstow.checkpoint import full_state
@@ -194,25 +193,7 @@ def test_an_open_step_is_refused(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, torch
-from tensorstow import AdamW
-
-def memory(name):
-    lines = open("/proc/self/status", encoding="ascii").read().splitlines()
-    return next(int(l.split()[1]) for l in lines if l.startswith(name)) // 1024
-
-def reset():  # the high-water mark becomes what is held now
-    open("/proc/self/clear_refs", "w").write("5")
-
-dtype, path = getattr(torch, sys.argv[1]), sys.argv[2]
-weights = [torch.nn.Parameter(torch.ones(1 << 20, 8, dtype=dtype)) for _ in range(2)]
-opt = AdamW(weights, states="disk", dir=path, durability=sys.argv[3])
-for w in weights:
-    w.grad = torch.full_like(w, 0.5)
-opt.step()
-opt.synchronize()
-for w in weights:
-    w.grad = None
+opt = trained(2, 1 << 20, getattr(torch, sys.argv[2]), sys.argv[3])
 reset()
 peak, anonymous = memory("VmHWM"), memory("RssAnon")
 saved = opt.state_dict()
@@ -232,9 +213,7 @@ print(memory("RssAnon") - anonymous)
 def test_memory_does_not_grow_by_the_states(
     tmp_path: Path, dtype: str, durability: str, states: int
 ) -> None:
-    command = [sys.executable, "-c", CHILD, dtype, str(tmp_path), durability]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
-    nbytes, grown, anonymous = map(int, run.stdout.split())
+    nbytes, grown, anonymous = printed(CHILD, tmp_path, dtype, durability)
     assert nbytes == states
     assert grown < 24
     assert anonymous < 64  # loading rounds the masters of one parameter at a time (16)

@@ -3,8 +3,6 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compare import all_equal
+from states_on_disk import printed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, DirectoryError, OptionError
 from tensorstow.checkpoint.optimizer_export import state_dict_of
@@ -286,30 +285,13 @@ def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
 
 
 CHILD = """
-import sys, torch
-from tensorstow import AdamW
-
-def memory(name):
-    lines = open("/proc/self/status", encoding="ascii").read().splitlines()
-    return next(int(l.split()[1]) for l in lines if l.startswith(name)) // 1024
-
-def make(path):
-    weights = [torch.nn.Parameter(torch.ones(1 << 20, 8, dtype=torch.bfloat16)) for _ in "ab"]
-    return weights, AdamW(weights, states="disk", dir=path, durability="none")
-
-weights, opt = make(sys.argv[1])
-for w in weights:
-    w.grad = torch.full_like(w, 0.5)
-opt.step()
-opt.synchronize()
-for w in weights:
-    w.grad = None
-_, new = make(sys.argv[1])
-open("/proc/self/clear_refs", "w").write("5")
+opt = trained(2, 1 << 20, torch.bfloat16)
+_, new = make(2, 1 << 20, torch.bfloat16)
+reset()
 peak, anonymous = memory("VmHWM"), memory("RssAnon")
-opt.save_safetensors(sys.argv[1] + "/x")
+opt.save_safetensors(path + "/x")
 print(memory("VmHWM") - peak)
-new.load_safetensors(sys.argv[1] + "/x")
+new.load_safetensors(path + "/x")
 print(memory("RssAnon") - anonymous)
 """
 
@@ -317,14 +299,10 @@ print(memory("RssAnon") - anonymous)
 @pytest.mark.slow
 def test_memory_stays_bounded_by_pieces(tmp_path: Path) -> None:
     """192 MiB of states in fp32."""
-    command = [sys.executable, "-c", CHILD, str(tmp_path)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
-    saved, loaded = map(int, run.stdout.split())
+    saved, loaded = printed(CHILD, tmp_path)
     assert (tmp_path / "x").stat().st_size >> 20 == 192
     assert saved < 24
-    assert (
-        loaded < 128
-    )  # the new ring (48), and the masters of one parameter rounded at a time (16)
+    assert loaded < 128  # the new ring (48), masters of one parameter rounded at a time (16)
 
 
 def values_of(optimizer: AdamW) -> list[torch.Tensor]:
