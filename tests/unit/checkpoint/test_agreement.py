@@ -40,6 +40,11 @@ def commit(store: Store, step: int, keep: int | None = None) -> None:
     store.commit(replace(make_content(store, step), hyper=hyper), keep=keep)
 
 
+def commit_all(stores: list[Store], step: int) -> None:
+    for store in stores:
+        commit(store, step)
+
+
 def chosen(stores: list[Store], which: str | int | None = None) -> list[object]:
     """Return the step that each rank goes on from, or what it raises."""
 
@@ -57,8 +62,7 @@ def steps(store: Store) -> list[int]:
 
 def test_the_newest_that_all_have(stores: list[Store], caplog: pytest.LogCaptureFixture) -> None:
     assert chosen(stores) == [None, None]
-    for store in stores:
-        commit(store, 1)
+    commit_all(stores, 1)
     assert chosen(stores) == [1, 1]
     assert caplog.text == ""
     commit(stores[1], 2, keep=1)
@@ -70,8 +74,7 @@ def test_the_newest_that_all_have(stores: list[Store], caplog: pytest.LogCapture
 
 
 def test_what_was_abandoned_goes_and_what_all_have_stays(stores: list[Store]) -> None:
-    for store in stores:
-        commit(store, 1)
+    commit_all(stores, 1)
     commit(stores[0], 2, keep=1)
     assert chosen(stores) == [1, 1]
     commit(stores[0], 3, keep=1)  # and the other one is killed before it has it
@@ -80,8 +83,7 @@ def test_what_was_abandoned_goes_and_what_all_have_stays(stores: list[Store]) ->
 
 
 def test_numbers_may_differ(stores: list[Store]) -> None:
-    for store in stores:
-        commit(store, 1)
+    commit_all(stores, 1)
     commit(stores[0], 2, keep=1)
     commit(stores[0], 3)
     commit(stores[1], 3)
@@ -146,11 +148,9 @@ def named(stores: list[Store], act: object, name: str) -> list[object]:
 
 
 def test_a_snapshot_is_of_all_ranks(stores: list[Store]) -> None:
-    for store in stores:
-        commit(store, 1)
+    commit_all(stores, 1)
     assert named(stores, add_snapshot, "a") == [None, None]
-    for store in stores:
-        commit(store, 2)
+    commit_all(stores, 2)
     assert chosen(stores, "a") == [1, 1]
     assert all("has that name" in str(error) for error in named(stores, add_snapshot, "a"))
     stores[1].drop_snapshot("a")
@@ -181,8 +181,7 @@ def test_a_snapshot_of_some_is_dropped_or_taken_anew(stores: list[Store]) -> Non
     assert named(stores, drop_snapshot, "a") == [None, None]
     assert not any(s.names for s in stores[0].generations())
     stores[1].add_snapshot("a")
-    for store in stores:
-        commit(store, 3)
+    commit_all(stores, 3)
     assert named(stores, add_snapshot, "a") == [None, None]
     assert chosen(stores, "a") == [3, 3]
     assert all("not there" in str(error) for error in named(stores, drop_snapshot, "b"))
@@ -191,8 +190,7 @@ def test_a_snapshot_of_some_is_dropped_or_taken_anew(stores: list[Store]) -> Non
 def test_a_rank_that_cannot_pin_is_named(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for store in stores:
-        commit(store, 1)
+    commit_all(stores, 1)
 
     def full(*_: object) -> None:
         message = "database or disk is full"
