@@ -10,65 +10,63 @@ import pytest
 
 from powerloss.contents import make_content
 from tensorstow.base.errors import DirectoryError
-from tensorstow.io.engine import open_engine
 from tensorstow.store.inspect import open_pinned
 from tensorstow.store.pins import dropping, pin
 from tensorstow.store.scrub import scrub
 from tensorstow.store.store import Store
 
 
+@pytest.fixture
+def store(store: Store) -> Store:
+    """Commit once."""
+    store.commit(make_content(store, 1))
+    return store
+
+
 def numbers(store: Store) -> list[int]:
     return [summary.number for summary in store.generations()]
 
 
-def test_a_commit_keeps_what_is_read(tmp_path: Path) -> None:
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        with open_pinned(tmp_path, "A test", 1) as pinned:
-            assert pinned is not None
-            for seed in (2, 3, 4):
-                store.commit(make_content(store, seed))
-            assert numbers(store) == [1, 4]
-            store.drop_older()
-            assert numbers(store) == [1, 4]
-            files, generation = pinned
-            assert not [d for p in scrub(files, [generation]) for d in p.damages]
-        store.commit(make_content(store, 5))
-        assert numbers(store) == [5]
+def test_a_commit_keeps_what_is_read(store: Store, tmp_path: Path) -> None:
+    with open_pinned(tmp_path, "A test", 1) as pinned:
+        assert pinned is not None
+        for seed in (2, 3, 4):
+            store.commit(make_content(store, seed))
+        assert numbers(store) == [1, 4]
+        store.drop_older()
+        assert numbers(store) == [1, 4]
+        files, generation = pinned
+        assert not [d for p in scrub(files, [generation]) for d in p.damages]
+    store.commit(make_content(store, 5))
+    assert numbers(store) == [5]
 
 
-def test_a_snapshot_that_is_read_loses_its_name_and_stays(tmp_path: Path) -> None:
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        store.add_snapshot("one")
-        store.commit(make_content(store, 2))
-        with open_pinned(tmp_path, "A test", 1):
-            store.drop_snapshot("one")
-            assert numbers(store) == [1, 2]
-        store.commit(make_content(store, 3))
-        assert numbers(store) == [3]
+def test_a_snapshot_that_is_read_loses_its_name_and_stays(store: Store, tmp_path: Path) -> None:
+    store.add_snapshot("one")
+    store.commit(make_content(store, 2))
+    with open_pinned(tmp_path, "A test", 1):
+        store.drop_snapshot("one")
+        assert numbers(store) == [1, 2]
+    store.commit(make_content(store, 3))
+    assert numbers(store) == [3]
 
 
-def test_what_is_gone_is_not_pinned(tmp_path: Path) -> None:
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        store.commit(make_content(store, 2))
+def test_what_is_gone_is_not_pinned(store: Store, tmp_path: Path) -> None:
+    store.commit(make_content(store, 2))
+    with open_pinned(tmp_path, "A test", 1) as pinned:
+        assert pinned is None
+
+
+def test_what_is_being_dropped_is_not_pinned(store: Store, tmp_path: Path) -> None:
+    with dropping(store.files[0], [1, 7]) as free:
+        assert free == [1, 7]
         with open_pinned(tmp_path, "A test", 1) as pinned:
             assert pinned is None
+    with open_pinned(tmp_path, "A test", 1) as pinned:
+        assert pinned is not None
 
 
-def test_what_is_being_dropped_is_not_pinned(tmp_path: Path) -> None:
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        with dropping(store.files[0], [1, 7]) as free:
-            assert free == [1, 7]
-            with open_pinned(tmp_path, "A test", 1) as pinned:
-                assert pinned is None
-        with open_pinned(tmp_path, "A test", 1) as pinned:
-            assert pinned is not None
-
-
-def test_a_reader_that_is_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_reader_that_is_killed_holds_nothing(store: Store, tmp_path: Path) -> None:
     code = """
 import sys, time
 from pathlib import Path
@@ -77,29 +75,23 @@ with open_pinned(Path(sys.argv[1]), "A test", 1) as pinned:
     print(pinned is not None, flush=True)
     time.sleep(60)
 """
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        reader = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
-        assert reader.stdout is not None
-        assert reader.stdout.readline() == b"True\n"
-        store.commit(make_content(store, 2))
-        assert numbers(store) == [1, 2]
-        reader.send_signal(signal.SIGKILL)
-        reader.communicate()
-        store.commit(make_content(store, 3))
-        assert numbers(store) == [3]
+    reader = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"True\n"
+    store.commit(make_content(store, 2))
+    assert numbers(store) == [1, 2]
+    reader.send_signal(signal.SIGKILL)
+    reader.communicate()
+    store.commit(make_content(store, 3))
+    assert numbers(store) == [3]
 
 
-def test_a_filesystem_without_locks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_filesystem_without_locks_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    with Store.open([tmp_path], open_engine()) as store:
-        store.commit(make_content(store, 1))
-        monkeypatch.setattr(fcntl, "fcntl", refuse)
-        with pytest.raises(DirectoryError, match=r"the filesystem gives none .*End the run first"):
-            pin(store.files[0], 1)
-        store.commit(make_content(store, 2))  # nobody can have pinned the first
-        assert numbers(store) == [2]
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(DirectoryError, match=r"the filesystem gives none .*End the run first"):
+        pin(store.files[0], 1)
+    store.commit(make_content(store, 2))  # nobody can have pinned the first
+    assert numbers(store) == [2]
