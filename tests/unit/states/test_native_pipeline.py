@@ -1,7 +1,7 @@
 import errno
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -222,6 +222,13 @@ class Problem:
             assert torch.equal(back[i]["exp_avg_sq"], state.v)
 
 
+@pytest.fixture
+def problem(tmp_path: Path) -> Iterator[Problem]:
+    made = Problem(tmp_path)
+    yield made
+    made.store.close()
+
+
 @pytest.mark.parametrize("slots", [2, 4])
 def test_gradients_land_in_any_order(tmp_path: Path, slots: int) -> None:
     problem = Problem(tmp_path, slots)
@@ -238,8 +245,7 @@ def test_gradients_land_in_any_order(tmp_path: Path, slots: int) -> None:
     problem.store.close()
 
 
-def test_a_parameter_is_published_when_its_chunks_have_their_gradients(tmp_path: Path) -> None:
-    problem = Problem(tmp_path)
+def test_a_parameter_is_published_when_its_chunks_have_their_gradients(problem: Problem) -> None:
     # Elements of chunks: 0 and 1 | 1 and 2 | 2 and 3.
     assert [sorted(c.owners) for c in problem.store.chunks] == [[0, 1], [1, 2], [2, 3]]
     for _ in range(3):
@@ -258,11 +264,9 @@ def test_a_parameter_is_published_when_its_chunks_have_their_gradients(tmp_path:
         problem.check()
     problem.check_states()
     assert problem.pipeline.counters.traffic().chunks_updated == 9
-    problem.store.close()
 
 
-def test_a_step_in_the_background_is_waited_for_by_whoever_needs_it(tmp_path: Path) -> None:
-    problem = Problem(tmp_path)
+def test_a_step_in_the_background_is_waited_for_by_whoever_needs_it(problem: Problem) -> None:
     waits = [
         problem.pipeline.wait_published,
         problem.pipeline.wait_written,
@@ -275,12 +279,12 @@ def test_a_step_in_the_background_is_waited_for_by_whoever_needs_it(tmp_path: Pa
         problem.check()
         problem.pipeline.wait_published()
     problem.check_states()
-    problem.store.close()
 
 
-def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> None:
+def test_a_commit_writes_states_and_weights_where_it_is_told(
+    problem: Problem, tmp_path: Path
+) -> None:
     """The scratch file's chunks have no room for weights: each goes to a place of its own here."""
-    problem = Problem(tmp_path)
     problem.begin()
     problem.pipeline.wait_idle()
     old = read_scratch(tmp_path)
@@ -311,11 +315,11 @@ def test_a_commit_writes_states_and_weights_where_it_is_told(tmp_path: Path) -> 
             )
             assert torch.equal(saved, problem.weights[run.parameter][run.start :][: run.count])
     problem.pipeline.wait_idle()
-    problem.store.close()
 
 
-def test_a_byte_that_changed_on_disk_is_damage_and_poisons(tmp_path: Path) -> None:
-    problem = Problem(tmp_path)
+def test_a_byte_that_changed_on_disk_is_damage_and_poisons(
+    problem: Problem, tmp_path: Path
+) -> None:
     problem.begin()
     problem.pipeline.wait_idle()
     (content,) = read_scratch(tmp_path)
@@ -331,13 +335,11 @@ def test_a_byte_that_changed_on_disk_is_damage_and_poisons(tmp_path: Path) -> No
         problem.pipeline.wait_published()
     with pytest.raises(PoisonedError):
         problem.begin()
-    problem.store.close()
 
 
 def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
-    tmp_path: Path,
+    problem: Problem,
 ) -> None:
-    problem = Problem(tmp_path)
     problem.begin()
     problem.pipeline.wait_idle()
     engine = problem.store.engine
@@ -355,11 +357,9 @@ def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
         with pytest.raises(PoisonedError, match=r"before and its states .*: read of") as again:
             problem.pipeline.check_alive()
         assert again.value.__cause__ is behind
-    problem.store.close()
 
 
-def test_what_no_open_step_expects_is_refused(tmp_path: Path) -> None:
-    problem = Problem(tmp_path)
+def test_what_no_open_step_expects_is_refused(problem: Problem) -> None:
     with pytest.raises(RuntimeError, match="no open step"):
         problem.pipeline.close_step()
     problem.begin(StepKind(open=True), due=[1])
@@ -371,11 +371,9 @@ def test_what_no_open_step_expects_is_refused(tmp_path: Path) -> None:
     problem.pipeline.close_step()
     problem.pipeline.wait_published()
     problem.check()
-    problem.store.close()
 
 
-def test_a_change_is_what_a_chunk_or_another_thread_reports(tmp_path: Path) -> None:
-    problem = Problem(tmp_path)
+def test_a_change_is_what_a_chunk_or_another_thread_reports(problem: Problem) -> None:
     pipeline, chunks = problem.pipeline, problem.pipeline.caller_chunks
     seen = chunks.changes()
     with ThreadPoolExecutor(1) as executor:
@@ -388,7 +386,6 @@ def test_a_change_is_what_a_chunk_or_another_thread_reports(tmp_path: Path) -> N
     pipeline.close_step()
     pipeline.wait_published()
     problem.check()
-    problem.store.close()
 
 
 def test_a_small_step_in_ram_wakes_no_thread() -> None:
