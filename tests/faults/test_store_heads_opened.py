@@ -6,7 +6,7 @@ import pytest
 
 from powerloss.contents import commit
 from tensorstow.io.engine import open_engine
-from tensorstow.store.heads import find_head, put_head
+from tensorstow.store.datafiles import find_head, put_head
 from tensorstow.store.store import Store
 
 

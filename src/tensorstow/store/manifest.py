@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tensorstow.base.directories import DirectoryFacts
 from tensorstow.base.errors import CommitError, SyncError, advice_for
+from tensorstow.store.datafiles import Head
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.heads import Head
 from tensorstow.store.manifest_copy import COPY_NAME, ManifestCopy
 from tensorstow.store.records import Content, Extent, Generation, Summary
 from tensorstow.store.rows import (

@@ -17,9 +17,9 @@ from tensorstow.store.datafiles import (
     check_unused,
     create_files,
     data_paths,
+    sync_heads,
 )
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.heads import sync_heads
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import Manifest, choose_journal
 from tensorstow.store.manifest_copy import COPY_NAME, DAMAGED_NAME, put_copy_in_place

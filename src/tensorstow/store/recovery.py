@@ -18,9 +18,16 @@ from tensorstow.base.directories import inspect_directory
 from tensorstow.base.errors import StoreFormatError, StowError, named
 from tensorstow.base.regular_file import is_there, regular_stream
 from tensorstow.store.bounds import check_schema, without_overlaps
-from tensorstow.store.datafiles import check_files, data_path, data_paths, read_label
+from tensorstow.store.datafiles import (
+    Head,
+    check_files,
+    data_path,
+    data_paths,
+    find_head,
+    put_head,
+    read_label,
+)
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.heads import Head, find_head, put_head
 from tensorstow.store.inspect import open_for_reading
 from tensorstow.store.lock import DirectoryLock
 from tensorstow.store.manifest import Journal, Manifest

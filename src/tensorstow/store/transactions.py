@@ -18,7 +18,7 @@ from tensorstow.base.errors import (
     advice_for,
 )
 from tensorstow.base.health import Health
-from tensorstow.store.heads import sync_heads
+from tensorstow.store.datafiles import sync_heads
 from tensorstow.store.opening import Parts
 from tensorstow.store.pins import dropping
 from tensorstow.store.records import Content, Extent, Generation

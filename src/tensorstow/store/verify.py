@@ -18,8 +18,7 @@ from tensorstow.store.bounds import (
     check_shared_rows,
     without_overlaps,
 )
-from tensorstow.store.datafiles import check_files, data_paths
-from tensorstow.store.heads import find_difference, read_head
+from tensorstow.store.datafiles import check_files, data_paths, find_difference, read_head
 from tensorstow.store.records import Generation, chunk_shapes
 from tensorstow.store.rows import check_seal, read_directories, read_generation
 from tensorstow.store.schema import (

@@ -1,20 +1,28 @@
-"""Labels of data files: whose they are, and what is nobody's."""
+"""Labels of data files, and heads: whose they are, and what they know of the manifest."""
 
 from pathlib import Path
 
 import pytest
 
 from tensorstow.base.errors import DamageError, StoreFormatError
+from tensorstow.io.engine import open_engine
+from tensorstow.io.files import open_file
 from tensorstow.store.datafiles import (
+    Head,
     Label,
     check_files,
     check_unused,
     create_files,
     data_path,
+    find_difference,
+    first_pages,
+    parse_head,
+    put_head,
+    read_head,
     read_label,
+    sync_heads,
 )
 from tensorstow.store.durability import SystemDisk
-from tensorstow.store.heads import Head
 
 
 def test_a_label_comes_back(tmp_path: Path) -> None:
@@ -68,3 +76,43 @@ def test_what_somebody_may_miss(there: bytes, tmp_path: Path) -> None:
     data_path(tmp_path, 0).write_bytes(there)
     with pytest.raises(StoreFormatError, match="has no manifest; but there is"):
         check_unused([tmp_path])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "states-0.bin"
+    path.write_bytes(Label("mine", 0, 1).page() + first_pages("mine"))
+    return path
+
+
+def test_heads_take_turns_and_the_newer_one_counts(path: Path) -> None:
+    assert read_head(path, "mine") == Head("mine")
+    with open_file(open_engine("threads"), path) as file:
+        for number in range(1, 6):
+            sync_heads(SystemDisk(), [file], Head("mine", number, number, 10 * number))
+            assert read_head(path, "mine") == Head("mine", number, number, 10 * number)
+    assert path.stat().st_size == 3 * 4096
+    put_head(path, Head("mine", 6, 5, 50))
+    assert read_head(path, "mine").transaction == 6
+    with pytest.raises(DamageError, match="8192 bytes at offset 4096, are damaged"):
+        read_head(path, "yours")
+
+
+@pytest.mark.parametrize("byte", [0, 20, 90, 200, 4095])
+def test_a_damaged_one_leaves_the_one_before(byte: int, path: Path) -> None:
+    put_head(path, Head("mine", 1, 1, 5))
+    put_head(path, Head("mine", 2, 2, 6))
+    data = bytearray(path.read_bytes())
+    data[4096 + byte] ^= 0x10  # transaction 2 is in the first slot
+    path.write_bytes(data)
+    assert read_head(path, "mine") == Head("mine", 1, 1, 5)
+    assert parse_head(bytes(data[4096:8192])) is None
+
+
+def test_what_is_legal(path: Path) -> None:
+    heads = [(path, Head("mine", 5, 3, 30)), (path, Head("mine", 4, 3, 30))]
+    assert find_difference(heads, 5) is None
+    assert find_difference(heads[:1], 6) is None
+    assert "has lost what was reported" in (find_difference(heads, 4) or "")
+    assert "an older copy by that" in (find_difference(heads, 6) or "")
+    assert "no commit yet" in (find_difference([(path, Head("mine", 9))], 1) or "")
