@@ -18,8 +18,8 @@ from tensorstow.io.files import File, open_file
 from tensorstow.store.datafiles import Label, check_files, is_file_of, labelled
 from tensorstow.store.lock import peek
 from tensorstow.store.manifest_copy import find_copy_damage
-from tensorstow.store.pins import pin
 from tensorstow.store.records import HEADER_BYTES, Generation, Summary, chunk_shapes
+from tensorstow.store.retention import pin
 from tensorstow.store.rows import read_directories, read_extents, read_summaries
 from tensorstow.store.schema import (
     MANIFEST_NAME,

@@ -18,9 +18,8 @@ from tensorstow.store.bounds import check_inside
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.manifest import Manifest
 from tensorstow.store.opening import Parts, open_parts
-from tensorstow.store.pins import dropping
 from tensorstow.store.records import Content, Extent, Generation, Summary, TensorRecord
-from tensorstow.store.retention import check_name, droppable, find
+from tensorstow.store.retention import check_name, droppable, dropping, find
 from tensorstow.store.space import StoreSpace
 from tensorstow.store.tensors import copy_bytes, read_tensor, tensor_bytes, write_tensor
 from tensorstow.store.transactions import Transactions

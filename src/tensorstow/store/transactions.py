@@ -20,9 +20,8 @@ from tensorstow.base.errors import (
 from tensorstow.base.health import Health
 from tensorstow.store.datafiles import sync_heads
 from tensorstow.store.opening import Parts
-from tensorstow.store.pins import dropping
 from tensorstow.store.records import Content, Extent, Generation
-from tensorstow.store.retention import droppable
+from tensorstow.store.retention import droppable, dropping
 from tensorstow.store.space import StoreSpace
 
 logger = logging.getLogger("tensorstow")
