@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstow
+from hosts import CABLE
 from tensorstow import Plan
 from tensorstow.base.errors import StowError
 
@@ -38,7 +39,7 @@ class How:
     snapshot: str | None = None
     """The name of a snapshot that is made at the end."""
     silent: bool = False
-    """Whether nothing is committed, and no weights are gathered to be told."""
+    """Whether nothing is committed, and the bytes sent over the cable are told, not weights."""
 
 
 def train(directory: Path, last: int, how: How) -> None:
@@ -68,9 +69,9 @@ def train(directory: Path, last: int, how: How) -> None:
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        _tell("step", step, *([] if how.silent else [_digest(model)]))
         if how.silent:
             dist.barrier()
+        _tell("step", step, _sent() if how.silent else _digest(model))
     if not how.silent:
         tensorstow.save_safetensors(model, directory.parent / "weights")
     if how.snapshot is not None:
@@ -81,6 +82,13 @@ def train(directory: Path, last: int, how: How) -> None:
 def _tell(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
+
+
+def _sent() -> int:
+    """Return the bytes that this host has sent, with the headers of packets."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    (counts,) = [line.split() for line in lines if line.strip().startswith(f"{CABLE}:")]
+    return int(counts[9])
 
 
 def _digest(model: nn.Module) -> str:
