@@ -1,11 +1,10 @@
 """Processes that launchers start, by the variables that each launcher sets."""
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
+import children
 from ports import free_port
 
 TRAINED = """
@@ -45,21 +44,17 @@ MPIRUN = {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2"}
     ids=["kubernetes", "srun", "mpirun"],
 )
 def test_processes_that_a_launcher_started_train_one_model(
-    variables: dict[str, str], plan: str
+    variables: dict[str, str], plan: str, tmp_path: Path
 ) -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", TRAINED, str(rank), plan],
-            env={**os.environ, **meeting, **{k: v.format(rank=rank) for k, v in variables.items()}},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    told = [process.communicate(timeout=110) for process in started]
-    assert [process.returncode for process in started] == [0, 0], told
-    (first, _), (second, _) = told
+    outputs = [tmp_path / str(rank) for rank in range(2)]
+    started = []
+    for rank, path in enumerate(outputs):
+        given = meeting | {name: value.format(rank=rank) for name, value in variables.items()}
+        with path.open("wb") as file:
+            command = ("-c", TRAINED, str(rank), plan)
+            started.append(children.start(*command, environment=given, stdout=file))
+    assert [process.wait(110) for process in started] == [0, 0]
+    first, second = (path.read_text() for path in outputs)
     assert first == second  # though each began with other weights and had other batches
     assert first.startswith("2 ")

@@ -1,11 +1,9 @@
 """The host memory of a model whose weights are on disk: that of its buffers, and no more."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from tree import TESTS
+import children
 
 MIB = 1 << 20
 SLACK = 32 * MIB
@@ -54,14 +52,7 @@ print(json.dumps({
 
 
 def test_host_memory_is_that_of_the_buffers(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path)],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout)
+    found = json.loads(children.run("-c", CODE, tmp_path).stdout)
     assert found["same"]
     assert found["high"] == found["buffers"] <= 3 * (4 * MIB + 8192)
     assert found["grown"] <= found["buffers"] + SLACK

@@ -1,13 +1,11 @@
 """A model four times as large as the host memory for its parameters trains from disk."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import children
 from ranks import large
-from tree import TESTS
 
 MIB = 1 << 20
 BUDGET = large.UNITS * large.UNIT_BYTES // 4
@@ -22,13 +20,7 @@ STEPS = 2
 
 def _trained(*arguments: object) -> dict[str, Any]:
     """Train in a process of its own; return what it held, within what the formula says."""
-    done = subprocess.run(
-        [sys.executable, "-m", large.__name__, str(BUDGET), *map(str, arguments)],
-        cwd=TESTS,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = children.run("-m", large.__name__, *map(str, (BUDGET, *arguments)))
     found: dict[str, Any] = json.loads(done.stdout)
     assert found["disk"] == 4 * BUDGET
     assert found["pinned"] <= BUDGET

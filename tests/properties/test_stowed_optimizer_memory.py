@@ -2,14 +2,13 @@
 
 import gc
 import mmap
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn, optim
 
+import children
 from parity.piecewise import CHUNK, MATRICES, SHAPES, SMALL, pair, parameters
 from tensorstow import StowedOptimizer
 from tensorstow.base.errors import BudgetError
@@ -128,9 +127,7 @@ CHILD = """
 import sys
 import torch
 from tensorstow import StowedOptimizer
-def peak():
-    lines = open("/proc/self/status", encoding="ascii").read().splitlines()
-    return 1024 * int(next(l for l in lines if l.startswith("VmHWM")).split()[1])
+from tensorstow.report.rss import peak_bytes
 shape = (64, 1 << 18)
 p = torch.nn.Parameter(torch.ones(shape))
 opt = StowedOptimizer(
@@ -140,7 +137,7 @@ opt = StowedOptimizer(
 p.grad = torch.ones(shape)
 for _ in range(3):
     opt.step()
-print(peak())
+print(peak_bytes())
 """
 
 
@@ -148,8 +145,7 @@ def test_the_process_needs_the_states_less(tmp_path: Path) -> None:
     """64 MiB of weights, 128 MiB of states: on disk they leave."""
 
     def peak(*arguments: str) -> int:
-        command = [sys.executable, "-c", CHILD, *arguments]
-        return int(subprocess.run(command, check=True, capture_output=True).stdout)
+        return int(children.run("-c", CHILD, *arguments).stdout)
 
     # A step of the whole parameter takes temporaries of its size, too: one of a chunk does not.
     assert peak("ram") - peak("disk", str(tmp_path)) > 100 * MIB

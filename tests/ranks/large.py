@@ -1,5 +1,6 @@
 """A model of 256 MiB, made on the meta device and trained from disk; prints what memory it took.
 
+It runs where ``children`` has loaded what torch loads late.
 Arguments: the bytes for parameters in memory, the step to train to, and for a run that commits a
 directory. Such a run goes on from what is there, commits every second step, and at its end by hand.
 """
@@ -9,32 +10,25 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 import tensorstow
 from models import ResidualMLP
 from tensorstow import Plan
 from tensorstow.fsdp.report import parameter_bytes
+from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
 WIDTH = 1024
 UNITS = 16
 UNIT_BYTES = 4 * WIDTH * 4 * WIDTH
 
 
-def most_resident() -> int:
-    """Return the most memory that this process ever held, in bytes."""
-    with Path("/proc/self/status").open(encoding="ascii") as file:
-        line = next(line for line in file if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
-
-
 def main(budget: int, until: int, *directory: str) -> None:
     """Train."""
-    # Before memory is measured: what torch loads late.
-    import torch._dynamo  # noqa: PLC0415
-    import torch.distributed.fsdp  # noqa: PLC0415
-
-    before = most_resident()
+    return_freed_memory()
+    before = resident_bytes()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
     with torch.device("meta"):
         model = nn.Sequential(*(ResidualMLP(WIDTH, 2 * WIDTH) for _ in range(UNITS)))
     plan = Plan(
@@ -59,7 +53,7 @@ def main(budget: int, until: int, *directory: str) -> None:
     sys.stdout.write(
         json.dumps(
             {
-                "grown": most_resident() - before,
+                "grown": (peak_bytes() or 0) - before,
                 "pinned": found.most_buffer_pool_bytes,
                 "disk": found.disk_bytes,
                 "read": found.bytes_read,
