@@ -5,27 +5,34 @@ import errno
 import os
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from parity.quadratic import SLOT, STREAM, Training, training_on, undisturbed
+from parity.quadratic import (
+    SLOT,
+    STREAM,
+    PiecewiseTraining,
+    Training,
+    every_backend,
+    every_error,
+    piecewise_undisturbed,
+    training_on,
+    undisturbed,
+)
 from process_counts import open_descriptors
 from tensorstow import AdamW, _native
 from tensorstow.base.errors import DirectoryError, PoisonedError, TransferError
-from tensorstow.io.engine import BACKENDS, probe_backend
 
-FAULTS = [errno.EIO, errno.ENOSPC]
-
-every_error = pytest.mark.parametrize("code", FAULTS, ids=errno.errorcode.get)
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(probe_backend(name) is not None, reason=name))
-        for name in BACKENDS
-    ],
+Make = Callable[..., Training | PiecewiseTraining]
+Wanted = Callable[[int], torch.Tensor]
+every_kind = pytest.mark.parametrize(
+    ("make", "wanted"),
+    [(training_on, undisturbed), (PiecewiseTraining, piecewise_undisturbed)],
+    ids=["AdamW", "StowedOptimizer"],
 )
 
 
@@ -120,9 +127,12 @@ def test_a_write_that_fails_while_step_waits(tmp_path: Path) -> None:
 
 
 @every_backend
+@every_kind
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_short_transfers_are_finished(tmp_path: Path, backend: str, operation: str) -> None:
-    training = training_on(tmp_path, backend)
+def test_short_transfers_are_finished(
+    tmp_path: Path, backend: str, operation: str, make: Make, wanted: Wanted
+) -> None:
+    training = make(tmp_path, backend)
     training.engine.inject_fault(operation, times=-1, max_bytes=4096)
     for _ in range(3):
         training.step()
@@ -130,7 +140,7 @@ def test_short_transfers_are_finished(tmp_path: Path, backend: str, operation: s
     training.engine.clear_faults()
     training.step()
     assert training.engine.counters()["resubmitted"] >= 3 * 12 * (STREAM // 4096 - 1)
-    assert torch.equal(training.parameter.detach(), undisturbed(5))
+    assert torch.equal(training.parameter.detach(), wanted(5))
     training.optimizer.close()
 
 
@@ -186,13 +196,14 @@ def test_a_write_that_fails_in_load_state_dict_poisons(tmp_path: Path) -> None:
     training.optimizer.close()
 
 
-def test_a_failed_optimizer_leaves_others_alone(tmp_path: Path) -> None:
-    broken, healthy = training_on(tmp_path), training_on(tmp_path)
+@every_kind
+def test_a_failed_optimizer_leaves_others_alone(tmp_path: Path, make: Make, wanted: Wanted) -> None:
+    broken, healthy = make(tmp_path), make(tmp_path)
     broken.engine.inject_fault("read", error=errno.EIO)
     with pytest.raises(TransferError):
         broken.step()
     healthy.step()
-    assert torch.equal(healthy.parameter.detach(), undisturbed(2))
+    assert torch.equal(healthy.parameter.detach(), wanted(2))
 
 
 def step_and_synchronize(optimizer: AdamW) -> None:
@@ -245,13 +256,14 @@ def test_a_directory_that_is_too_full(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("garbage_apart")
+@pytest.mark.parametrize("make", [training_on, PiecewiseTraining])
 def test_a_directory_that_fills_up_before_space_is_reserved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make
 ) -> None:
     before = open_descriptors()
     monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
     with pytest.raises(DirectoryError, match="No space left"):
-        training_on(tmp_path)
+        make(tmp_path)
     assert open_descriptors() == before
 
 

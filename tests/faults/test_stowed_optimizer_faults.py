@@ -9,68 +9,20 @@ import pytest
 import torch
 from torch import nn, optim
 
-from parity.piecewise import CHUNK, pair
-from process_counts import open_descriptors
-from tensorstow import PipelinePolicy, StowedOptimizer, _native
-from tensorstow.base.errors import (
-    BudgetError,
-    DirectoryError,
-    OptimizerError,
-    PoisonedError,
-    TransferError,
+from parity.piecewise import pair
+from parity.quadratic import (
+    PIECE,
+    PIECES,
+    PiecewiseTraining,
+    every_backend,
+    every_error,
+    piecewise_undisturbed,
 )
-from tensorstow.io.engine import BACKENDS, probe_backend
-
-PIECE = 8 * CHUNK  # two states in fp32
-PIECES = 6
-
-every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(probe_backend(name) is not None, reason=name))
-        for name in BACKENDS
-    ],
-)
-every_error = pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+from tensorstow import StowedOptimizer
+from tensorstow.base.errors import BudgetError, OptimizerError, PoisonedError, TransferError
 
 
-class Training:
-    """One parameter pulled to zero by a stowed Adam; one step is taken."""
-
-    def __init__(self, directory: Path, backend: str = "threads", pieces: int = PIECES) -> None:
-        self.parameter = nn.Parameter(torch.linspace(-1, 1, PIECES * CHUNK))
-        self.optimizer = StowedOptimizer(
-            optim.Adam,
-            [self.parameter],
-            states="disk",
-            dir=directory,
-            ram_budget=pieces * PIECE,
-            policy=PipelinePolicy(chunk_elements=CHUNK, backend=backend),  # type: ignore[arg-type]
-        )
-        self.step()
-        self.optimizer.synchronize()
-
-    @property
-    def engine(self) -> _native.Engine:
-        engine = self.optimizer._manager.engine
-        assert engine is not None
-        return engine
-
-    def step(self) -> None:
-        self.parameter.grad = 2 * self.parameter.detach()
-        self.optimizer.step()
-
-
-def undisturbed(steps: int) -> torch.Tensor:
-    parameter = nn.Parameter(torch.linspace(-1, 1, PIECES * CHUNK))
-    optimizer = optim.Adam([parameter], foreach=False)
-    for _ in range(steps):
-        parameter.grad = 2 * parameter.detach()
-        optimizer.step()
-    return parameter.detach()
-
-
-def assert_poisoned(training: Training, cause: BaseException) -> None:
+def assert_poisoned(training: PiecewiseTraining, cause: BaseException) -> None:
     before = training.parameter.detach().clone()
     optimizer = training.optimizer
     for use in (optimizer.step, optimizer.synchronize, optimizer.state_dict):
@@ -85,7 +37,7 @@ def assert_poisoned(training: Training, cause: BaseException) -> None:
 @every_error
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_read_that_fails(tmp_path: Path, backend: str, code: int, after: int) -> None:
-    training = Training(tmp_path, backend, pieces=2)
+    training = PiecewiseTraining(tmp_path, backend, pieces=2)
     training.engine.inject_fault("read", after=after, error=code)
     with pytest.raises(TransferError) as caught:
         training.step()
@@ -103,13 +55,13 @@ def test_a_write_that_fails_behind_step_surfaces_next(
     tmp_path: Path, backend: str, use: str
 ) -> None:
     for delay in (0.05, 1.0, 5.0):  # so that step() is over before, also beside other processes
-        training = Training(tmp_path, backend)
+        training = PiecewiseTraining(tmp_path, backend)
         training.engine.inject_fault("write", times=1, delay_us=int(delay * 1e6))
         training.engine.inject_fault("write", after=2, error=errno.EIO)
         with suppress(TransferError):
             training.step()
             break
-    assert torch.equal(training.parameter.detach(), undisturbed(2))
+    assert torch.equal(training.parameter.detach(), piecewise_undisturbed(2))
     time.sleep(4 * delay)
     with pytest.raises(TransferError, match="write") as caught:
         getattr(training.optimizer, use)()
@@ -117,37 +69,15 @@ def test_a_write_that_fails_behind_step_surfaces_next(
 
 
 def test_a_write_that_fails_while_step_waits_for_room(tmp_path: Path) -> None:
-    training = Training(tmp_path, pieces=2)
+    training = PiecewiseTraining(tmp_path, pieces=2)
     training.engine.inject_fault("write", error=errno.ENOSPC)
     with pytest.raises(TransferError, match="larger") as caught:
         training.step()
     assert_poisoned(training, caught.value)
 
 
-@every_backend
-@pytest.mark.parametrize("operation", ["read", "write"])
-def test_short_transfers_are_finished(tmp_path: Path, backend: str, operation: str) -> None:
-    training = Training(tmp_path, backend)
-    training.engine.inject_fault(operation, times=-1, max_bytes=4096)
-    for _ in range(2):
-        training.step()
-    training.optimizer.synchronize()
-    training.engine.clear_faults()
-    training.step()
-    assert torch.equal(training.parameter.detach(), undisturbed(4))
-
-
-def test_one_failure_leaves_others_alone(tmp_path: Path) -> None:
-    broken, healthy = Training(tmp_path), Training(tmp_path)
-    broken.engine.inject_fault("read", error=errno.EIO)
-    with pytest.raises(TransferError):
-        broken.step()
-    healthy.step()
-    assert torch.equal(healthy.parameter.detach(), undisturbed(2))
-
-
 def test_a_state_dict_that_cannot_be_read(tmp_path: Path) -> None:
-    training = Training(tmp_path)
+    training = PiecewiseTraining(tmp_path)
     training.engine.inject_fault("read", after=1, error=errno.EIO)
     with pytest.raises(TransferError) as caught:
         training.optimizer.state_dict()
@@ -173,17 +103,6 @@ def test_a_class_that_raises_in_the_middle(tmp_path: Path) -> None:
     with pytest.raises(PoisonedError) as poisoned:
         both.ours.step()
     assert poisoned.value.__cause__ is caught.value
-
-
-@pytest.mark.usefixtures("garbage_apart")
-def test_a_disk_that_is_full_at_construction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = open_descriptors()
-    monkeypatch.setattr(_native, "fallocate", lambda _fd, _length: errno.ENOSPC)
-    with pytest.raises(DirectoryError, match="No space left"):
-        Training(tmp_path)
-    assert open_descriptors() == before
 
 
 def test_states_that_turn_up_later_and_do_not_fit(tmp_path: Path) -> None:
