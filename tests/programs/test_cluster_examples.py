@@ -84,11 +84,6 @@ def steps_of(job: "subprocess.Popen[str]") -> Iterator[int]:
             yield int(found[1])
 
 
-def command_of(pid: str) -> bytes:
-    """Return the command line of a process."""
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 def ranks_of(agent: int) -> list[int]:
     """Return the processes that torchrun has started."""
     deadline = time.monotonic() + 30
