@@ -232,13 +232,9 @@ def run_alone(
 
     ``given``: what its environment has besides this one's.
     """
-    command = [sys.executable, "-m", module, *arguments, *(["--quick"] if quick else [])]
-    root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", **(given or {})}
-    done = subprocess.run(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True, check=True
-    )
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    words = (module, *arguments, *(["--quick"] if quick else []))
+    given = {"TRANSFORMERS_VERBOSITY": "error", **(given or {})}
+    result: dict[str, Any] = json.loads(lines_of(*words, given=given)[-1])
     return result
 
 
@@ -265,7 +261,10 @@ def as_child(measure: Callable[..., Mapping[str, Any]], ways: Iterable[str] | No
 
 
 def lines_of(
-    *words: str, seconds: float, given: Mapping[str, str] | None = None, text: str | None = None
+    *words: str,
+    seconds: float | None = None,
+    given: Mapping[str, str] | None = None,
+    text: str | None = None,
 ) -> list[str]:
     """Run ``python -m`` with these words in the root of the tree; return the lines that it printed.
 
@@ -285,6 +284,19 @@ def lines_of(
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout.splitlines()
+
+
+def process_io() -> tuple[int, int]:
+    """Return the bytes that this process has read from disks and written to them."""
+    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
+    facts = dict(line.split(": ") for line in lines)
+    return int(facts["read_bytes"]), int(facts["write_bytes"])
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return one number for the bits of fp32 tensors."""
+    bits = [tensor.detach().reshape(-1).view(torch.int32).to(torch.int64) for tensor in tensors]
+    return sum(int((each * torch.arange(1, len(each) + 1)).sum()) for each in bits)
 
 
 def machine_facts(directory: Path | None) -> dict[str, Any]:

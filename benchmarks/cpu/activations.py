@@ -6,7 +6,6 @@ are there already. So what is counted is activations, and what the loss and sing
 """
 
 import gc
-import importlib
 import importlib.util
 import statistics
 import time
@@ -19,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 import tensorstow
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -35,7 +35,7 @@ from tensorstow.optim.adam import AdamW
 from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memory
 
 _BATCH, _SMALL_BATCH = (4, 1024), (4, 64)
-_SMALL = {"n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
+_SMALL = {**SMALL, "n_layer": 4}
 _BUDGET, _SMALL_BUDGET = 128 << 20, 1 << 20
 _WAYS = ("kept", "disk", "disk, loss too", "save_on_cpu", "recomputed")
 _MOST_PAIRS = 5
@@ -79,10 +79,7 @@ def figures(settings: Settings) -> Iterator[Figure]:
 
 
 def _measure(way: str, directory: Path, *, quick: bool) -> dict[str, float]:
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(**_SMALL if quick else {})
-    model = transformers.GPT2LMHeadModel(config)
+    model = gpt2(**_SMALL if quick else {})
     ids = torch.randint(512, _SMALL_BATCH if quick else _BATCH, generator=torch.Generator())
     optimizer = AdamW(model.parameters(), lr=1e-5)
     offload, around = _place(way, model, directory, _SMALL_BUDGET if quick else _BUDGET)

@@ -15,8 +15,18 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.measure import Figure, Sample, Settings, as_child, exactly, ratio, run_ways
+from benchmarks.measure import (
+    Figure,
+    Sample,
+    Settings,
+    as_child,
+    digest_of,
+    exactly,
+    ratio,
+    run_ways,
+)
 from tensorstow import AdamW
+from tensorstow.report.rss import peak_bytes
 
 _ALONE, _OURS, _TORCH = "alone", "ema", "AveragedModel"
 _TIERS = ("host", "disk")
@@ -75,34 +85,19 @@ def _measure(name: str, directory: Path, *, quick: bool) -> dict[str, Any]:
         if beside is not None:
             beside.update_parameters(model)
         seconds.append(time.perf_counter() - start)
-    peak = int(
-        next(
-            line.split()[1]
-            for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-            if line.startswith("VmHWM")
-        )
-    )
+    peak = peak_bytes()
     digest = 0
     if beside is not None:
-        digest = _sum_of(beside.module)
+        digest = digest_of(beside.module.parameters())
     elif ema is not None:
         with optimizer.averaged(model):
-            digest = _sum_of(model)
+            digest = digest_of(model.parameters())
     optimizer.close()
     return {
         "seconds": statistics.median(seconds[2:]),
-        "peak_bytes": peak << 10,
+        "peak_bytes": peak,
         "digest": digest,
     }
-
-
-def _sum_of(model: nn.Module) -> int:
-    """Return one number for the bits of all weights."""
-    bits = [
-        parameter.detach().view(torch.int32).to(torch.int64) for parameter in model.parameters()
-    ]
-    places = [torch.arange(1, b.numel() + 1).view_as(b) for b in bits]
-    return sum(int((b * place).sum()) for b, place in zip(bits, places, strict=True))
 
 
 if __name__ == "__main__":

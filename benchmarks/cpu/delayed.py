@@ -4,13 +4,13 @@ Both runs see the same few batches again and again, so that the loss falls. Duri
 loss is that of the exact run, bit for bit; after it each gradient is one update late.
 """
 
-import importlib
 import importlib.util
 import statistics
 from collections.abc import Iterator, Mapping
 
 import torch
 
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import Figure, Settings, exactly, not_available, use_all_cores
 from tensorstow import AdamW, DelayedUpdate
 
@@ -20,7 +20,6 @@ WARMUP = 40
 _STEPS, _SMALL_STEPS = 120, 48
 _BATCHES = 8
 _BATCH, _SMALL_BATCH = (1, 64), (2, 16)
-_SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 _LAST = 10
 """Steps at the end over which the final loss is averaged."""
 
@@ -51,12 +50,9 @@ def judge(curves: Mapping[str, list[float]]) -> Iterator[Figure]:
 
 
 def _train(overlap: object, *, quick: bool) -> list[float]:
-    transformers = importlib.import_module("transformers")
-    config = transformers.GPT2Config(**_SMALL if quick else {})
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config).eval()  # no dropout: the curves compare updates
+    model = gpt2(**SMALL if quick else {}).eval()  # no dropout: the curves compare updates
     rows, columns = _SMALL_BATCH if quick else _BATCH
-    ids = torch.randint(config.vocab_size, (_BATCHES, rows, columns))
+    ids = torch.randint(model.config.vocab_size, (_BATCHES, rows, columns))
     optimizer = AdamW(model.parameters(), lr=1e-4, states="host", module=model, overlap=overlap)
     losses = []
     for step in range(_SMALL_STEPS if quick else _STEPS):

@@ -12,7 +12,6 @@ calibrate` would write for the two rates; the others have none.
 
 import argparse
 import ctypes
-import importlib
 import importlib.util
 import json
 import os
@@ -29,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import Figure, Limit, Settings, at_most, not_available, run_alone
 from tensorstow import AdamW, Plan, stow
 from tensorstow.base.profile import (
@@ -48,7 +48,6 @@ _STEPS = 4
 """An even number: the next step begins where the last one ended, so they alternate."""
 _MOST_OFF, _MOST_STEP = 0.03, 1.05
 _SIZES = {"n_layer": 6, "n_embd": 768, "n_head": 12, "vocab_size": 8000}
-_SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 _BATCH, _LONG_BATCH = (1, 64), (4, 128)
 _ON_DISK = Plan(parameters="disk", states="disk")
 _ACTIVATIONS = Plan(activations="disk", activation_ram_budget="64MiB")
@@ -165,17 +164,14 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _measure(way: Way, directory: Path, *, quick: bool) -> dict[str, Any]:
-    transformers = importlib.import_module("transformers")
     folders = _folders(directory)
     if way.is_by_rate:
         write_profile(_profile_of(folders))
     used = folders[:1] if way.shares == "alone" else folders
-    torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": None}
-    config = transformers.GPT2Config(**_SMALL if quick else _SIZES, **ends)
-    model = transformers.GPT2LMHeadModel(config)
+    model = gpt2(**SMALL if quick else _SIZES, **ends)
     make = partial(AdamW, lr=1e-4, durability="none")
-    ids = torch.randint(config.vocab_size, (2, 16) if quick else way.batch)
+    ids = torch.randint(model.config.vocab_size, (2, 16) if quick else way.batch)
     if way.plan is None:
         optimizer = make(model.parameters(), states="disk", dir=used)
     else:

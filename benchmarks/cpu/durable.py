@@ -16,6 +16,7 @@ from benchmarks.measure import (
     at_most,
     exactly,
     interleave,
+    process_io,
     ratio,
     use_all_cores,
 )
@@ -68,11 +69,11 @@ def _bytes(directory: Path, settings: Settings) -> Iterator[Figure]:
         optimizer = AdamW(parameters, states="disk", dir=where, state_format=name)
         optimizer.step()
         optimizer.synchronize()
-        before, system = usage(optimizer=optimizer).traffic, _process_io()
+        before, system = usage(optimizer=optimizer).traffic, process_io()
         for _ in range(3):
             optimizer.step()
             optimizer.synchronize()
-        after, later = usage(optimizer=optimizer).traffic, _process_io()
+        after, later = usage(optimizer=optimizer).traffic, process_io()
         elements = 3 * sum(p.numel() for p in parameters)
         read = (after.bytes_read - before.bytes_read) / elements
         written = (after.bytes_written - before.bytes_written) / elements
@@ -87,13 +88,6 @@ def _bytes(directory: Path, settings: Settings) -> Iterator[Figure]:
         yield Figure(f"{title}, read", limit, read, "B", detail)
         yield Figure(f"{title}, written", limit, written, "B", detail)
         optimizer.close()
-
-
-def _process_io() -> tuple[int, int]:
-    facts = dict(
-        line.split(": ") for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
-    )
-    return int(facts["read_bytes"]), int(facts["write_bytes"])
 
 
 def _commit_every_step(directory: Path, settings: Settings) -> Iterator[Figure]:
@@ -152,10 +146,10 @@ def _pin_and_resume(directory: Path, settings: Settings) -> Iterator[Figure]:
     optimizer.commit()
     seconds, written = [], []
     for turn in range(5):
-        before, start = _process_io()[1], time.perf_counter()
+        before, start = process_io()[1], time.perf_counter()
         optimizer.snapshot(f"pin-{turn}")
         seconds.append(time.perf_counter() - start)
-        written.append(_process_io()[1] - before)
+        written.append(process_io()[1] - before)
     billions = sum(p.numel() for p in parameters) / 1e9
     what = f"pinning a commit of {billions:.3g}B parameters"
     yield Figure(f"{what}: time", at_most(0.1), sorted(seconds)[2], "s", {"seconds": seconds})
@@ -166,12 +160,12 @@ def _pin_and_resume(directory: Path, settings: Settings) -> Iterator[Figure]:
     with torch.no_grad():
         for parameter in parameters:
             parameter.zero_()
-    before = _process_io()[0]
+    before = process_io()[0]
     start = time.perf_counter()
     again = AdamW(parameters, states="disk", dir=directory, commit_every=None)
     again.resume()
     elapsed = time.perf_counter() - start
-    read = _process_io()[0] - before
+    read = process_io()[0] - before
     weights = sum(p.numel() * p.element_size() for p in parameters)
     manifest = sum(p.stat().st_size for p in directory.glob("manifest.sqlite*"))
     detail = {"bytes_read": read, "weights": weights, "manifest": manifest, "seconds": elapsed}

@@ -4,7 +4,6 @@ Contenders take turns of a few steps in one process; a turn's first step is not 
 """
 
 import gc
-import importlib
 import importlib.util
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.accelerator import link_bytes
 from benchmarks.accelerator.place import on_cpu
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.cpu.raw import RawFile, alternate, cut
 from benchmarks.measure import (
     Figure,
@@ -113,7 +113,8 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     scratch = {"dir": directory, "durability": "none"}
 
     def model() -> nn.Module:
-        return _model(**_QUICK if quick else {})
+        made: nn.Module = gpt2(**_QUICK if quick else {})
+        return made
 
     ram = model()
     yield Contender("RAM", ram, make(ram.parameters()), ids)
@@ -132,15 +133,8 @@ def _contenders(make: Any, directory: Path, *, quick: bool) -> Iterator[Contende
     yield Contender("stowed, DISK", *placed, ids)
 
 
-_QUICK = {"n_layer": 4, "n_embd": 64, "n_head": 2, "vocab_size": 512}
+_QUICK = {**SMALL, "n_layer": 4}
 _LARGE = {"n_layer": 36, "n_embd": 1280, "n_head": 20}
-
-
-def _model(**size: int) -> nn.Module:
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    model: nn.Module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
-    return model
 
 
 def _held(model: nn.Module) -> int:
@@ -221,7 +215,7 @@ def _host_bytes(make: Any, directory: Path, *, quick: bool) -> Figure:  # noqa: 
 
     Of GPT-2 large: the small one's embedding is a third of it, and so is one unit's gradient.
     """
-    model = _model(**_QUICK if quick else _LARGE).to(torch.bfloat16)
+    model = gpt2(**_QUICK if quick else _LARGE).to(torch.bfloat16)
     elements = sum(p.numel() for p in model.parameters())
     mesh = init_device_mesh("cpu", (1,))
     plan = Plan(states="disk", overlap="backward")

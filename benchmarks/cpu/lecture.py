@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cpu.models import SMALL
 from benchmarks.cpu.seed_example import scratch_files
 from benchmarks.measure import Figure, Sample, Settings, as_child, exactly, not_available, run_ways
 from tensorstow import AdamW, PipelinePolicy, Plan, stow
@@ -37,7 +38,6 @@ _MOST_PAIRS = 5
 _STEPS = 4
 _MIB = 1 << 20
 _BATCH, _SMALL_BATCH = (4, 128), (2, 16)
-_SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
@@ -69,7 +69,7 @@ def judge(runs: Mapping[str, list[dict[str, Any]]]) -> Iterator[Figure]:
 
 def _measure(way: str, directory: Path, *, quick: bool) -> dict[str, Any]:
     transformers = importlib.import_module("transformers")
-    config = transformers.GPT2Config(**_SMALL if quick else {})
+    config = transformers.GPT2Config(**SMALL if quick else {})
     shape = _SMALL_BATCH if quick else _BATCH
     plan, policy = WAYS[way]
     gc.collect()

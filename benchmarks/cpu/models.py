@@ -1,4 +1,4 @@
-"""Small models of many kinds, each with a loss: what the planner's bytes are compared on."""
+"""GPT-2, and small models of many kinds with a loss: what the planner's bytes are compared on."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,7 +8,17 @@ from torch import nn
 from torch.nn import functional
 
 Loss = Callable[[nn.Module], torch.Tensor]
+SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
+"""Sizes of GPT-2 for a quick run."""
 _TOKENS = (2, 64)
+
+
+def gpt2(**sizes: Any) -> Any:  # noqa: ANN401  # transformers', which is optional
+    """Return GPT-2 with a language model's head, the same at each call."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes))
 
 
 class _Level(nn.Module):

@@ -39,9 +39,10 @@ _LOOPS = ((512, 4), (1024, 8), (2048, 8))
 _LOOP_BATCH = 64
 _MARGIN = 20e-6
 """Seconds that a step may take longer than torch's, where these are more than a twentieth."""
-_SECONDS = 0.5
+_SECONDS, _QUICK_SECONDS = 0.5, 0.02
 """How long a step is repeated in one process, after a fifth of that."""
 _FEWEST_STEPS, _MOST_TURNS = 5, 7
+_Repeat = Callable[[Callable[[], object]], list[float]]
 
 
 def gpt2_shapes(
@@ -72,14 +73,14 @@ def figures(settings: Settings) -> Iterator[Figure]:
 
 def _measure(name: str, *, quick: bool) -> dict[str, float]:
     use_all_cores()
-    seconds = {}
+    seconds, repeat = {}, partial(_times, seconds=_QUICK_SECONDS if quick else _SECONDS)
     shapes = gpt2_shapes(layers=1, width=16, vocabulary=64) if quick else gpt2_shapes()
-    seconds["opt.step of the seed example in RAM"] = _step_of(name, shapes)
+    seconds["opt.step of the seed example in RAM"] = _step_of(name, shapes, repeat)
     for count, elements in _SIZES[:2] if quick else _SIZES:
         what = f"opt.step in RAM, tensors x elements {count:,} x {elements:,}"
-        seconds[what] = _step_of(name, [(elements,)] * count)
+        seconds[what] = _step_of(name, [(elements,)] * count, repeat)
     for width, layers in _LOOPS[:1] if quick else _LOOPS:
-        seconds.update(_loop_of(name, width, layers))
+        seconds.update(_loop_of(name, width, layers, repeat))
     return seconds
 
 
@@ -89,11 +90,11 @@ def _optimizer(name: str, parameters: list[nn.Parameter]) -> Any:  # noqa: ANN40
     return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
-def _step_of(name: str, shapes: list[tuple[int, ...]]) -> float:
-    return statistics.median(_times(_optimizer(name, _parameters(shapes)).step))
+def _step_of(name: str, shapes: list[tuple[int, ...]], repeat: _Repeat) -> float:
+    return statistics.median(repeat(_optimizer(name, _parameters(shapes)).step))
 
 
-def _loop_of(name: str, width: int, layers: int) -> dict[str, float]:
+def _loop_of(name: str, width: int, layers: int, repeat: _Repeat) -> dict[str, float]:
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
     optimizer = _optimizer(name, list(model.parameters()))
@@ -107,15 +108,15 @@ def _loop_of(name: str, width: int, layers: int) -> dict[str, float]:
         optimizer.step()
         steps.append(time.perf_counter() - start)
 
-    whole = statistics.median(_times(train))
+    whole = statistics.median(repeat(train))
     what = f"{sum(p.numel() for p in model.parameters()):,} parameters in a training loop"
     return {f"{what}, opt.step": statistics.median(steps), f"{what}, the whole": whole}
 
 
-def _times(act: Callable[[], object]) -> list[float]:
+def _times(act: Callable[[], object], seconds: float) -> list[float]:
     """Return the seconds that each of many calls took, after some that are not counted."""
-    _times_for(act, _SECONDS / 5)
-    return _times_for(act, _SECONDS)
+    _times_for(act, seconds / 5)
+    return _times_for(act, seconds)
 
 
 def _times_for(act: Callable[[], object], seconds: float) -> list[float]:

@@ -6,7 +6,6 @@ counted, for it finds the disk at rest.
 """
 
 import gc
-import importlib
 import importlib.util
 import itertools
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import (
     Figure,
     Limit,
@@ -149,14 +149,11 @@ def figures(settings: Settings) -> Iterator[Figure]:
 
 
 def _contender(way: Way, directory: Path, *, quick: bool) -> Contender:
-    transformers = importlib.import_module("transformers")
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if quick else {}
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(**small)
-    model = transformers.GPT2LMHeadModel(config)
+    model = gpt2(**SMALL if quick else {})
+    words = model.config.vocab_size
     generator = torch.Generator().manual_seed(1)
     batches = (
-        torch.randint(config.vocab_size, (2, 16) if quick else _BATCH, generator=generator)
+        torch.randint(words, (2, 16) if quick else _BATCH, generator=generator)
         for _ in itertools.count()
     )
     return Contender(way, model, way.optimizer(model, directory), batches)

@@ -9,7 +9,6 @@ seconds sum to an average step of these.
 """
 
 import argparse
-import importlib
 import importlib.util
 import json
 import resource
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import Figure, Limit, Sample, Settings, at_most, not_available, run_ways
 from tensorstow import AdamW, Plan, stow
 
@@ -53,7 +53,6 @@ PLACEMENTS: Mapping[str, tuple[Plan | None, bool, float | None]] = {
 _MOST_TURNS, _STEPS, _RECORDED = 5, 6, 4
 _CLIP = 1.0
 _BATCH, _SMALL_BATCH = (4, 128), (2, 16)
-_SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
 
 
 def figures(settings: Settings) -> Iterator[Figure]:
@@ -99,17 +98,15 @@ def _figure(
 
 
 def _measure(name: str, directory: Path, *, quick: bool) -> dict[str, Any]:
-    transformers = importlib.import_module("transformers")
-    config = transformers.GPT2Config(**_SMALL if quick else {})
     plan, clips, _ = PLACEMENTS[name]
-    torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
+    model = gpt2(**SMALL if quick else {})
+    words = model.config.vocab_size
     if plan is None:
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     else:
         scratch = {"dir": directory, "durability": "none"} if plan != _IN_RAM else {}
         model, optimizer = stow(model, partial(AdamW, lr=1e-4, **scratch), plan=plan)
-    ids = torch.randint(config.vocab_size, _SMALL_BATCH if quick else _BATCH)
+    ids = torch.randint(words, _SMALL_BATCH if quick else _BATCH)
 
     def train() -> float:
         start = time.perf_counter()

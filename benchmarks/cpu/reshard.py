@@ -23,12 +23,13 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.cpu.raw import RawFile, alternate, cut
-from benchmarks.measure import Figure, Sample, Settings, at_most, ratio
+from benchmarks.measure import Figure, Sample, Settings, at_most, process_io, ratio
 from tensorstow import AdamW, Plan, stow
 from tensorstow.checkpoint import reshard
 from tensorstow.io.engine import open_engine
 from tensorstow.io.files import scratch_file
 from tensorstow.optim import stowed_adam
+from tensorstow.report.rss import peak_bytes, resident_bytes
 from tensorstow.states.policy import PipelinePolicy
 
 _WIDTH, _LAYERS = 4096, 9
@@ -113,11 +114,11 @@ def _measure(directory: Path, *, quick: bool) -> dict[str, Any]:
 
     stowed_adam.move_rows = move_rows
     dist.barrier()
-    before, resident, start = _process_io(), _resident("VmRSS"), time.perf_counter()
+    before, resident, start = process_io(), resident_bytes(), time.perf_counter()
     step = optimizer.resume()
     dist.barrier()
-    seconds, after = time.perf_counter() - start, _process_io()
-    peak = _resident("VmHWM") - resident
+    seconds, after = time.perf_counter() - start, process_io()
+    peak = (peak_bytes() or 0) - resident
     if step is None:
         model(torch.ones(1, width, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()
@@ -156,18 +157,6 @@ def _raw(directory: Path, nbytes: int) -> float:
         os.fdatasync(file.fd)
         dist.barrier()
         return time.perf_counter() - start
-
-
-def _process_io() -> tuple[int, int]:
-    lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
-    facts = dict(line.split(": ") for line in lines)
-    return int(facts["read_bytes"]), int(facts["write_bytes"])
-
-
-def _resident(kind: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    facts = dict(line.split(":\t") for line in lines if ":\t" in line)
-    return 1024 * int(facts[kind].split()[0])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.cpu.models import SMALL, gpt2
 from benchmarks.measure import (
     Figure,
     Sample,
@@ -39,6 +40,7 @@ from benchmarks.measure import (
 from tensorstow import usage
 from tensorstow.optim.adam import AdamW
 from tensorstow.optim.stowed_adam import StowedAdam
+from tensorstow.report.rss import resident_bytes, return_freed_memory
 from tensorstow.states.layout import Family
 from tensorstow.states.memory import predict_memory
 from tensorstow.states.policy import PipelinePolicy
@@ -223,7 +225,6 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     use_all_cores()
-    torch.manual_seed(0)
     model, batches = _example(quick=options.quick)
     parameters = list(model.parameters())
     optimizer = _optimizer(parameters, options)
@@ -245,10 +246,10 @@ def main() -> None:
         }
     optimizer.zero_grad()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    return_freed_memory()
     files = list(scratch_files())
     result |= {
-        "rss_bytes": _rss_bytes(),
+        "rss_bytes": resident_bytes(),
         "page_cache_bytes": sum(page_cache_bytes(fd) for fd in files),
         "file_bytes": sum(os.fstat(fd).st_size for fd in files),
         "parameters": sum(p.numel() for p in parameters),
@@ -258,15 +259,14 @@ def main() -> None:
 
 
 def _example(*, quick: bool) -> tuple[torch.nn.Module, Iterator[torch.Tensor]]:
-    transformers = importlib.import_module("transformers")
-    small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512}
-    config = transformers.GPT2Config(**(small if quick else {}))
+    model = gpt2(**SMALL if quick else {})
     generator = torch.Generator().manual_seed(1)
     shape = (2, 16) if quick else _BATCH
     batches = (
-        torch.randint(config.vocab_size, shape, generator=generator) for _ in itertools.count()
+        torch.randint(model.config.vocab_size, shape, generator=generator)
+        for _ in itertools.count()
     )
-    return transformers.GPT2LMHeadModel(config), batches
+    return model, batches
 
 
 def _optimizer(
@@ -315,14 +315,6 @@ def _train(
         "last_backward": backward,
         "last_step": update,
     }
-
-
-def _rss_bytes() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    message = "no VmRSS in /proc/self/status"
-    raise RuntimeError(message)
 
 
 def scratch_files() -> Iterator[int]:

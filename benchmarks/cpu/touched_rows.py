@@ -18,7 +18,7 @@ from torch import nn
 
 import tensorstow
 from benchmarks.cpu.generation import read_raw
-from benchmarks.measure import Figure, Settings, as_child, at_most, exactly, run_alone
+from benchmarks.measure import Figure, Settings, as_child, at_most, digest_of, exactly, run_alone
 from tensorstow import AdamW
 
 _MODULE = "benchmarks.cpu.touched_rows"
@@ -140,11 +140,10 @@ def _moved(optimizer: AdamW) -> int:
 
 def _digest(model: nn.Module, optimizer: AdamW) -> int:
     """Return one number for the bits of all weights and moments."""
-    values = [p.detach() for p in model.parameters()]
+    values = list[torch.Tensor](model.parameters())
     for state in optimizer.state_dict()["state"].values():
         values += [state["exp_avg"], state["exp_avg_sq"]]
-    bits = [value.reshape(-1).view(torch.int32).to(torch.int64) for value in values]
-    return sum(int((b * torch.arange(1, len(b) + 1)).sum()) for b in bits)
+    return digest_of(values)
 
 
 def _raw_rate(directory: Path, *, quick: bool) -> float:

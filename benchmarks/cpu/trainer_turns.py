@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.cpu.models import SMALL
 from benchmarks.measure import Sample
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.stow import stow
@@ -47,9 +48,8 @@ class Race:
     def __init__(self, way: Way, folder: Path, *, quick: bool) -> None:
         """Make both, each with its model."""
         self._way, self._folder = way, folder
-        small = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if quick else {}
         dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        self._config = transformers.GPT2Config(**small, **dropout)
+        self._config = transformers.GPT2Config(**SMALL if quick else {}, **dropout)
         self._batch = _QUICK if quick else _BATCH
         self._seconds: dict[str, list[float]] = {"Trainer": [], "loop": []}
 
