@@ -135,26 +135,10 @@ class Hosts:
             f"{address} {name}\n" for address, name in zip(_ADDRESSES, NAMES, strict=True)
         )
         (folder / "names").write_text(f"127.0.0.1 localhost\n{names}", encoding="ascii")
-        self._holder = _hold(
-            [
-                "unshare",
-                "--user",
-                "--map-root-user",
-                "--mount",
-                "--net",
-                "sh",
-                "-c",
-                "echo ready; exec cat",
-            ]
-        )
-        within = [
-            "nsenter",
-            f"--target={self._holder.pid}",
-            "--user",
-            "--mount",
-            "--net",
-            "--preserve-credentials",
-        ]
+        own = ["unshare", "--user", "--map-root-user", "--mount", "--net"]
+        self._holder = _hold([*own, "sh", "-c", "echo ready; exec cat"])
+        spaces = ["--user", "--mount", "--net", "--preserve-credentials"]
+        within = ["nsenter", f"--target={self._holder.pid}", *spaces]
         self._folder, self._within = folder, within
         self.hosts = [Host(number, folder, within) for number in range(2)]
         self._connect()
@@ -187,19 +171,8 @@ class Hosts:
             with suppress(AssertionError):
                 host.run("ip", "link", "delete", CABLE)
         ends = ["type", "veth", "peer", "name", CABLE, "netns"]
-        _run(
-            [
-                *self._within,
-                "ip",
-                "link",
-                "add",
-                CABLE,
-                "netns",
-                str(first.pid),
-                *ends,
-                str(second.pid),
-            ]
-        )
+        link = ["ip", "link", "add", CABLE, "netns", str(first.pid), *ends, str(second.pid)]
+        _run([*self._within, *link])
         for host in self.hosts:
             host.run("ip", "address", "add", f"{host.address}/24", "dev", CABLE)
             host.plug(into=True)
