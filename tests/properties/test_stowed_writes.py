@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from parity.cover import crossed
 from ranks.pool import Ranks
-from ranks.twin import Twins
+from ranks.twin import Twins, weights_of
 from tensorstow.base.plan import Plan
 from tensorstow.fsdp.stow import stow
 from tensorstow.optim.adam import AdamW
@@ -54,8 +53,7 @@ def train(model: nn.Module, optimizer: AdamW, act: Act) -> list[torch.Tensor]:
         with torch.no_grad():
             for layer in model:
                 act(layer[0].weight)
-    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    weights = [w.detach().clone() for w in weights]
+    weights = weights_of(model)
     optimizer.close()
     return weights
 

@@ -4,10 +4,10 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 
 import tensorstow
 from models import ResidualStack
+from ranks.twin import weights_of
 from tensorstow import AdamW, PipelinePolicy, Plan
 
 
@@ -28,7 +28,6 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     optimizer.wait()
-    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
-    kept = [weight.detach().cpu().clone() for weight in weights]
+    kept = [weight.cpu() for weight in weights_of(model)]
     optimizer.close()
     return kept

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ranks.stowed import STEPS, RunConfig, finish, loss_of, model_for
+from ranks.twin import weights_of as whole
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
 from tensorstow.colossalai.booster.plugin import GeminiPlugin, Plugin
@@ -24,13 +25,6 @@ def model_of() -> nn.Module:
 
 def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def whole(model: nn.Module) -> list[torch.Tensor]:
-    return [
-        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for p in model.parameters()
-    ]
 
 
 def losses_on_all(

@@ -13,7 +13,7 @@ import tensorstow
 import tensorstow.deepspeed as deepspeed
 from compare import all_equal
 from ranks.stowed import loss_of, model_of
-from ranks.twin import mesh_here
+from ranks.twin import mesh_here, weights_of, whole
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
 from tensorstow.deepspeed import utils, zero
@@ -97,17 +97,6 @@ def engine_of(
     """Return an engine over a model, or the tests' model."""
     model, optimizer = placed(settings, overlap, model)
     return DeepSpeedEngine(model, optimizer, settings, **more)
-
-
-def weights_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return whole weights."""
-    return [weights_of_one(p) for p in module.parameters()]
-
-
-def weights_of_one(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a whole weight."""
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().clone()
 
 
 def step(engine: DeepSpeedEngine, number: int, times: float = 1.0) -> None:
@@ -222,12 +211,12 @@ def saved_with_masters(drive: Drive, folder: str) -> dict[str, torch.Tensor]:
             engine.module.head.weight.data[0] = 3.0  # its master is another until the next step
         engine.save_checkpoint(folder)
         engine.save_checkpoint(folder, "trained", save_latest=False, exclude_frozen_parameters=True)
-        whole = {}
+        values = {}
         for name, parameter in resharded(engine.module).named_parameters():
             get = utils.safe_get_full_fp32_param
             trained = parameter.requires_grad
-            whole[name] = get(parameter) if trained else weights_of_one(parameter)
-        return whole
+            values[name] = get(parameter) if trained else whole(parameter)
+        return values
 
 
 def written_before_a_step(folder: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import tensorstow
 from ranks.durable import digest
-from ranks.resharded import whole
+from ranks.twin import whole
 from tensorstow import Plan
 from tensorstow.fsdp.sharding import current_device
 

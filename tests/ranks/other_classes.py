@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import tensorstow.deepspeed as deepspeed
 from parity.problem import one_torch_thread
+from ranks.twin import weights_of
 from tensorstow.base.errors import OptionError
 from tensorstow.deepspeed.ops.lion import Lion
 from tensorstow.deepspeed.utils import (
@@ -82,14 +82,6 @@ def batch_of(rank: int, step: int, micro: int) -> torch.Tensor:
     return torch.randn(2, 6, generator=generator)
 
 
-def whole_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return copies of whole weights."""
-    return [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for p in module.parameters()
-    ]
-
-
 def train(engine: deepspeed.DeepSpeedEngine, steps: range) -> None:
     """Take these steps."""
     for step in steps:
@@ -117,7 +109,7 @@ def through_engine(case: Case, folder: str) -> list[torch.Tensor]:
         engine.load_checkpoint(folder, "half")
     train(engine, range(begin, STEPS))
     assert not case.offload or optimizer._memory().disk_bytes
-    weights = whole_of(engine.module)
+    weights = weights_of(engine.module)
     norm = engine.get_global_grad_norm()
     engine.destroy()
     return [*weights, torch.tensor(norm)]
@@ -137,7 +129,7 @@ def in_ram(case: Case, world: int) -> list[torch.Tensor]:
         for parameter, gradient in zip(model.parameters(), total, strict=True):
             parameter.grad = gradient * factor
         optimizer.step()
-    return [*whole_of(model), torch.tensor(norm)]
+    return [*weights_of(model), torch.tensor(norm)]
 
 
 def _summed(case: Case, model: nn.Module, step: int, world: int) -> Gradients:
@@ -190,12 +182,12 @@ def read_and_set(case: Case, folder: str) -> None:
     second = engine.module.layers[1].weight
     assert safe_get_full_optimizer_state(second, "momentum_buffer") is None
     train(engine, range(1))
-    assert torch.equal(safe_get_full_fp32_param(second), whole_of(engine.module)[3])
+    assert torch.equal(safe_get_full_fp32_param(second), weights_of(engine.module)[3])
     value = torch.arange(130 * 90.0).view(130, 90)
     safe_set_full_optimizer_state(second, value, "momentum_buffer")
     assert torch.equal(safe_get_full_optimizer_state(second, "momentum_buffer"), value)
-    before = whole_of(engine.module)[3]
+    before = weights_of(engine.module)[3]
     train(engine, range(1, 2))
-    assert not torch.equal(whole_of(engine.module)[3], before)
+    assert not torch.equal(weights_of(engine.module)[3], before)
     assert engine.get_mom() == [0.5]
     engine.destroy()

@@ -14,21 +14,16 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import tensorstow
 from ranks.durable import SMALL, WIDTH, DurableRun, digest, patched
+from ranks.twin import whole
 from tensorstow.base.errors import CommitError
 from tensorstow.cli.main import main
 from tensorstow.store.remote import Remote
 from tensorstow.store.store import Store
 
 Facts = dict[str, str]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements on all ranks together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_facts(model: nn.Module, optimizer: tensorstow.AdamW) -> Facts:

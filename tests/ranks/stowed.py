@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tensorstow
-from ranks.twin import Twins, mesh_here
+from ranks.twin import Twins, mesh_here, weights_of
 from tensorstow import Plan, offload_activations
 from tensorstow.activations import offload as saved_tensors
 from tensorstow.fsdp.h2d_prefetch import h2d_prefetcher_of
@@ -281,10 +280,7 @@ def resumed(config: RunConfig, directory: Path) -> tuple[StowedRun, int]:
 def finish(model: nn.Module, optimizer: tensorstow.AdamW) -> list[torch.Tensor]:
     """Return whole weights; end the optimizer."""
     optimizer.wait()
-    weights = [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone().cpu()
-        for p in model.parameters()
-    ]
+    weights = [weight.cpu() for weight in weights_of(model)]
     optimizer.close()
     return weights
 

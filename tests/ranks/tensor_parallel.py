@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import tensorstow
+from ranks.twin import weights_of, whole
 from tensorstow.tensors.dtensor import anywhere, part_of
 
 WIDTH = 8
@@ -55,7 +56,7 @@ def parallel(data: int) -> Trained:
     model = parallel_model(data)
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
-        assert torch.equal(part_of(_whole(parameter), parameter, "it"), parameter.to_local())
+        assert torch.equal(part_of(whole(parameter), parameter, "it"), parameter.to_local())
     for rank in range(dist.get_world_size()):
         assert anywhere(list(model.parameters()), on_this_rank=dist.get_rank() == rank)
     assert not anywhere(list(model.parameters()), on_this_rank=False)
@@ -94,11 +95,6 @@ def _train(model: nn.Module) -> Trained:
         norms.append(float(optimizer.clip_grad_norm_(0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    weights = [_whole(p) for p in model.parameters()]
+    weights = weights_of(model)
     optimizer.close()
     return norms, weights
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return whole.detach().clone()

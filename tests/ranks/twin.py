@@ -36,6 +36,11 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return full.detach().clone()
 
 
+def weights_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return copies of whole weights."""
+    return [whole(parameter) for parameter in module.parameters()]
+
+
 class Twins:
     """The same model twice: ``stowed`` over the ranks, and ``alone``, which sees all ranks' data.
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import tensorstow.deepspeed as deepspeed
-from ranks.driven import closing, weights_of_one
+from ranks.driven import closing
+from ranks.twin import whole
 from tensorstow.base.errors import StowError
 from tensorstow.deepspeed.runtime.engine import DeepSpeedEngine
 from tensorstow.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -167,7 +168,7 @@ def loaded_from(
         assert path == str(Path(folder) / "saved")
         named = dict(resharded(engine.module).named_parameters())
         trained, others = trained_states(engine.module), dict(engine.module.named_buffers())
-        others |= {name: weights_of_one(parameter) for name, parameter in named.items()}
+        others |= {name: whole(parameter) for name, parameter in named.items()}
         counts = (engine.global_steps, engine.skipped_steps, engine.global_samples)
         groups = [{k: g[k] for k in HYPER[0]} for g in engine.optimizer.param_groups]
         scale, scheduled = engine.loss_scale, engine.lr_scheduler.last_batch_iteration
