@@ -65,7 +65,8 @@ def figures(settings: Settings) -> Iterator[Figure]:
                     raise RuntimeError(why)
                 yield not_available("a model on an accelerator", None, why)
                 return
-            use_all_cores()
+            if not settings.quick:  # what is tiny has no work for several threads
+                use_all_cores()
             held.enter_context(same_bits())
             held.enter_context(own_group())
             _measure(settings, place, journal)
