@@ -105,7 +105,6 @@ class ActivationOffload:
         directories: Sequence[Path],
         units: Iterable[nn.Module] | None,
     ) -> None:
-        """Register hooks on the model; ``offload_activations`` documents the arguments."""
         modules = [model] if units is None else _list_units(units)
         _check(model, to, ram_budget, directories, modules)
         budget = None
@@ -167,11 +166,9 @@ class ActivationOffload:
         return _closed, ()
 
     def __enter__(self) -> Self:
-        """Return the object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     # --- hooks of modules ---

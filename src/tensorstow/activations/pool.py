@@ -69,7 +69,6 @@ class _Links(dict[torch.device, DeviceLink]):
     """A link to each device, opened when it is first asked for."""
 
     def __missing__(self, device: torch.device) -> DeviceLink:
-        """Open the link."""
         return self.setdefault(device, open_link(device))
 
 

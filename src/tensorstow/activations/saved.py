@@ -21,7 +21,6 @@ class StorageIdentity:
     """The identity of a storage: while this lives, no other storage has its address in torch."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        """Refer to ``storage`` without keeping its memory."""
         self.address = address_of(storage)
         self._weak: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
@@ -115,7 +114,6 @@ class StoragesByNumber:
     """Storages in the order of their numbers."""
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self._sorted: list[SavedStorage] = []
 
     def add(self, storage: SavedStorage) -> None:
@@ -158,7 +156,6 @@ class SavedTensor:
     """The number of the backward pass that used it."""
 
     def __del__(self) -> None:
-        """Release the storage."""
         self.released.append(self.storage)
 
     def over(self, data: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,6 @@ class Budget:
     disk: Size | None = None
 
     def __post_init__(self) -> None:
-        """Parse the sizes; raise OptionError for an invalid one."""
         check_fields(self)
 
     def bytes_of(self, tier: str) -> int | None:

@@ -223,7 +223,6 @@ class TransferError(StowError, OSError):
         length: int,
         errno: int,
     ) -> None:
-        """Describe the operation; the class documents the arguments."""
         self.path = os.fspath(path)
         self.operation = operation
         self.offset = offset

@@ -44,7 +44,6 @@ class NewFile:
     """
 
     def __init__(self, path: Path, *, nameless: bool = True, mode: int = 0o666) -> None:
-        """Create the file; the class documents the arguments."""
         self.path = path
         self._is_sealed = self._is_kept = False
         with named("File", path):
@@ -93,11 +92,9 @@ class NewFile:
             self._made = None
 
     def __enter__(self) -> Self:
-        """Return the file itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Discard it unless it was published."""
         self.discard()
 
     def _have_name(self) -> Path:
@@ -129,7 +126,6 @@ class NewFiles:
     """
 
     def __init__(self) -> None:
-        """Begin without files."""
         self._files: list[NewFile] = []
 
     def create(self, path: Path) -> NewFile:
@@ -152,11 +148,9 @@ class NewFiles:
             file.publish()
 
     def __enter__(self) -> Self:
-        """Return the set itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Discard the files unless they were published or kept."""
         for file in self._files:
             file.discard()
 

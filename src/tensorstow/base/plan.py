@@ -158,7 +158,6 @@ class Plan:
     activation_ram_budget: Size | None = None
 
     def __post_init__(self) -> None:
-        """Check every value; raises OptionError."""
         exact = '"forward", or "backward" if parameters are updated on the device'
         refuse_delayed(self.overlap, "in a plan", f"Use {exact}, which are exact.")
         check_fields(self)

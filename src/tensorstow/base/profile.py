@@ -122,7 +122,6 @@ class Profile:
     """None: there is no accelerator."""
 
     def __post_init__(self) -> None:
-        """Check every value; raises OptionError."""
         check_fields(self)
 
     def rates_of(self, directory: Path | None) -> DirectoryRates | None:

@@ -31,7 +31,6 @@ class SignalsDeferred:
     """
 
     def __init__(self) -> None:
-        """Begin with nothing replaced."""
         self._handlers: dict[int, Any] = {}
         self._came: list[int] = []
         self._deferring = False

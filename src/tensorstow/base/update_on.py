@@ -51,7 +51,6 @@ class DelayedUpdate:
     warmup_steps: Annotated[int, whole_number(0)] = 40
 
     def __post_init__(self) -> None:
-        """Check the value."""
         check_fields(self)
 
 

@@ -39,7 +39,6 @@ class Reading:
         return bool(self.damages) or self.copy_damage is not None
 
     def __str__(self) -> str:
-        """Return one line for people."""
         count = len(self.damages) + (self.copy_damage is not None)
         outcome = f"{count:,} damaged" if self.is_damaged else "all as written"
         return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"

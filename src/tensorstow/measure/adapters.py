@@ -33,7 +33,6 @@ class Tuner(nn.Module):
     """A model with adapters inside, as the wrapper of peft has it."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Hold ``model``."""
         super().__init__()
         self.model = model
 
@@ -42,7 +41,6 @@ class AdaptedModel(nn.Module):
     """A model with adapters, whose modules have the names that peft gives them."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Wrap ``model``."""
         super().__init__()
         self.base_model = Tuner(model)
 

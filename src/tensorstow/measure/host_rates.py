@@ -23,7 +23,6 @@ _ELEMENTWISE_BYTES = 4 << 20
 _COLUMNS = 512
 _ROW = 30
 """Elementwise operations in a row: their tensors exceed a cache."""
-"""More than glibc keeps after a free."""
 _CHECKSUM_BYTES = 4 << 20
 _CHAIN = 100
 
@@ -152,6 +151,5 @@ class _Count(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Run ``func`` and count it."""
         self.calls += 1
         return func(*args, **(kwargs or {}))

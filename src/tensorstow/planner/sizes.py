@@ -52,7 +52,6 @@ class UnitSizes:
     """The bytes of the gradients of this rank's share."""
 
     def __post_init__(self) -> None:
-        """Sum up what is trained."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for dtype, elements in self.trained:
             by_dtype.setdefault(dtype, []).append(elements)

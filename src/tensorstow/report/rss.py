@@ -38,7 +38,6 @@ class PeriodicSampler:
     """Takes samples in a thread while the block runs: at its start and end, and every 50 ms."""
 
     def __init__(self, name: str) -> None:
-        """Create the thread, named ``name``; the block starts it."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -47,13 +46,11 @@ class PeriodicSampler:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        """Start sampling."""
         self.take()
         self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Stop, with a last sample."""
         self._stop.set()
         self._thread.join()
         self.take()

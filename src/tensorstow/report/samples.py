@@ -15,7 +15,6 @@ class Samples:
     """Samples at regular times; every second one is dropped when the limit is reached."""
 
     def __init__(self, most: int = _MOST) -> None:
-        """Keep at most ``most``."""
         self.kept: list[Sample] = []
         self._most = most
         self._stride = 1
@@ -41,7 +40,6 @@ class MemorySampler(PeriodicSampler):
     """
 
     def __init__(self, counts: Mapping[str, Callable[[], int]]) -> None:
-        """Create empty series; ``take`` adds the samples."""
         super().__init__("memory")
         self.counts: Mapping[str, Callable[[], int]] = {"process": resident_bytes, **counts}
         if torch.accelerator.is_available():

@@ -34,7 +34,6 @@ class CsvScalars:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Create the directory; the class documents the arguments."""
         self._directory = _create(directory)
 
     def write(self, scalars: Iterable[Scalar]) -> None:
@@ -63,7 +62,6 @@ class TensorBoardScalars:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Begin the file; the class documents the arguments."""
         require("tensorboard")
         module: Any = importlib.import_module("torch.utils.tensorboard")
         self._writer = module.SummaryWriter(str(_create(directory)))
@@ -92,7 +90,6 @@ class WandbScalars:
     """
 
     def __init__(self, project: str, group: str | None = None, team: str | None = None) -> None:
-        """Begin the run; the class documents the arguments."""
         require("wandb")
         wandb: Any = importlib.import_module("wandb")
         self._run = wandb.init(project=project, group=group, entity=team)
