@@ -106,23 +106,17 @@ def add_examples(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "named", metavar="DIR", nargs="*", default=[], help="directories to look at too"
-    )
-    parser.add_argument(
-        "--directory",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="the same; may be given several times",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("named", metavar="DIR", nargs="*", default=[], help="directories to look at too")
+    several = "the same; may be given several times"
+    add("--directory", metavar="DIR", action="append", default=[], help=several)
+    add(
         "--local-ranks",
         metavar="N",
         type=int,
         help="show how N processes on this machine share it (default: LOCAL_WORLD_SIZE, or 1)",
     )
-    parser.add_argument(
+    add(
         "--ranks",
         action="store_true",
         help="meet the other ranks of a launcher, and print one table of all machines",
@@ -147,125 +141,112 @@ def _plan(parser: argparse.ArgumentParser) -> None:
         " (file or folder); or module:function, which returns a module, or a module and the"
         " arguments of its forward",
     )
-    training = parser.add_argument_group("how you train")
-    training.add_argument("--batch", metavar="B", type=int, help="sequences of a micro-batch")
-    training.add_argument("--seq", metavar="S", type=int, help="tokens of a sequence")
-    training.add_argument(
+    _add_training(parser.add_argument_group("how you train"))
+    _add_machine(parser.add_argument_group("what the machine has"))
+    add = parser.add_argument_group("what is printed").add_argument
+    for name, text in (
+        ("all", "list placements that do not fit too"),
+        ("deepspeed", "print the plan as a DeepSpeed configuration too"),
+        ("gemini", "print it as arguments of ColossalAI's Gemini too"),
+    ):
+        add(f"--{name}", action="store_true", help=text)
+    add("--html", metavar="FILE", type=Path, help="draw memory and a step as a page too")
+
+
+def _add_training(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--batch", metavar="B", type=int, help="sequences of a micro-batch")
+    add("--seq", metavar="S", type=int, help="tokens of a sequence")
+    add(
         "--accumulation-steps",
         metavar="N",
         type=_steps,
         default=1,
         help="micro-batches of a step (default: 1); auto: divide --batch as is best",
     )
-    training.add_argument(
-        "--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)"
-    )
-    training.add_argument(
+    add("--world-size", metavar="N", type=int, default=1, help="ranks (default: 1)")
+    add(
         "--ordered-reduce",
         choices=("mean", "sum"),
         help="add gradients in the order of micro-batches, whatever the number of ranks",
     )
-    training.add_argument(
+    add(
         "--lora",
         metavar="r=N",
         type=_rank,
         help="train adapters of rank N on all linear layers, as peft does; the base is frozen",
     )
-    training.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of parameters (default: the model's own)"
-    )
-    training.add_argument(
+    add("--dtype", choices=DTYPES, help="dtype of parameters (default: the model's own)")
+    add(
         "--ema", metavar="DECAY", type=float, help="keep averages of the weights, such as of 0.9999"
     )
-    training.add_argument(
+    add(
         "--commits",
         action="store_true",
         help="the run can be resumed: count the disk space that its commits take",
     )
-    training.add_argument(
+    add(
         "--allow-inexact",
         action="store_true",
         help="allow optimizer states in bf16 or int8: smaller, and results differ by rounding",
     )
-    machine = parser.add_argument_group("what the machine has")
-    machine.add_argument(
+
+
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
         "--card",
         metavar="NAME",
         help="plan for this card with nominal rates: 3090, 4090, a100-40, a100-80, h100, h100-pcie"
         " or l40s",
     )
-    machine.add_argument(
-        "--machines",
-        metavar="N",
-        type=int,
-        default=1,
-        help="machines that the ranks are spread over evenly (default: 1)",
-    )
-    machine.add_argument(
+    spread = "machines that the ranks are spread over evenly (default: 1)"
+    add("--machines", metavar="N", type=int, default=1, help=spread)
+    add(
         "--network",
         metavar="RATE",
         help="bytes or bits that each machine can send in a second, such as 12GB or 100Gbit",
     )
-    for tier, help_text in (
+    for name, text in (
         ("device", "GPU memory of each rank, or a card's name; 0: the CPU computes (default: 0)"),
         ("host", "CPU memory of each rank, or none for no limit (default: this machine's)"),
         ("disk", "disk space of each rank (default: no limit)"),
     ):
-        machine.add_argument(f"--{tier}", metavar="SIZE", help=help_text)
-    machine.add_argument(
+        add(f"--{name}", metavar="SIZE", help=text)
+    add(
         "--headroom",
         metavar="SIZE",
         help="memory to leave free on the device and on the host, each (default: 0.6 GiB and 8%% of"
         " what is held on a device; 1.5 GiB, or 0.5 without a device, and 8%% on the host)",
     )
-    machine.add_argument(
-        "--directory",
-        metavar="DIR",
-        type=Path,
-        help="directory for states on disk (default: the fastest that was measured)",
-    )
-    machine.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=Path,
-        help="rates that `tensorstow calibrate --json` printed (default: this machine's)",
-    )
-    machine.add_argument(
+    fastest = "directory for states on disk (default: the fastest that was measured)"
+    add("--directory", metavar="DIR", type=Path, help=fastest)
+    measured = "rates that `tensorstow calibrate --json` printed (default: this machine's)"
+    add("--profile", metavar="FILE", type=Path, help=measured)
+    add(
         "--tbw",
         metavar="SIZE",
         help="bytes that the drive may be written in its life, such as 600TB, to say how long it"
         " lasts",
     )
-    output = parser.add_argument_group("what is printed")
-    output.add_argument("--all", action="store_true", help="list placements that do not fit too")
-    output.add_argument(
-        "--deepspeed", action="store_true", help="print the plan as a DeepSpeed configuration too"
-    )
-    output.add_argument(
-        "--gemini", action="store_true", help="print it as arguments of ColossalAI's Gemini too"
-    )
-    output.add_argument(
-        "--html", metavar="FILE", type=Path, help="draw memory and a step as a page too"
-    )
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "directory",
         metavar="DIR",
         nargs="?",
         help="directory for states on disk; nothing is left there (default: the first real disk"
         " among the usual places)",
     )
-    parser.add_argument(
+    add(
         "--model",
         metavar="MODEL",
         help=f"one of {', '.join(KNOWN)}, or a transformers configuration (file or folder), cut to"
         " two narrow layers; or module:function, as it is (default: a small transformer)",
     )
-    parser.add_argument(
-        "--device", help="device that the model computes on (default: the accelerator, else cpu)"
-    )
+    add("--device", help="device that the model computes on (default: the accelerator, else cpu)")
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
@@ -273,17 +254,16 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 
 def _quantize(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source", metavar="FOLDER", type=Path, help="config.json and safetensors of a model"
-    )
-    parser.add_argument("target", metavar="OUT", type=Path, help="the new folder")
+    add = parser.add_argument
+    add("source", metavar="FOLDER", type=Path, help="config.json and safetensors of a model")
+    add("target", metavar="OUT", type=Path, help="the new folder")
     kind = parser.add_mutually_exclusive_group(required=True)
     for name, text in (
         ("int8", "8 bits, and a scale for each row of a matrix"),
         ("nf4", "4 bits with double quantization, as bitsandbytes has them"),
     ):
         kind.add_argument(f"--{name}", dest="encoder", action="store_const", const=name, help=text)
-    parser.add_argument(
+    add(
         "--experts",
         action="store_true",
         help="also the matrices of experts that the model stacks; other programs may not read them",
@@ -291,12 +271,8 @@ def _quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def _scrub(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory",
-        metavar="DIR",
-        type=_place,
-        help="the run's first directory, or the address that it was pushed to",
-    )
+    first = "the run's first directory, or the address that it was pushed to"
+    parser.add_argument("directory", metavar="DIR", type=_place, help=first)
     parser.add_argument(
         "--generation",
         metavar="NAME",
@@ -305,47 +281,35 @@ def _scrub(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's first directory")
-    parser.add_argument(
-        "url", metavar="URL", help="a folder, or an address such as s3://bucket/run"
-    )
-    parser.add_argument(
-        "--snapshot", metavar="NAME", help="the snapshot to copy (default: the newest commit)"
-    )
-    parser.add_argument(
-        "--name", help='its name there (default: that of the snapshot, else "step-" and the step)'
-    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="the run's first directory")
+    add("url", metavar="URL", help="a folder, or an address such as s3://bucket/run")
+    add("--snapshot", metavar="NAME", help="the snapshot to copy (default: the newest commit)")
+    add("--name", help='its name there (default: that of the snapshot, else "step-" and the step)')
 
 
 def _pull(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="where the run was pushed to")
-    parser.add_argument("directory", metavar="DIR", type=Path, help="the run's directory, empty")
-    parser.add_argument(
-        "--snapshot", metavar="NAME", help="the snapshot to copy (default: that of the last step)"
-    )
-    parser.add_argument(
-        "--rank", type=_index, help="copy the store of this rank only (default: of all)"
-    )
+    add = parser.add_argument
+    add("url", metavar="URL", help="where the run was pushed to")
+    add("directory", metavar="DIR", type=Path, help="the run's directory, empty")
+    add("--snapshot", metavar="NAME", help="the snapshot to copy (default: that of the last step)")
+    add("--rank", type=_index, help="copy the store of this rank only (default: of all)")
 
 
 def _recover(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directories",
-        metavar="DIR",
-        type=Path,
-        nargs="+",
-        help="all directories of the run, in their order",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="repair it, if that loses nothing (default: only look)"
-    )
-    parser.add_argument(
-        "--accept-loss", action="store_true", help="repair it, though steps or snapshots are lost"
-    )
+    add = parser.add_argument
+    every = "all directories of the run, in their order"
+    add("directories", metavar="DIR", type=Path, nargs="+", help=every)
+    for name, text in (
+        ("yes", "repair it, if that loses nothing (default: only look)"),
+        ("accept-loss", "repair it, though steps or snapshots are lost"),
+    ):
+        add(f"--{name}", action="store_true", help=text)
 
 
 def _clean(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "directories",
         metavar="DIR",
         type=_place,
@@ -353,16 +317,9 @@ def _clean(parser: argparse.ArgumentParser) -> None:
         help="directories of the run, the first one first: no other is changed; or an address, of"
         " which objects are removed that no snapshot lists",
     )
-    parser.add_argument(
-        "--snapshot",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="of an address: remove this snapshot too; may be given several times",
-    )
-    parser.add_argument(
-        "--yes", action="store_true", help="remove the files (default: only print which)"
-    )
+    several = "of an address: remove this snapshot too; may be given several times"
+    add("--snapshot", metavar="NAME", action="append", default=[], help=several)
+    add("--yes", action="store_true", help="remove the files (default: only print which)")
 
 
 def _place(text: str) -> str | Path:
