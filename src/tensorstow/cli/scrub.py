@@ -1,10 +1,11 @@
 """`tensorstow run scrub`: read everything of a run or its copies, and report damage."""
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
@@ -13,10 +14,9 @@ from tensorstow.base.sizes import format_bytes
 from tensorstow.cli.output import make_console, print_by_rank, print_json, print_line
 from tensorstow.store.inspect import StoreContents, open_contents
 from tensorstow.store.rank_dirs import stores_in
-from tensorstow.store.records import Generation
 from tensorstow.store.remote import Remote, address_of
 from tensorstow.store.remote_snapshots import unfinished_snapshots
-from tensorstow.store.remote_upkeep import RemoteDamage, RemoteProgress, scrub_remote
+from tensorstow.store.remote_upkeep import RemoteProgress, scrub_remote
 from tensorstow.store.retention import find
 from tensorstow.store.scrub import Damage, ScrubProgress, scrub
 
@@ -34,14 +34,9 @@ class Reading:
     """What is wrong with the manifest's copy; None if nothing is."""
 
     @property
-    def is_damaged(self) -> bool:
-        """Whether anything is not as written."""
-        return bool(self.damages) or self.copy_damage is not None
-
-    def __str__(self) -> str:
-        count = len(self.damages) + (self.copy_damage is not None)
-        outcome = f"{count:,} damaged" if self.is_damaged else "all as written"
-        return f"{self.directory}: {format_bytes(self.read_bytes)} read back: {outcome}"
+    def damage_count(self) -> int:
+        """How many things are not as written."""
+        return len(self.damages) + (self.copy_damage is not None)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,24 +51,18 @@ def run(options: argparse.Namespace) -> int:
             reading = _read_back(store, options, console)
         readings.append(reading)
         if not options.json:
-            print_line(console, str(reading))
+            print_line(
+                console, _outcome(reading.directory, reading.read_bytes, reading.damage_count)
+            )
     if options.json:
         print_by_rank([asdict(reading) for reading in readings], directories, options.directory)
-    return DAMAGED if any(reading.is_damaged for reading in readings) else 0
+    return DAMAGED if any(reading.damage_count for reading in readings) else 0
 
 
 def _scrub_copies(remote: Remote, options: argparse.Namespace) -> int:
     """Read back what snapshots elsewhere list; return the exit status."""
     console = make_console(to_stderr=options.json)
-    damages: list[RemoteDamage] = []
-    done = 0
-    with reading_bar(console) as show_progress:
-        for progress in scrub_remote(remote, options.generation):
-            show_progress(progress)
-            done = progress.done_bytes
-            damages += progress.damages
-            for damage in () if options.json else progress.damages:
-                print_line(console, str(damage))
+    done, damages = _read_all(scrub_remote(remote, options.generation), options, console)
     unfinished = unfinished_snapshots(remote)
     if options.json:
         facts = {"damages": [asdict(damage) for damage in damages], "unfinished": unfinished}
@@ -81,30 +70,38 @@ def _scrub_copies(remote: Remote, options: argparse.Namespace) -> int:
     else:
         for name, lists in unfinished.items():
             print_line(console, f"{name} is not complete: it has {', '.join(lists)} alone")
-        outcome = f"{len(damages):,} damaged" if damages else "all as written"
-        print_line(console, f"{remote.url}: {format_bytes(done)} read back: {outcome}")
+        print_line(console, _outcome(remote.url, done, len(damages)))
     return DAMAGED if damages else 0
 
 
-def _chosen(generations: Sequence[Generation], wanted: str | None) -> Sequence[Generation]:
-    if wanted is None:
-        return generations
-    return [find(generations, int(wanted) if wanted.isdigit() else wanted)]
-
-
 def _read_back(store: StoreContents, options: argparse.Namespace, console: Console) -> Reading:
-    done = 0
-    damages: list[Damage] = []
+    generations, wanted = store.generations, options.generation
+    if wanted is not None:
+        generations = (find(generations, int(wanted) if wanted.isdigit() else wanted),)
+    done, damages = _read_all(scrub(store.files, generations), options, console)
+    if store.copy_damage is not None and not options.json:
+        print_line(console, store.copy_damage)
+    return Reading(store.directory, done, tuple(damages), store.copy_damage)
+
+
+def _read_all(
+    reads: Iterable[ScrubProgress | RemoteProgress], options: argparse.Namespace, console: Console
+) -> tuple[int, list[Any]]:
+    """Return how many bytes were read, and the damages, after printing each."""
+    done, damages = 0, []
     with reading_bar(console) as show_progress:
-        for progress in scrub(store.files, _chosen(store.generations, options.generation)):
+        for progress in reads:
             show_progress(progress)
             done = progress.done_bytes
             damages += progress.damages
             for damage in () if options.json else progress.damages:
                 print_line(console, str(damage))
-    if store.copy_damage is not None and not options.json:
-        print_line(console, store.copy_damage)
-    return Reading(store.directory, done, tuple(damages), store.copy_damage)
+    return done, damages
+
+
+def _outcome(place: object, nbytes: int, damage_count: int) -> str:
+    outcome = f"{damage_count:,} damaged" if damage_count else "all as written"
+    return f"{place}: {format_bytes(nbytes)} read back: {outcome}"
 
 
 @contextmanager
