@@ -311,7 +311,7 @@ def machine_facts(directory: Path | None) -> dict[str, Any]:
         "accelerator": accelerator(),
         "isa": _native.best_isa(),
         "io_backend": str(choose_backend()),
-        "filesystem": inspect_directory(directory or choose_directory().path).filesystem,
+        "filesystem": inspect_directory(directory or choose_directory().path).mount.filesystem,
     }
 
 

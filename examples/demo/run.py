@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     heading = (
         f"GPT-2, {scale.parameters / 1e6:.1f} M parameters, batch {scale.batch} x {scale.sequence},"
         f" {options.steps} steps, {format_count(usable_cores(), 'core')}; scratch files in"
-        f" {facts.path} ({facts.filesystem} on {facts.device},"
+        f" {facts.path} ({facts.mount.filesystem} on {facts.mount.device},"
         f" {format_bytes(facts.free_bytes)} free)"
     )
     if options.small:

@@ -24,7 +24,7 @@ from tensorstow.base.errors import (
     advice_for,
     named,
 )
-from tensorstow.base.mounts import FSTAB, MOUNTINFO, mount_of, unmounted_point
+from tensorstow.base.mounts import FSTAB, MOUNTINFO, Mount, mount_of, unmounted_point
 from tensorstow.base.sizes import format_bytes
 
 logger = logging.getLogger("tensorstow")
@@ -40,14 +40,8 @@ class DirectoryFacts:
 
     path: Path
     """Absolute, symbolic links resolved."""
-    filesystem: str
-    """The kind as the kernel names it: ext4, xfs, overlay, tmpfs ..."""
-    device: str
-    """What is mounted there: /dev/nvme0n1p2, a network share, or a plain word."""
-    is_memory_backed: bool
-    """Bytes written here stay in RAM."""
-    is_of_kernel: bool
-    """What is here are the kernel's own values, and no files that are kept."""
+    mount: Mount
+    """The filesystem that it is on."""
     free_bytes: int
     """What an unprivileged user may still write."""
     refusal: int = 0
@@ -72,13 +66,9 @@ def inspect_directory(
         problem = "is not a directory" if is_there else "does not exist"
         message = f"Directory {resolved} was requested but {problem}. Create it or name another."
         raise DirectoryError(message)
-    mount = mount_of(resolved, mountinfo)
     return DirectoryFacts(
         path=resolved,
-        filesystem=mount.filesystem,
-        device=mount.device,
-        is_memory_backed=mount.is_memory,
-        is_of_kernel=mount.is_of_kernel,
+        mount=mount_of(resolved, mountinfo),
         free_bytes=space.f_bavail * space.f_frsize,
         refusal=_try_to_create_file(resolved),
     )
@@ -313,9 +303,10 @@ def _no_place(filesystem: str) -> str:
 def _objection(facts: DirectoryFacts, needed_bytes: int) -> str | None:
     if str(facts.path).encode("utf-8", "replace").decode() != str(facts.path):
         return "has a name that is not UTF-8, in which names of files are kept"
-    if facts.is_of_kernel or facts.is_memory_backed:
-        in_ram = f"is {facts.filesystem} on {facts.device}: what is written there stays in RAM"
-        return _no_place(facts.filesystem) if facts.is_of_kernel else in_ram
+    mount = facts.mount
+    if mount.is_of_kernel or mount.is_memory:
+        in_ram = f"is {mount.filesystem} on {mount.device}: what is written there stays in RAM"
+        return _no_place(mount.filesystem) if mount.is_of_kernel else in_ram
     # A full one may hold a run that is to be read; callers that need space pass needed_bytes.
     is_full = facts.refusal in {codes.ENOSPC, codes.EDQUOT} and not needed_bytes
     if not facts.is_writable and not is_full:

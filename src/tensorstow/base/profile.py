@@ -135,10 +135,10 @@ class Profile:
         if str(path) in self.directories:
             return self.directories[str(path)]
         with contextlib.suppress(DirectoryError):
-            wanted = inspect_directory(path).device
+            wanted = inspect_directory(path).mount.device
             for measured, rates in self.directories.items():
                 with contextlib.suppress(DirectoryError):
-                    if inspect_directory(Path(measured)).device == wanted:
+                    if inspect_directory(Path(measured)).mount.device == wanted:
                         return rates
         return None
 
@@ -216,7 +216,7 @@ def _drive_of(directory: Path) -> str:
     path = resolve_path(directory)
     for existing in (path, *path.parents):  # it may be made later
         with contextlib.suppress(DirectoryError):
-            return inspect_directory(existing).device
+            return inspect_directory(existing).mount.device
     return str(path)
 
 

@@ -24,7 +24,7 @@ from tensorstow.base.directories import (
 )
 from tensorstow.base.errors import DirectoryError, OptionError
 from tensorstow.base.launch import launched
-from tensorstow.base.mounts import mount_of, write_cache_of
+from tensorstow.base.mounts import write_cache_of
 from tensorstow.base.nodes import read_nodes
 from tensorstow.base.profile import Profile, read_profile
 from tensorstow.base.sizes import format_bytes, format_count
@@ -154,22 +154,21 @@ def look_at(path: Path, *, named_by_user: bool, profile: Profile | None = None) 
     if facts.is_writable:
         direct = accepts_direct(facts.path)
     rates = None if profile is None else profile.rates_of(facts.path)
-    mount = mount_of(facts.path)
     return DirectoryReport(
         path=str(facts.path),
         named_by_user=named_by_user,
         objection=objection,
-        filesystem=facts.filesystem,
-        device=facts.device,
+        filesystem=facts.mount.filesystem,
+        device=facts.mount.device,
         free_bytes=facts.free_bytes,
         takes_direct_io=direct,
         read_bytes_per_second=None if rates is None else rates.read,
         write_bytes_per_second=None if rates is None else rates.write,
         mixed_bytes_per_second=None if rates is None else rates.mixed,
         verdict=None if rates is None else rates.verdict,
-        has_barriers=mount.has_barriers,
-        has_local_locks=mount.has_local_locks,
-        write_cache=write_cache_of(mount),
+        has_barriers=facts.mount.has_barriers,
+        has_local_locks=facts.mount.has_local_locks,
+        write_cache=write_cache_of(facts.mount),
     )
 
 

@@ -360,5 +360,5 @@ def _warn_buffered(facts: DirectoryFacts) -> None:
         logger.warning(
             "%s on %s (%s) refuses O_DIRECT: reads and writes go through the page cache, which is"
             " dropped after them; expect less speed",
-            *(facts.path, facts.device, facts.filesystem),
+            *(facts.path, facts.mount.device, facts.mount.filesystem),
         )

@@ -112,8 +112,8 @@ def choose_scratch(what: str, nbytes: int = 0) -> Path:
         " place",
         f"{format_bytes(nbytes)} of {what}" if nbytes else what,
         facts.path,
-        facts.filesystem,
-        facts.device,
+        facts.mount.filesystem,
+        facts.mount.device,
         format_bytes(facts.free_bytes),
     )
     return facts.path

@@ -73,7 +73,7 @@ class Journal(Enum):
 
 def choose_journal(facts: DirectoryFacts) -> Journal:
     """Return the journal that works in a directory; warn once where it is not the quick one."""
-    if not facts.filesystem.startswith(_NETWORK):
+    if not facts.mount.filesystem.startswith(_NETWORK):
         return Journal.WRITE_AHEAD
     if facts.path not in _warned_network:
         _warned_network.add(facts.path)
@@ -81,8 +81,8 @@ def choose_journal(facts: DirectoryFacts) -> Journal:
             "%s is on a network filesystem (%s from %s): the manifest does without a write-ahead"
             " log, so each commit waits for a few more syncs; a local directory is quicker",
             facts.path,
-            facts.filesystem,
-            facts.device,
+            facts.mount.filesystem,
+            facts.mount.device,
         )
     return Journal.ROLLBACK
 

@@ -42,9 +42,9 @@ def disk(tmp_path: Path) -> Path:
 def test_facts_of_a_directory_on_disk(tmp_path: Path, disk: Path) -> None:
     facts = inspect_directory(tmp_path, mountinfo=disk)
     assert facts.path == tmp_path.resolve()
-    assert (facts.filesystem, facts.device) == ("ext4", "/dev/vda")
+    assert (facts.mount.filesystem, facts.mount.device) == ("ext4", "/dev/vda")
     assert facts.is_writable
-    assert not facts.is_memory_backed
+    assert not facts.mount.is_memory
     assert facts.free_bytes > 0
 
 
@@ -54,7 +54,7 @@ def test_probing_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_shared_memory_is_seen_as_memory() -> None:
-    assert inspect_directory("/dev/shm").filesystem == "tmpfs"
+    assert inspect_directory("/dev/shm").mount.filesystem == "tmpfs"
     with pytest.raises(DirectoryError, match="stays in RAM"):
         check_directory("/dev/shm")
 
@@ -72,19 +72,19 @@ def test_the_longest_mount_point_wins_in_any_order(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     table = mount_table(tmp_path, (str(inner), "xfs", "/dev/b"), ("/", "ext4", "/dev/a"))
-    assert inspect_directory(inner, mountinfo=table).filesystem == "xfs"
-    assert inspect_directory(tmp_path, mountinfo=table).filesystem == "ext4"
+    assert inspect_directory(inner, mountinfo=table).mount.filesystem == "xfs"
+    assert inspect_directory(tmp_path, mountinfo=table).mount.filesystem == "ext4"
 
 
 def test_a_later_mount_on_the_same_point_hides_the_earlier(tmp_path: Path) -> None:
     table = mount_table(tmp_path, ("/", "tmpfs", "none"), ("/", "ext4", "/dev/vda"))
-    assert inspect_directory(tmp_path, mountinfo=table).filesystem == "ext4"
+    assert inspect_directory(tmp_path, mountinfo=table).mount.filesystem == "ext4"
 
 
 def test_a_name_that_only_begins_alike_is_another_directory(tmp_path: Path) -> None:
     (tmp_path / "run2").mkdir()
     table = mount_table(tmp_path, ("/", "ext4", "a"), (f"{tmp_path}/run", "tmpfs", "b"))
-    assert inspect_directory(tmp_path / "run2", mountinfo=table).filesystem == "ext4"
+    assert inspect_directory(tmp_path / "run2", mountinfo=table).mount.filesystem == "ext4"
 
 
 def test_spaces_in_mount_points_are_unescaped(tmp_path: Path) -> None:
@@ -92,18 +92,18 @@ def test_spaces_in_mount_points_are_unescaped(tmp_path: Path) -> None:
     spaced.mkdir()
     escaped = str(spaced).replace(" ", "\\040")
     table = mount_table(tmp_path, ("/", "ext4", "a"), (escaped, "xfs", "b"))
-    assert inspect_directory(spaced, mountinfo=table).filesystem == "xfs"
+    assert inspect_directory(spaced, mountinfo=table).mount.filesystem == "xfs"
 
 
 def test_symbolic_links_lead_to_the_real_filesystem(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("/dev/shm")
-    assert inspect_directory(link).filesystem == "tmpfs"
+    assert inspect_directory(link).mount.filesystem == "tmpfs"
 
 
 def test_no_mount_table_means_unknown_not_refused(tmp_path: Path) -> None:
     facts = check_directory(tmp_path, mountinfo=tmp_path / "absent")
-    assert facts.filesystem == "unknown"
+    assert facts.mount.filesystem == "unknown"
 
 
 def test_a_missing_directory_is_made_and_its_parents_are_not(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tensorstow.base.directories import inspect_directory
-from tensorstow.base.mounts import mount_of, write_cache_of
+from tensorstow.base.mounts import write_cache_of
 from tensorstow.cli import doctor
 from tensorstow.cli.main import main
 from tensorstow.io import engine
@@ -185,8 +185,8 @@ def test_a_directory_is_reported_with_its_place_and_its_rates(tmp_path: Path) ->
     facts = inspect_directory(tmp_path)
     assert (report.path, report.named_by_user) == (str(facts.path), True)
     assert report.objection is None
-    assert (report.filesystem, report.device) == (facts.filesystem, facts.device)
+    assert (report.filesystem, report.device) == (facts.mount.filesystem, facts.mount.device)
     assert (report.read_bytes_per_second, report.write_bytes_per_second) == (1.0, 2.0)
     assert (report.mixed_bytes_per_second, report.verdict) == (3.0, "fast")
-    mount = mount_of(facts.path)
+    mount = facts.mount
     assert (report.has_barriers, report.write_cache) == (mount.has_barriers, write_cache_of(mount))

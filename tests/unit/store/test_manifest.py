@@ -96,7 +96,8 @@ def test_network_filesystems_get_another_journal_and_one_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    facts = replace(inspect_directory(tmp_path), filesystem=filesystem)
+    facts = inspect_directory(tmp_path)
+    facts = replace(facts, mount=facts.mount._replace(filesystem=filesystem))
     monkeypatch.setattr(opening, "check_directory", lambda _path: facts)
     with caplog.at_level(logging.WARNING, "tensorstow"):
         fill(tmp_path, steps=3)

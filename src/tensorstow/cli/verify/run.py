@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     device = _device(options.device)
     console = make_console(to_stderr=options.json)
     model = f"{subject.name}, {subject.note}" if subject.note else subject.name
-    heading = f"{model}; on {device}; states on disk in {facts.path} ({facts.filesystem})"
+    heading = f"{model}; on {device}; states on disk in {facts.path} ({facts.mount.filesystem})"
     if not options.json:
         print_line(console, heading, "dim")
     with tempfile.TemporaryDirectory(prefix="tensorstow-verify-", dir=facts.path) as folder:
