@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import torch
 
+from tensorstow.base.sizes import round_up
 from tensorstow.io.allocator import empty_cache
 from tensorstow.io.arena import Arena
 from tensorstow.io.device_link import CopyQueue, DeviceEvent, DeviceLink
@@ -36,7 +37,7 @@ class HostBlocks:
 
     def take(self, nbytes: int, device: torch.device, link: DeviceLink) -> HostMemory:
         """Return memory for ``nbytes`` from which ``device`` can copy."""
-        padded = -(-nbytes // ALIGN) * ALIGN
+        padded = round_up(nbytes, ALIGN)
         while self._uploads and self._is_too_much(padded):
             of, block = self._uploads.pop()  # waits: blocks that the device reads fill the budget
             self._unused_bytes -= block.nbytes

@@ -88,7 +88,8 @@ def _read_all(
     reads: Iterable[ScrubProgress | RemoteProgress], options: argparse.Namespace, console: Console
 ) -> tuple[int, list[Any]]:
     """Return how many bytes were read, and the damages, after printing each."""
-    done, damages = 0, []
+    done = 0
+    damages: list[Any] = []
     with reading_bar(console) as show_progress:
         for progress in reads:
             show_progress(progress)

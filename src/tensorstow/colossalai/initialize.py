@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.launch import Launch, launched
+from tensorstow.base.launch import launched
 from tensorstow.fsdp.sharding import backend_of, current_device
 
 _OF_CUDA = "nccl"
@@ -102,8 +102,7 @@ def launch_from_slurm(
     Raises:
         OptionError: Slurm's variables are not set.
     """
-    place = _launched_by("SLURM_PROCID")
-    launch(place.rank or 0, place.world, host, port, backend, place.local_rank, seed, verbose)
+    _launch_by("SLURM_PROCID", host, port, backend, seed, verbose)
 
 
 def launch_from_openmpi(
@@ -121,8 +120,7 @@ def launch_from_openmpi(
     Raises:
         OptionError: Open MPI's variables are not set.
     """
-    place = _launched_by("OMPI_COMM_WORLD_RANK")
-    launch(place.rank or 0, place.world, host, port, backend, place.local_rank, seed, verbose)
+    _launch_by("OMPI_COMM_WORLD_RANK", host, port, backend, seed, verbose)
 
 
 def set_seed(seed: int) -> None:
@@ -136,16 +134,14 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _launched_by(variable: str) -> Launch:
-    """Return the launch that the launcher that sets ``variable`` describes."""
+def _launch_by(variable: str, host: str, port: int, backend: str, seed: int, verbose: bool) -> None:
+    """Join the process group of the ranks of the launcher that sets ``variable``."""
     prefix = variable.partition("_")[0]
-    environment = launched(
-        {name: value for name, value in os.environ.items() if name.startswith(prefix)}
-    )
-    if not environment.source:
+    place = launched({name: value for name, value in os.environ.items() if name.startswith(prefix)})
+    if not place.source:
         message = (
             f"{variable} is not set, or not for one of several ranks: this process was not started"
             " by that launcher. Start it with the launcher, or call launch_from_torch()."
         )
         raise OptionError(message)
-    return environment
+    launch(place.rank or 0, place.world, host, port, backend, place.local_rank, seed, verbose)

@@ -226,10 +226,10 @@ def machine_budget(
         facts = [check_directory(path) for path in directories] or [choose_directory()]
     except DirectoryError:  # opening it raises the error with the reason
         return Budget(device_bytes, Bytes(host), None if directories else 0)
-    shares = dict.fromkeys((of_one.device for of_one in facts), 0.0)
+    shares = dict.fromkeys((of_one.mount.device for of_one in facts), 0.0)
     for of_one, share in zip(facts, drive_shares(directories) or [1.0], strict=True):
-        shares[of_one.device] += share
-    room = min(of_one.free_bytes / shares[of_one.device] for of_one in facts)
+        shares[of_one.mount.device] += share
+    room = min(of_one.free_bytes / shares[of_one.mount.device] for of_one in facts)
     return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * room / ranks))
 
 

@@ -9,6 +9,7 @@ own. With ``ordered_reduce`` each rank sends rows to every rank of every other m
 those of the machine that sends most.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,11 +42,10 @@ class NetworkTraffic:
     @property
     def by_collective(self) -> dict[str, int]:
         """Return the bytes of the whole step."""
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for phase in (self.forward, self.backward, self.update):
-            for name, nbytes in phase.items():
-                total[name] = total.get(name, 0) + nbytes
-        return total
+            total.update(phase)
+        return dict(total)
 
     @property
     def bytes(self) -> int:

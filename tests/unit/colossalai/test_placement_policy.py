@@ -6,6 +6,7 @@ from torch import nn
 
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.colossalai.booster.plugin.place_model import PlacementRequest
 from tensorstow.colossalai.booster.plugin.placement_policy import (
     CONST_BYTES,
     PlacementPolicy,
@@ -42,15 +43,15 @@ def test_the_units_nearest_to_a_fraction(
     assert nearest(shares, fraction * sum(sizes)) == chosen
 
 
-def plan(policy: PlacementPolicy, *sizes: int, device_is_host: bool = False):  # noqa: ANN201
-    return plan_of(
-        policy,
-        Sizes(tuple(units(*sizes))),
-        device_is_host=device_is_host,
-        states_on_disk=False,
-        replicas=1,
-        prefetch=0,
-    )
+def plan(
+    policy: PlacementPolicy,
+    *sizes: int,
+    states: Tier = Tier.HOST,
+    device_is_host: bool = False,
+    **given: int,
+) -> Plan:
+    asked = PlacementRequest((), Sizes(tuple(units(*sizes))), states, device_is_host)
+    return plan_of(policy, asked, **given)
 
 
 @pytest.mark.parametrize(
@@ -102,23 +103,15 @@ def test_a_fraction_is_sharded_between_forward_and_backward(
 
 @pytest.mark.parametrize("here", [False, True])
 def test_auto_lets_copies_stay_on_the_device(*, here: bool) -> None:
-    made = plan_of(
-        PlacementPolicy("auto"),
-        Sizes(tuple(units(10, 100, 50))),
-        device_is_host=here,
-        states_on_disk=False,
-        replicas=1,
-        prefetch=0,
-        device_budget=70_000,
-    )
+    auto = PlacementPolicy("auto")
+    made = plan(auto, 10, 100, 50, device_is_host=here, device_budget=70_000)
     assert made.parameters == Tier.HOST
     assert not made.parameter_units
     assert made.device_budget == (None if here else 70_000)
 
 
 def test_max_prefetch_is_the_plan_s() -> None:
-    given = {"device_is_host": False, "states_on_disk": True, "replicas": 2, "prefetch": 5}
-    made = plan_of(PlacementPolicy("cpu"), Sizes(tuple(units(10, 10))), **given)
+    made = plan(PlacementPolicy("cpu"), 10, 10, states=Tier.DISK, replicas=2, prefetch=5)
     assert (made.prefetch, made.replicas, made.states) == (5, 2, Tier.DISK)
 
 
@@ -153,7 +146,5 @@ def test_what_is_nearest_is_found_where_taking_the_largest_first_misses_it() -> 
 
 
 def test_units_ahead_are_as_many_as_were_asked_for() -> None:
-    sizes = Sizes((UnitSizes("a", 8, 8, ()), UnitSizes("b", 8, 8, ()), UnitSizes("c", 8, 8, ())))
-    told = {"device_is_host": False, "states_on_disk": False, "replicas": 1}
-    plans = [plan_of(PlacementPolicy("const"), sizes, prefetch=n, **told) for n in (0, 1)]
-    assert [plan.prefetch for plan in plans] == [3, 1]
+    made = [plan(PlacementPolicy("const"), 8, 8, 8, prefetch=n) for n in (0, 1)]
+    assert [each.prefetch for each in made] == [3, 1]

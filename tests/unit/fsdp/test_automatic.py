@@ -238,14 +238,14 @@ def test_a_machines_budget_is_a_part_of_what_is_free(
     assert found.device is None
     with monkeypatch.context() as patch:
         patch.setattr(automatic, "local_ranks", lambda: SimpleNamespace(count=4))
-        patch.setattr(
-            automatic, "check_directory", lambda _: SimpleNamespace(free_bytes=100 * G, device="a")
-        )
+        facts = SimpleNamespace(free_bytes=100 * G, mount=Mount("/", "ext4", "a"))
+        patch.setattr(automatic, "check_directory", lambda _: facts)
         shared = machine_budget([], CPU, [tmp_path])
     assert (shared.host, shared.disk) == (50 * G // 4, 80 * G // 4)
     assert found.disk > 0  # type: ignore[operator]
     with monkeypatch.context() as patch:
-        free = {n: SimpleNamespace(free_bytes=10 * G, device=n[0]) for n in ("a", "a2", "b")}
+        mounts = {name: Mount("/", "ext4", name[0]) for name in ("a", "a2", "b")}
+        free = {n: SimpleNamespace(free_bytes=10 * G, mount=mount) for n, mount in mounts.items()}
         patch.setattr(automatic, "check_directory", lambda path: free[path.name])
         for names, room in ((["a", "b"], 20), (["a", "a2"], 10), (["a", "a2", "b"], 15)):
             disk = machine_budget([], CPU, [Path(name) for name in names]).disk

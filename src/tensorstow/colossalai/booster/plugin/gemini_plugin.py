@@ -218,9 +218,7 @@ class GeminiPlugin(PlacingPlugin):
             )
         plan = plan_of(
             self._policy,
-            asked.sizes,
-            device_is_host=asked.device_is_host,
-            states_on_disk=asked.states_on_disk,
+            asked,
             replicas=self._replicas,
             prefetch=self._prefetch,
             device_budget=0 if asked.device_is_host else _device_bytes(self._limit_part),

@@ -110,7 +110,7 @@ class LowLevelZeroPlugin(PlacingPlugin):
     def _decide(self, asked: PlacementRequest) -> Decision:
         plan = Plan(
             parameters=Tier.HOST if asked.device_is_host else Tier.DEVICE,
-            states=Tier.DISK if asked.states_on_disk else Tier.HOST,
+            states=asked.states,
             stage=2,
             replicas=self._replicas,
         )

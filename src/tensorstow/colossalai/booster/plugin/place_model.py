@@ -31,6 +31,7 @@ from tensorstow.planner.sizes import Sizes
 logger = logging.getLogger("tensorstow")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class PlacementRequest:
 
     units: Sequence[Unit]
     sizes: Sizes
-    states_on_disk: bool
+    states: Tier
     device_is_host: bool
 
 
@@ -131,8 +132,9 @@ class PlacingPlugin(Plugin):
             dtype = training.compute_dtype(model)
             units = units_of(model)
             sizes = Sizes.of(units, max(world_size() // self._replicas, 1))
-            on_disk, on_cpu = disk_fraction_of(optimizer) > 0, current_device().type == "cpu"
-            plan, below = self._decide(PlacementRequest(units, sizes, on_disk, on_cpu))
+            states = Tier.DISK if disk_fraction_of(optimizer) > 0 else Tier.HOST
+            on_cpu = current_device().type == "cpu"
+            plan, below = self._decide(PlacementRequest(units, sizes, states, on_cpu))
             make = maker_of(optimizer, model, frozenset(below).__contains__)
             placed, placed_optimizer = stow(
                 model, make, plan=plan, compute_dtype=dtype, init=self._init

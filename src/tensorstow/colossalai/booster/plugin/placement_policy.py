@@ -8,8 +8,9 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.fields import Share, read_value
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
+from tensorstow.colossalai.booster.plugin.place_model import PlacementRequest
 from tensorstow.fsdp.units import Unit
-from tensorstow.planner.sizes import Sizes, UnitSizes
+from tensorstow.planner.sizes import UnitSizes
 
 _FRACTIONS = {"cuda": (1.0, 0.0, 0.0), "cpu": (1.0, 1.0, 1.0), "const": (1.0, 1.0, 1.0)}
 _FRACTIONS["auto"] = _FRACTIONS["cpu"]
@@ -72,22 +73,21 @@ class PlacementPolicy:
 
 def plan_of(
     policy: PlacementPolicy,
-    sizes: Sizes,
+    asked: PlacementRequest,
     *,
-    device_is_host: bool,
-    states_on_disk: bool,
-    replicas: int,
-    prefetch: int,
+    replicas: int = 1,
+    prefetch: int = 0,
     device_budget: int = 0,
 ) -> Plan:
-    """Return the plan of a policy for a model, given as one rank's share.
+    """Return the plan of a policy for a model.
 
     The bytes of units in host memory, and of unsharded units, are nearest to the policy's
-    fractions. Where the CPU computes (``device_is_host``) the device's memory is the host's.
+    fractions. Where the CPU computes the device's memory is the host's.
     ``prefetch`` 0 is none, and under "const" as many units as ``CONST_BYTES`` hold.
     ``device_budget`` is the bytes of the device that copies of parameters may fill under "auto".
     """
     shard, _, offload = policy.fractions
+    sizes, device_is_host = asked.sizes, asked.device_is_host
     whole = {unit.name: unit.whole_bytes for unit in sizes.units}
     shares = {unit.name: unit.share_bytes for unit in sizes.units}
     below = set(shares) if device_is_host else nearest(shares, offload * sum(shares.values()))
@@ -96,7 +96,7 @@ def plan_of(
     most = Tier.HOST if len(below) == len(sizes.units) else Tier.DEVICE
     return Plan(
         parameters=most,
-        states=Tier.DISK if states_on_disk else Tier.HOST,
+        states=asked.states,
         parameter_units={} if most == Tier.HOST else dict.fromkeys(sorted(below), Tier.HOST),
         stage=3 if shard else 2,
         unsharded=sorted(nearest(whole, (1 - shard) * sum(whole.values()))) if shard else (),

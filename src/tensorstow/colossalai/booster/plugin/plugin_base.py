@@ -1,12 +1,10 @@
 """Base of all plugins: ``configure``, ``prepare_dataloader`` and ``no_sync``."""
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tensorstow.base.errors import OptionError
+from tensorstow.colossalai.initialize import set_seed
 from tensorstow.fsdp.sharding import current_device, rank_here, world_size
 
 Boosted = tuple[nn.Module, Any, Any, Any, Any]
@@ -106,9 +105,7 @@ class Plugin(ABC):
 
         def seed_worker(worker: int) -> None:
             del worker  # upstream seeds all workers alike
-            np.random.seed(seed)  # noqa: NPY002  # datasets use the global generator
-            torch.manual_seed(seed)
-            random.seed(seed)
+            set_seed(seed)
 
         return DataLoader(
             dataset,

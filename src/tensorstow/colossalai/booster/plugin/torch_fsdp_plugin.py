@@ -11,7 +11,7 @@ from tensorstow.base.errors import OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.tiers import Tier
 from tensorstow.colossalai.booster.plugin.place_model import (
-    DTYPES,
+    PRECISIONS,
     Decision,
     PlacementRequest,
     PlacingPlugin,
@@ -79,7 +79,7 @@ class TorchFSDPPlugin(PlacingPlugin):
         below = self._on_host or asked.device_is_host
         plan = Plan(
             parameters=Tier.HOST if below else Tier.DEVICE,
-            states=Tier.DISK if asked.states_on_disk else Tier.HOST,
+            states=asked.states,
             stage=self._stage,
         )
         return plan, ()
@@ -89,10 +89,9 @@ def _precision_of(precision: MixedPrecision | None) -> str:
     """Return the precision of these dtypes; raises OptionError if they differ."""
     if precision is None:
         return "fp32"
-    names = {dtype: name for name, dtype in DTYPES.items()}
     computed = precision.param_dtype or torch.float32
     if (
-        computed not in names
+        computed not in PRECISIONS
         or precision.reduce_dtype not in {None, precision.param_dtype}
         or precision.buffer_dtype is not None
         or precision.keep_low_precision_grads
@@ -103,4 +102,4 @@ def _precision_of(precision: MixedPrecision | None) -> str:
             " reduce_dtype the same or None, buffer_dtype None, and inputs are cast."
         )
         raise OptionError(message)
-    return names[computed]
+    return PRECISIONS[computed]

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.booster.plugin.gemini_plugin import PLACEMENT, GeminiPlugin
-from tensorstow.colossalai.booster.plugin.place_model import DTYPES, TrainingOptions
+from tensorstow.colossalai.booster.plugin.place_model import DTYPES, PRECISIONS, TrainingOptions
 from tensorstow.colossalai.gemini import GeminiModel
 from tensorstow.colossalai.interface import OptimizerWrapper
 from tensorstow.doorkit.keyword_table import (
@@ -75,15 +75,14 @@ class GeminiDDP(GeminiModel):
     ) -> None:
         arguments = locals()
         dtype = mixed_precision or DTYPES[TrainingOptions().meant]
-        precisions = {dtype: name for name, dtype in DTYPES.items()}
-        if dtype not in precisions:
+        if dtype not in PRECISIONS:
             message = (
                 f"mixed_precision={dtype} was given: it is one of"
-                f" {', '.join(map(str, precisions))}."
+                f" {', '.join(map(str, PRECISIONS))}."
             )
             raise OptionError(message)
         placement = {name: arguments[name] for name in _OF_PLUGIN}
-        plugin = GeminiPlugin(precision=precisions[dtype], **placement)
+        plugin = GeminiPlugin(precision=PRECISIONS[dtype], **placement)
         super().__init__(
             module,
             outputs_fp32=force_outputs_fp32,
