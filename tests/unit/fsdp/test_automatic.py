@@ -20,6 +20,7 @@ from ranks.stowed import model_of
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base import notices
 from tensorstow.base.errors import BudgetError, OptionError
+from tensorstow.base.mounts import Mount
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.fsdp import automatic, read_only
 from tensorstow.fsdp.automatic import free_host_bytes, machine_budget, total_host_bytes
