@@ -68,33 +68,6 @@ def test_every_kind_of_memory_is_refused(tmp_path: Path, kind: str, device: str)
         check_directory(tmp_path, mountinfo=table)
 
 
-def test_the_longest_mount_point_wins_in_any_order(tmp_path: Path) -> None:
-    inner = tmp_path / "inner"
-    inner.mkdir()
-    table = mount_table(tmp_path, (str(inner), "xfs", "/dev/b"), ("/", "ext4", "/dev/a"))
-    assert inspect_directory(inner, mountinfo=table).mount.filesystem == "xfs"
-    assert inspect_directory(tmp_path, mountinfo=table).mount.filesystem == "ext4"
-
-
-def test_a_later_mount_on_the_same_point_hides_the_earlier(tmp_path: Path) -> None:
-    table = mount_table(tmp_path, ("/", "tmpfs", "none"), ("/", "ext4", "/dev/vda"))
-    assert inspect_directory(tmp_path, mountinfo=table).mount.filesystem == "ext4"
-
-
-def test_a_name_that_only_begins_alike_is_another_directory(tmp_path: Path) -> None:
-    (tmp_path / "run2").mkdir()
-    table = mount_table(tmp_path, ("/", "ext4", "a"), (f"{tmp_path}/run", "tmpfs", "b"))
-    assert inspect_directory(tmp_path / "run2", mountinfo=table).mount.filesystem == "ext4"
-
-
-def test_spaces_in_mount_points_are_unescaped(tmp_path: Path) -> None:
-    spaced = tmp_path / "my disk"
-    spaced.mkdir()
-    escaped = str(spaced).replace(" ", "\\040")
-    table = mount_table(tmp_path, ("/", "ext4", "a"), (escaped, "xfs", "b"))
-    assert inspect_directory(spaced, mountinfo=table).mount.filesystem == "xfs"
-
-
 def test_symbolic_links_lead_to_the_real_filesystem(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to("/dev/shm")

@@ -17,12 +17,13 @@ def test_what_the_kernel_shows_is_known_also_where_nothing_is(path: str, filesys
     assert not mount.is_memory
 
 
-def test_a_mount_inside_of_another_one_is_by_itself(tmp_path: Path) -> None:
+def test_the_longest_mount_point_is_meant_and_of_equals_the_latest(tmp_path: Path) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(
+        "3 2 0:3 / /sys/my\\040disk rw shared:1 - xfs /dev/my\\040disk rw\n"
+        "1 0 0:1 / / rw - tmpfs none rw\n"
         "1 0 8:1 / / rw - ext4 /dev/vda rw\n"
         "2 1 0:2 / /sys rw - sysfs sysfs rw\n"
-        "3 2 0:3 / /sys/my\\040disk rw shared:1 - xfs /dev/my\\040disk rw\n"
     )
     assert mount_of(Path("/sys/my disk/x"), table) == Mount(
         "/sys/my disk", "xfs", "/dev/my disk", "0:3", frozenset({"rw"})
