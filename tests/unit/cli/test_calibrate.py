@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from tensorstow.base.profile import (
     ComputeRates,
     DirectoryRates,
@@ -40,11 +41,10 @@ def measured(directories: list[Path], tell: object) -> Profile:
 
 
 def test_what_is_measured_is_printed_and_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(calibrate, "calibrate", measured)
-    assert main(["calibrate", "/nvme"]) == 0
-    printed = capsys.readouterr().out
+    printed = cli("calibrate", "/nvme")
     for part in (
         "read 20.00 GB/s, write 10.00 GB/s",
         "1,000 million bfloat16 parameters/s, states in split",
@@ -60,12 +60,11 @@ def test_what_is_measured_is_printed_and_kept(
 
 
 def test_directories_of_earlier_times_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setattr(calibrate, "calibrate", measured)
-    assert main(["calibrate", "/one"]) == 0
-    assert main(["calibrate", "/two", "--json"]) == 0
-    out = capsys.readouterr().out
+    cli("calibrate", "/one")
+    out = cli("calibrate", "/two", "--json")
     said = Profile.from_json(out[out.index("{") :])
     assert set(said.directories) == {"/two"}
     kept = read_profile()
@@ -74,14 +73,14 @@ def test_directories_of_earlier_times_are_kept(
 
 
 def test_an_interrupt_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     def interrupt(*_: object) -> Profile:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibrate, "calibrate", interrupt)
-    assert main(["calibrate", str(tmp_path)]) == 130
-    assert "interrupted" in capsys.readouterr().err
+    error = cli.json("calibrate", tmp_path, status=130)["error"]
+    assert error["message"] == "interrupted"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -97,18 +96,18 @@ def test_a_busy_machine_is_said(
     assert "measure again when the machine is idle" in capsys.readouterr().err
 
 
-def test_a_directory_in_ram_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "/dev/shm"]) == 2
-    assert "stays in RAM" in capsys.readouterr().err
+def test_a_directory_in_ram_is_refused(cli: CommandLine) -> None:
+    assert "stays in RAM" in cli("calibrate", "/dev/shm", status=2)
 
 
 def test_doctor_says_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
-    assert main(["doctor", "--directory", str(tmp_path)]) == 0
-    assert f"not measured: `tensorstow calibrate {tmp_path}`" in capsys.readouterr().out
+    assert f"not measured: `tensorstow calibrate {tmp_path}`" in cli(
+        "doctor", "--directory", tmp_path
+    )
     monkeypatch.setattr(calibrate, "calibrate", measured)
-    assert main(["calibrate", str(tmp_path)]) == 0
-    capsys.readouterr()
-    assert main(["doctor", "--directory", str(tmp_path)]) == 0
-    assert "reads 6.00 GB/s, writes 5.00 GB/s. Worth offloading to" in capsys.readouterr().out
+    cli("calibrate", tmp_path)
+    assert "reads 6.00 GB/s, writes 5.00 GB/s. Worth offloading to" in cli(
+        "doctor", "--directory", tmp_path
+    )

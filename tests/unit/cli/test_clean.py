@@ -1,10 +1,9 @@
-import json
 from pathlib import Path
 
 import pytest
 
+from command_line import CommandLine
 from powerloss.contents import make_content
-from tensorstow.cli.main import main
 from tensorstow.io.engine import open_engine
 from tensorstow.store.store import Store
 
@@ -18,49 +17,42 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_only_says_what_it_would_do(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_only_says_what_it_would_do(store: Path, cli: CommandLine) -> None:
     before = sorted(store.iterdir())
-    assert main(["run", "clean", str(store)]) == 0
+    said = cli("run", "clean", store)
     assert sorted(store.iterdir()) == before
-    said = capsys.readouterr().out
     assert "committed steps 7 (seven)" in said
     assert f"would remove {store / 'states-0.bin'}" in said
     assert f"left alone, not this run's: {store / 'notes.txt'}" in said
     assert "add --yes" in said
 
 
-def test_it_does_it_when_told(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "clean", "--yes", str(store)]) == 0
+def test_it_does_it_when_told(store: Path, cli: CommandLine) -> None:
+    assert f"removed {store / 'manifest.sqlite'}" in cli("run", "clean", "--yes", store)
     assert [path.name for path in store.iterdir()] == ["notes.txt"]
-    assert f"removed {store / 'manifest.sqlite'}" in capsys.readouterr().out
 
 
-def test_a_live_run_is_refused(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_live_run_is_refused(store: Path, cli: CommandLine) -> None:
     with Store.open([store], open_engine()):
-        assert main(["run", "clean", "--yes", str(store)]) == 2
-    assert "End that first" in capsys.readouterr().err
+        assert "End that first" in cli("run", "clean", "--yes", store, status=2)
     assert (store / "states-0.bin").exists()
 
 
-def test_a_run_of_ranks_goes_as_a_whole_or_not_at_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_ranks_goes_as_a_whole_or_not_at_all(tmp_path: Path, cli: CommandLine) -> None:
     ranks = [tmp_path / f"rank-{rank}-of-2" for rank in range(2)]
     for directory in ranks:
         directory.mkdir()
         Store.open([directory], open_engine()).close()
     with Store.open([ranks[1]], open_engine()):
-        assert main(["run", "clean", "--yes", str(tmp_path)]) == 2
+        cli("run", "clean", "--yes", tmp_path, status=2)
     assert (ranks[0] / "manifest.sqlite").exists()
-    assert main(["run", "clean", "--yes", str(tmp_path)]) == 0
+    assert "rank-1-of-2" in cli("run", "clean", "--yes", tmp_path)
     assert [list(directory.iterdir()) for directory in ranks] == [[], []]
-    assert "rank-1-of-2" in capsys.readouterr().out
 
 
-def test_json_says_the_same(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_says_the_same(store: Path, cli: CommandLine) -> None:
     for yes in ([], ["--yes"]):
-        assert main(["run", "clean", "--json", *yes, str(store)]) == 0
-        facts = json.loads(capsys.readouterr().out)
+        facts = cli.json("run", "clean", *yes, store)
         assert facts["removed"] == bool(yes)
         assert facts["generations"][0]["names"] == ["seven"]
         assert str(store / "states-0.bin") in facts["files"]

@@ -1,12 +1,11 @@
 """`tensorstow quantize`: a folder in, a folder out, and errors by name."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tensorstow.cli.main import main
+from command_line import CommandLine
 from unit.fsdp.test_experts import made
 
 pytest.importorskip("transformers")
@@ -22,49 +21,40 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "gpt2"  # a folder, though models are called so
 
 
-def test_it_says_what_it_has_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_what_it_has_written(folder: Path, cli: CommandLine) -> None:
     out = folder.with_name("out")
-    assert main(["quantize", str(folder), str(out), "--nf4", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json("quantize", folder, out, "--nf4")
     assert said["path"] == str(out)
     assert said["matrices"] == 7
     assert said["nbytes"] < said["source_bytes"]
-    assert main(["quantize", str(folder), str(folder.with_name("two")), "--int8"]) == 0
-    assert "8 matrices in int8, " in capsys.readouterr().out
+    assert "8 matrices in int8, " in cli("quantize", folder, folder.with_name("two"), "--int8")
 
 
-def test_experts_are_quantized_on_request(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_are_quantized_on_request(tmp_path: Path, cli: CommandLine) -> None:
     source = tmp_path / "base"
     made("mixtral", torch.bfloat16).save_pretrained(source)
-    assert main(["quantize", str(source), str(tmp_path / "linear"), "--int8"]) == 0
-    said = capsys.readouterr().out
+    said = cli("quantize", source, tmp_path / "linear", "--int8")
     assert "13 matrices in int8, " in said
     assert "72 matrices of experts stayed as they are: --experts includes them" in said
-    assert main(["quantize", str(source), str(tmp_path / "all"), "--int8", "--experts"]) == 0
-    said = capsys.readouterr().out
+    said = cli("quantize", source, tmp_path / "all", "--int8", "--experts")
     assert "85 matrices in int8, " in said
     assert "stayed" not in said
 
 
-def test_experts_that_are_no_matrices_are_not_passed_over(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_that_are_no_matrices_are_not_passed_over(folder: Path, cli: CommandLine) -> None:
     out = folder.with_name("out")
-    assert main(["quantize", str(folder), str(out), "--int8", "--experts"]) == 2
-    assert "no matrix of an expert that LlamaForCausalLM stacks" in capsys.readouterr().err
+    assert "no matrix of an expert that LlamaForCausalLM stacks" in cli(
+        "quantize", folder, out, "--int8", "--experts", status=2
+    )
     assert not out.exists()
 
 
-def test_errors_are_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_named(folder: Path, cli: CommandLine) -> None:
     for words, said in (
         ([str(folder), str(folder), "--int8"], "nothing is overwritten"),
         ([str(folder / "none"), "out", "--int8"], "no existing file or folder"),
         ([str(folder.parent), "out", "--int8"], "no configuration"),
     ):
-        assert main(["quantize", *words]) == 2
-        assert said in capsys.readouterr().err
+        assert said in cli("quantize", *words, status=2)
     for words in ([], ["--int8", "--nf4"]):
-        with pytest.raises(SystemExit):
-            main(["quantize", str(folder), "out", *words])
+        cli.exit("quantize", folder, "out", *words, status=2)

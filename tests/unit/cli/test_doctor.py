@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import CommandLine
 from tensorstow.base.directories import inspect_directory
 from tensorstow.base.mounts import write_cache_of
 from tensorstow.cli import doctor
-from tensorstow.cli.main import main
 from tensorstow.io import engine
 from tensorstow.states.kernels import KernelFacts
 from tensorstow.step.update_rule import Choice, TorchRule
@@ -19,18 +18,16 @@ from topology import pretend_nodes
 SHM = Path("/dev/shm")
 
 
-def test_everything_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--directory", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+def test_everything_is_printed(tmp_path: Path, cli: CommandLine) -> None:
+    printed = cli("doctor", "--directory", tmp_path)
     for label in ("tensorstow", "accelerator", "CPU kernel", "threads", "I/O backend", "memlock"):
         assert f"\n{label}" in f"\n{printed}"
     assert str(tmp_path) in printed
     assert "O_DIRECT" in printed
 
 
-def test_json_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", "--directory", str(tmp_path)]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_json_says_the_same(tmp_path: Path, cli: CommandLine) -> None:
+    facts = cli.json("doctor", "--directory", tmp_path)
     assert facts["kernel"]["isa"] == facts["kernel"]["supported"][0]
     assert facts["threads"]["update"] >= 1
     assert set(facts["io"]["probed"]) == set(engine.BACKENDS)
@@ -88,14 +85,11 @@ def test_nodes_and_what_each_rank_would_take() -> None:
 
 
 @pytest.mark.usefixtures("sixteen_cores")
-def test_json_has_every_rank(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_every_rank(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(doctor, "prepare_kernels", lambda: KernelFacts("scalar", ("scalar",), 8))
-    assert main(["doctor", "--json"]) == 0
-    numa = json.loads(capsys.readouterr().out)["numa"]
+    numa = cli.json("doctor")["numa"]
     first, last = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
     assert numa == {
         "nodes": [{"number": 0, "cores": first}, {"number": 1, "cores": last}],
@@ -107,22 +101,17 @@ def test_json_has_every_rank(
     }
 
 
-def test_local_ranks_are_one_or_more(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--local-ranks", "0"]) == 2
-    assert "--local-ranks 0" in capsys.readouterr().err
+def test_local_ranks_are_one_or_more(cli: CommandLine) -> None:
+    assert "--local-ranks 0" in cli("doctor", "--local-ranks", "0", status=2)
 
 
 @pytest.mark.skipif(not SHM.is_dir(), reason="no /dev/shm here")
-def test_memory_is_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--directory", str(SHM)]) == 1
-    assert "stays in RAM" in capsys.readouterr().out
+def test_memory_is_refused_with_the_reason(cli: CommandLine) -> None:
+    assert "stays in RAM" in cli("doctor", "--directory", SHM, status=1)
 
 
-def test_a_missing_directory_is_a_finding(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--directory", str(tmp_path / "gone")]) == 1
-    assert "does not exist" in capsys.readouterr().out
+def test_a_missing_directory_is_a_finding(tmp_path: Path, cli: CommandLine) -> None:
+    assert "does not exist" in cli("doctor", "--directory", tmp_path / "gone", status=1)
 
 
 def test_why_not_the_better_backend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +131,9 @@ def test_why_not_the_better_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_directory_is_named_with_or_without_its_option(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_is_named_with_or_without_its_option(tmp_path: Path, cli: CommandLine) -> None:
     for named in ([str(tmp_path)], ["--directory", str(tmp_path)]):
-        assert main(["doctor", "--json", *named]) == 0
-        listed = json.loads(capsys.readouterr().out)["directories"]
+        listed = cli.json("doctor", *named)["directories"]
         assert [d["path"] for d in listed if d["named_by_user"]] == [str(tmp_path)]
 
 

@@ -1,6 +1,5 @@
 """The end of `tensorstow doctor`: OK, or at most three actions, each for one finding."""
 
-import json
 import resource
 from copy import deepcopy
 from pathlib import Path
@@ -9,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import CommandLine
 from machines import DISK, PROFILE
 from tensorstow.base.profile import identify_machine, write_profile
 from tensorstow.cli import doctor, doctor_advice
 from tensorstow.cli.doctor_advice import actions_of
-from tensorstow.cli.main import main
 
 
 def directory(path: str, **changes: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -185,25 +184,21 @@ def test_files_say_whether_there_is_a_driver_and_a_switch(
 
 
 def test_a_run_ends_with_ok_or_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(doctor_advice, "_DRIVERS", {})
     monkeypatch.setattr(doctor, "probe_backend", lambda *_: None)
     monkeypatch.setattr(doctor_advice, "_LEAST_FREE", 0)
-    assert main(["doctor", str(tmp_path)]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
+    *_, last = cli("doctor", tmp_path).splitlines()
     assert last.strip() == f"tensorstow calibrate {tmp_path}"
-    assert main(["doctor", str(tmp_path), "--json"]) == 0
-    (action,) = json.loads(capsys.readouterr().out)["actions"]
+    (action,) = cli.json("doctor", tmp_path)["actions"]
     assert action["action"] == f"tensorstow calibrate {tmp_path}"
     measured = PROFILE.but(machine=identify_machine(), directories={str(tmp_path): DISK})
     write_profile(measured)
-    assert main(["doctor", str(tmp_path)]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
+    *_, last = cli("doctor", tmp_path).splitlines()
     assert last.startswith("OK: this machine is ready.")
-    assert main(["doctor", str(tmp_path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["actions"] == []
+    assert cli.json("doctor", tmp_path)["actions"] == []
 
 
 def test_what_is_measured_here_reaches_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:

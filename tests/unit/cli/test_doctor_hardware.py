@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import CommandLine
 from tensorstow.cli import doctor, doctor_hardware
 from tensorstow.cli.doctor_hardware import examine_hardware, notes_of
-from tensorstow.cli.main import main
 
 
 def notes(root: Path, files: dict[str, str]) -> list[str]:
@@ -88,10 +88,7 @@ def test_builds_that_are_not_tested_are_named(
     assert note.startswith(f"This torch is for {build}, on which our tests have not run")
 
 
-def test_notes_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_are_printed(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
     special: dict[str, Any] = {**doctor_hardware.examine_hardware(), "is_wsl": True}
     monkeypatch.setattr(doctor, "examine_hardware", lambda: special)
-    main(["doctor"])
-    assert "Note: This is WSL" in capsys.readouterr().out
+    assert "Note: This is WSL" in cli("doctor")

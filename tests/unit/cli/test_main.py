@@ -14,6 +14,7 @@ from typing import TextIO
 
 import pytest
 
+from command_line import CommandLine
 from tensorstow.base.errors import OptionError
 from tensorstow.cli import doctor
 from tensorstow.cli.arguments import COMMANDS, RUN_COMMANDS, Command
@@ -91,26 +92,18 @@ def test_the_command_line_is_frozen() -> None:
 
 
 @pytest.mark.parametrize("name", OF_A_RUN)
-def test_commands_of_a_run_go_on_by_their_old_names(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["run", name, "/nowhere"]) == 2
-    said = capsys.readouterr().err
-    assert main([name, "/nowhere"]) == 2
+def test_commands_of_a_run_go_on_by_their_old_names(name: str, cli: CommandLine) -> None:
+    said = cli("run", name, "/nowhere", status=2)
     old = f"tensorstow: this command is `tensorstow run {name}` now; its old name works for one"
-    assert capsys.readouterr().err == f"{old} more minor release\n{said}"
-    assert main([name, "/nowhere", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["type"] == "DirectoryError"
+    assert cli(name, "/nowhere", status=2) == f"{old} more minor release\n{said}"
+    assert cli.json(name, "/nowhere", status=2)["error"]["type"] == "DirectoryError"
 
 
-def test_help_lists_commands_by_their_new_names_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+def test_help_lists_commands_by_their_new_names_alone(cli: CommandLine) -> None:
+    listed = re.findall(r"^    (\w+) ", cli.exit("--help"), re.MULTILINE)
     assert listed == [*(command.name for command in COMMANDS), "run"]
-    with pytest.raises(SystemExit):
-        main(["run", "--help"])
-    assert re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE) == [*OF_A_RUN, *SINCE]
+    of_a_run = re.findall(r"^    (\w+) ", cli.exit("run", "--help"), re.MULTILINE)
+    assert of_a_run == [*OF_A_RUN, *SINCE]
 
 
 @pytest.mark.parametrize(
@@ -133,19 +126,13 @@ def test_help_lists_commands_by_their_new_names_alone(capsys: pytest.CaptureFixt
     ],
 )
 def test_an_unknown_name_is_told_the_nearest(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, cli: CommandLine
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in cli.exit(*arguments, status=2)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"tensorstow {version('tensorstow')}\n"
+def test_version(cli: CommandLine) -> None:
+    assert cli.exit("--version") == f"tensorstow {version('tensorstow')}\n"
 
 
 @pytest.mark.parametrize(
@@ -164,12 +151,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_is_not_understood_is_refused_with_the_usage_of_its_command(
-    arguments: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], usage: str, cli: CommandLine
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith(f"usage: tensorstow {usage}")
+    assert cli.exit(*arguments, status=2).startswith(f"usage: tensorstow {usage}")
 
 
 def test_every_command_that_prints_has_json() -> None:
@@ -243,9 +227,8 @@ def test_no_standard_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert main(["doctor", "--json"]) == 0
 
 
-def test_errors_are_one_message_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "inspect", "/nowhere"]) == 2
-    said = capsys.readouterr().err
+def test_errors_are_one_message_without_a_traceback(cli: CommandLine) -> None:
+    said = cli("run", "inspect", "/nowhere", status=2)
     assert said.startswith("tensorstow: Directory /nowhere was requested but does not exist.")
     assert said.count("\n") == 1
 
@@ -360,27 +343,21 @@ def test_each_command_is_there(command: Command) -> None:
 
 @pytest.mark.parametrize("command", [*COMMANDS, *RUN_COMMANDS], ids=lambda each: each.name)
 def test_help_says_what_a_command_does_in_the_words_of_the_list(
-    command: Command, capsys: pytest.CaptureFixture[str]
+    command: Command, cli: CommandLine
 ) -> None:
-    with pytest.raises(SystemExit):
-        main([*(["run"] if command in RUN_COMMANDS else []), command.name, "--help"])
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"{command.summary[1:]}." in told
+    told = cli.exit(*(["run"] if command in RUN_COMMANDS else []), command.name, "--help")
+    assert f"{command.summary[1:]}." in " ".join(told.split())
 
 
-def test_help_of_plan_explains_its_words(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", "--help"])
-    _, words = capsys.readouterr().out.split("words:\n")
+def test_help_of_plan_explains_its_words(cli: CommandLine) -> None:
+    _, words = cli.exit("plan", "--help").split("words:\n")
     explained = re.findall(r"^  (\S+)  +\S", words, re.MULTILINE)
     assert explained == ["rank", "micro-batch", "step", "unit", "host"]
 
 
 @pytest.mark.parametrize("command", ["plan", "calibrate", "doctor", "verify", "run"])
-def test_help_has_examples_that_parse(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    told = capsys.readouterr().out.split("examples:\n", 1)[1]
+def test_help_has_examples_that_parse(command: str, cli: CommandLine) -> None:
+    told = cli.exit(command, "--help").split("examples:\n", 1)[1]
     shown = [line.strip() for line in told.splitlines() if line.startswith("  tensorstow ")]
     assert shown
     for line in shown:

@@ -15,10 +15,10 @@ from attacks.flips import (
     drop_copy,
     make_run,
 )
+from command_line import CommandLine
 from powerloss.contents import commit
 from tensorstow import AdamW
 from tensorstow.base.errors import DamageError
-from tensorstow.cli.main import main
 from tensorstow.cli.recover import LOST
 from tensorstow.cli.scrub import DAMAGED
 from tensorstow.io.engine import open_engine
@@ -32,38 +32,33 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"rest": root / "rest", "live": root / "live"}
 
 
-def recover(root: Path, *options: str) -> int:
-    return main(["run", "recover", *map(str, directories(root)), *options])
+def recover(cli: CommandLine, root: Path, *options: str, status: int = 0) -> str:
+    return cli("run", "recover", *directories(root), *options, status=status)
 
 
-def test_a_run_that_is_whole_is_read(
-    golden: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert recover(golden["rest"], "--yes") == 0
-    assert "all was read, and nothing is damaged" in capsys.readouterr().out
+def test_a_run_that_is_whole_is_read(golden: dict[str, Path], cli: CommandLine) -> None:
+    assert "all was read, and nothing is damaged" in recover(cli, golden["rest"], "--yes")
 
 
 def test_a_manifest_whose_copy_is_whole_loses_nothing(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden: dict[str, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     root = tmp_path / "run"
     copy(golden["live"], root)
     (root / LOG).write_bytes(b"")
     before = (root / MANIFEST).read_bytes()
-    assert recover(root) == DAMAGED
-    said = capsys.readouterr().out
+    said = recover(cli, root, status=DAMAGED)
     assert "it has lost what was reported" in said
     assert "generation 7 (step 7)" in said
     assert "\nlost:" not in said
     assert "add --yes to go on, which loses nothing that was reported" in said
     assert (root / MANIFEST).read_bytes() == before
-    assert recover(root, "--yes") == 0
-    assert "the run goes on from what is whole" in capsys.readouterr().out
-    assert recover(root) == 0
+    assert "the run goes on from what is whole" in recover(cli, root, "--yes")
+    recover(cli, root)
 
 
 def test_steps_are_lost_only_if_that_is_accepted(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden: dict[str, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     root = tmp_path / "run"
     copy(golden["live"], root)
@@ -71,8 +66,7 @@ def test_steps_are_lost_only_if_that_is_accepted(
     (root / LOG).unlink()
     before = (root / MANIFEST).read_bytes()
     for options in ([], ["--yes"], ["--json"]):
-        assert recover(root, *options) == DAMAGED
-        said = capsys.readouterr().out
+        said = recover(cli, root, *options, status=DAMAGED)
         assert "generation 7 (step 7), the newest that was reported" in said
         assert (root / MANIFEST).read_bytes() == before
         with pytest.raises(DamageError):  # and stays known
@@ -80,57 +74,50 @@ def test_steps_are_lost_only_if_that_is_accepted(
     newest, names = json.loads(said)["lost"]
     assert newest == "generation 7 (step 7), the newest that was reported"
     assert "names of snapshots are unknown" in names
-    assert recover(root, "--accept-loss") == LOST
-    assert "a new run begins there" in capsys.readouterr().out
-    assert recover(root) == 0
+    assert "a new run begins there" in recover(cli, root, "--accept-loss", status=LOST)
+    recover(cli, root)
     with Store.open(directories(root), open_engine("threads")) as store:
         assert store.generation() is None
 
 
 def test_a_copy_that_is_damaged_alone_is_made_anew(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden: dict[str, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     root = tmp_path / "run"
     copy(golden["rest"], root)
     change_rows(root / COPIES[0], "UPDATE chunks SET offset = offset + 4096 WHERE generation = 7")
     first, before = str(root / "a"), (root / MANIFEST).read_bytes()
     for _ in range(2):
-        assert main(["run", "scrub", first]) == DAMAGED
         assert "manifest-copy.sqlite, the second copy of the manifest, is damaged" in (
-            said := capsys.readouterr().out.replace("\n", "")
+            said := cli("run", "scrub", first, status=DAMAGED).replace("\n", "")
         )
         assert "1 damaged" in said
-        assert main(["run", "scrub", first, "--json"]) == DAMAGED
-        assert "generation 7" in json.loads(capsys.readouterr().out)["copy_damage"]
-        assert recover(root) == DAMAGED
-        assert "add --yes to go on, which loses nothing" in capsys.readouterr().out
-    assert recover(root, "--yes") == 0
-    assert "the second copy of the manifest is made anew" in capsys.readouterr().out
+        facts = cli.json("run", "scrub", first, status=DAMAGED)
+        assert "generation 7" in facts["copy_damage"]
+        assert "add --yes to go on, which loses nothing" in recover(cli, root, status=DAMAGED)
+    assert "the second copy of the manifest is made anew" in recover(cli, root, "--yes")
     assert (root / MANIFEST).read_bytes() == before
-    assert main(["run", "scrub", first]) == 0
-    assert recover(root) == 0
+    cli("run", "scrub", first)
+    recover(cli, root)
     (root / MANIFEST).unlink()
     with Store.open(directories(root), open_engine("threads")) as store:
         assert [s.number for s in store.generations()] == [2, 4, 7]
 
 
 def test_what_no_file_records_may_be_lost(
-    golden: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    golden: dict[str, Path], tmp_path: Path, cli: CommandLine
 ) -> None:
     root = tmp_path / "run"
     copy(golden["rest"], root)
     for path in (root / "a").glob("manifest*"):
         path.unlink()
     damage_heads(root)
-    assert recover(root, "--yes") == DAMAGED
-    assert "lost: what was reported is unknown" in capsys.readouterr().out
+    assert "lost: what was reported is unknown" in recover(cli, root, "--yes", status=DAMAGED)
     assert not (root / MANIFEST).exists()
-    assert recover(root, "--accept-loss") == LOST
+    recover(cli, root, "--accept-loss", status=LOST)
 
 
-def test_training_does_not_begin_anew_over_a_damaged_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_does_not_begin_anew_over_a_damaged_run(tmp_path: Path, cli: CommandLine) -> None:
     weight = torch.nn.Parameter(torch.ones(5000))
 
     def make() -> AdamW:
@@ -147,11 +134,11 @@ def test_training_does_not_begin_anew_over_a_damaged_run(
     with (tmp_path / "states-0.bin").open("r+b") as file:
         file.seek(generation.chunks[0].extent.offset + 5)
         file.write(b"?")
-    assert main(["run", "scrub", str(tmp_path)]) == DAMAGED
-    assert main(["run", "recover", str(tmp_path)]) == DAMAGED
-    assert "chunk 0, states of elements" in capsys.readouterr().out
-    assert main(["run", "recover", str(tmp_path), "--yes"]) == DAMAGED
-    assert "add --accept-loss to begin anew" in capsys.readouterr().out
+    cli("run", "scrub", tmp_path, status=DAMAGED)
+    assert "chunk 0, states of elements" in cli("run", "recover", tmp_path, status=DAMAGED)
+    assert "add --accept-loss to begin anew" in cli(
+        "run", "recover", tmp_path, "--yes", status=DAMAGED
+    )
     optimizer = make()
     assert optimizer.resume() == 3
     weight.grad = torch.ones(5000)
@@ -166,7 +153,7 @@ def test_training_does_not_begin_anew_over_a_damaged_run(
 
 
 def test_the_ranks_of_a_run_are_recovered_together_or_not_at_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, cli: CommandLine
 ) -> None:
     ranks = [tmp_path / f"rank-{rank}-of-2" for rank in range(2)]
     for directory in ranks:
@@ -175,10 +162,9 @@ def test_the_ranks_of_a_run_are_recovered_together_or_not_at_all(
             commit(store, 1)
         (directory / "manifest.sqlite").write_bytes(b"")
     (ranks[1] / "manifest-copy.sqlite").unlink()
-    assert main(["run", "recover", str(tmp_path), "--yes"]) == DAMAGED
+    cli("run", "recover", tmp_path, "--yes", status=DAMAGED)
     assert [(directory / "manifest.sqlite").stat().st_size for directory in ranks] == [0, 0]
-    assert main(["run", "recover", str(tmp_path), "--accept-loss"]) == LOST
-    said = capsys.readouterr().out
+    said = cli("run", "recover", tmp_path, "--accept-loss", status=LOST)
     assert said.count("the run goes on from what is whole") == 1
     assert said.count("a new run begins there") == 1
-    assert main(["run", "recover", str(tmp_path)]) == 0
+    cli("run", "recover", tmp_path)
