@@ -36,6 +36,22 @@ WIDTH, ROWS = 128, 96  # a saved tensor of a block has 48 KiB, its inner ones 19
 BLOCK = ROWS * WIDTH * 4
 
 
+ToDisk = Callable[..., ActivationOffload]
+"""What the fixture ``to_disk`` returns."""
+
+
+class WeightFunction(nn.Module):
+    """Computes what a function returns for its weight."""
+
+    def __init__(self, weight: torch.Tensor, compute: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.compute = compute
+
+    def forward(self) -> Any:  # noqa: ANN401  # what the function returns
+        return self.compute(self.weight)
+
+
 def net(*, recompute: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(FeedForward(WIDTH, recompute=recompute) for _ in range(4)))
@@ -64,7 +80,7 @@ def at_rest(offload: ActivationOffload) -> ActivationBytes:
 
 
 @pytest.fixture
-def to_disk(tmp_path: Path) -> Iterator[Callable[..., ActivationOffload]]:
+def to_disk(tmp_path: Path) -> Iterator[ToDisk]:
     made = []
 
     def make(
@@ -82,9 +98,7 @@ def to_disk(tmp_path: Path) -> Iterator[Callable[..., ActivationOffload]]:
 
 @pytest.mark.parametrize("inner", ["kept", "recomputed"])
 @pytest.mark.parametrize("budget", [0, "256KiB", "64MiB"])
-def test_gradients_are_those_without_it(
-    to_disk: Callable[..., ActivationOffload], budget: str | int, inner: str
-) -> None:
+def test_gradients_are_those_without_it(to_disk: ToDisk, budget: str | int, inner: str) -> None:
     model = net(recompute=inner == "recomputed")
     want = gradients(model)
     offload = to_disk(model, budget)
@@ -99,9 +113,7 @@ def test_gradients_are_those_without_it(
         assert moved.disk_bytes == 0  # backward has everything
 
 
-def test_a_storage_moves_once_and_memory_is_bounded(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_a_storage_moves_once_and_memory_is_bounded(to_disk: ToDisk) -> None:
     model = net()
     offload = to_disk(model, 8 * BLOCK)
     model(rows()).sum().backward()
@@ -111,35 +123,30 @@ def test_a_storage_moves_once_and_memory_is_bounded(
     assert offload._pool.nbytes().most_host_bytes <= 8 * BLOCK + 2 * 4 * BLOCK
 
 
-def test_views_of_one_storage_come_back_as_they_were(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(64, 256))
+def test_views_of_one_storage_come_back_as_they_were(to_disk: ToDisk) -> None:
+    x = torch.randn(64, 256)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = (x * self.weight).double()
-            a, b = y.t()[3:100], y[::2, 10:20]
-            return (a * a).sum() + (b.exp() * b).sum() + (y.expand(3, 64, 256) ** 3).sum()
+    def views(weight: nn.Parameter) -> torch.Tensor:
+        y = (x * weight).double()
+        a, b = y.t()[3:100], y[::2, 10:20]
+        return (a * a).sum() + (b.exp() * b).sum() + (y.expand(3, 64, 256) ** 3).sum()
 
-    model, x = Views(), torch.randn(64, 256)
-    want = [*torch.autograd.grad(model(x), model.weight)]
+    model = WeightFunction(torch.ones(64, 256), views)
+    want = [*torch.autograd.grad(model(), model.weight)]
     offload = to_disk(model, 0)
-    assert same([*torch.autograd.grad(model(x), model.weight)], want)
+    assert same([*torch.autograd.grad(model(), model.weight)], want)
     # x, y, what exp gave: y was saved by several operations.
     assert offload._pool.nbytes().bytes_written <= 2 * (64 * 256 * 8) * 3
 
 
-def test_several_forwards_before_one_backward(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_several_forwards_before_one_backward(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model, rows(1), rows(2))
     to_disk(model)
     assert same(gradients(model, rows(1), rows(2)), want)
 
 
-def test_what_no_backward_wants_is_given_back(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_what_no_backward_wants_is_given_back(to_disk: ToDisk) -> None:
     model = net()
     offload = to_disk(model)
     for _ in range(3):
@@ -154,7 +161,7 @@ def test_what_no_backward_wants_is_given_back(to_disk: Callable[..., ActivationO
     assert before.disk_bytes == before.bytes_read == 0
 
 
-def test_a_forward_that_fails_leaves_no_hooks(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_a_forward_that_fails_leaves_no_hooks(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model)
     offload = to_disk(model)
@@ -167,9 +174,7 @@ def test_a_forward_that_fails_leaves_no_hooks(to_disk: Callable[..., ActivationO
 
 
 @pytest.mark.parametrize("budget", [0, "64MiB"])
-def test_a_second_backward_is_refused(
-    to_disk: Callable[..., ActivationOffload], budget: str | int
-) -> None:
+def test_a_second_backward_is_refused(to_disk: ToDisk, budget: str | int) -> None:
     model = net()
     to_disk(model, budget)
     loss = model(rows()).sum()
@@ -179,18 +184,8 @@ def test_a_second_backward_is_refused(
 
 
 @pytest.mark.parametrize("columns", [8, WIDTH * 64])  # one stays, one moves
-def test_a_write_to_what_was_saved_is_told(
-    to_disk: Callable[..., ActivationOffload], columns: int
-) -> None:
-    class Exp(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(columns))
-
-        def forward(self) -> torch.Tensor:
-            return self.weight.exp()
-
-    model = Exp()
+def test_a_write_to_what_was_saved_is_told(to_disk: ToDisk, columns: int) -> None:
+    model = WeightFunction(torch.ones(columns), torch.exp)
     to_disk(model, "64MiB")
     out = model()
     out.detach().zero_()
@@ -198,7 +193,7 @@ def test_a_write_to_what_was_saved_is_told(
         out.sum().backward()
 
 
-def test_units_alone_are_moved(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_units_alone_are_moved(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model)
     whole, part = to_disk(model, 0), None
@@ -209,7 +204,7 @@ def test_units_alone_are_moved(to_disk: Callable[..., ActivationOffload]) -> Non
     assert 0 < part._pool.nbytes().bytes_written <= whole._pool.nbytes().bytes_written / 3
 
 
-def test_a_unit_in_a_unit_changes_nothing(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_a_unit_in_a_unit_changes_nothing(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model)
     to_disk(model, 0, units=[model, model[1]])
@@ -217,7 +212,7 @@ def test_a_unit_in_a_unit_changes_nothing(to_disk: Callable[..., ActivationOfflo
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler, of a block's input
-def test_autocast_and_compiled_units(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_autocast_and_compiled_units(to_disk: ToDisk) -> None:
     def train(model: nn.Module) -> list[torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
             return gradients(model)
@@ -238,9 +233,7 @@ def test_autocast_and_compiled_units(to_disk: Callable[..., ActivationOffload]) 
 # --- failures ---
 
 
-def test_a_disk_that_fails_is_told_and_the_next_step_is_right(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_a_disk_that_fails_is_told_and_the_next_step_is_right(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model)
     offload = to_disk(model, 0)
@@ -255,9 +248,7 @@ def test_a_disk_that_fails_is_told_and_the_next_step_is_right(
     assert at_rest(offload).disk_bytes == 0
 
 
-def test_other_bytes_than_were_written_are_told(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_other_bytes_than_were_written_are_told(to_disk: ToDisk) -> None:
     model = net()
     offload = to_disk(model, 0)
     loss = model(rows()).sum()
@@ -267,9 +258,7 @@ def test_other_bytes_than_were_written_are_told(
         loss.backward()
 
 
-def test_a_full_disk_is_told_in_forward(
-    to_disk: Callable[..., ActivationOffload], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_told_in_forward(to_disk: ToDisk, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     want = gradients(model)
     offload = to_disk(model, 0)
@@ -319,7 +308,7 @@ def test_tiers_have_the_names_that_they_have_elsewhere(
         loss.backward()
 
 
-def test_other_hooks_are_refused(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_other_hooks_are_refused(to_disk: ToDisk) -> None:
     model = net()
     want = gradients(model)
     to_disk(model)
@@ -331,7 +320,7 @@ def test_other_hooks_are_refused(to_disk: Callable[..., ActivationOffload]) -> N
 
 
 def test_what_moved_and_what_stayed_is_logged_once(
-    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture
+    to_disk: ToDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = net()
     to_disk(model)
@@ -355,19 +344,14 @@ def test_host_memory_is_where_tensors_of_the_cpu_are() -> None:
 # --- what a review broke ---
 
 
-def test_a_read_that_failed_fails_again(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_a_read_that_failed_fails_again(to_disk: ToDisk) -> None:
     """Several saved tensors of one storage: the second does not take what the first did not get."""
 
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((ROWS, WIDTH), 2.0))
+    def twice(weight: nn.Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        y = weight * 1
+        return (y * y).sum(), (y * y).sum()
 
-        def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.weight * 1
-            return (y * y).sum(), (y * y).sum()
-
-    model = Twice()
+    model = WeightFunction(torch.full((ROWS, WIDTH), 2.0), twice)
     offload = to_disk(model, 0)
     first, second = model()
     scratch = offload._pool._scratch
@@ -383,67 +367,46 @@ def test_a_read_that_failed_fails_again(to_disk: Callable[..., ActivationOffload
         assert torch.equal(found, torch.full((ROWS, WIDTH), 4.0))
 
 
-def test_an_alias_that_counts_its_own_versions(to_disk: Callable[..., ActivationOffload]) -> None:
-    class Aliased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
+def test_an_alias_that_counts_its_own_versions(to_disk: ToDisk) -> None:
+    def aliased(weight: nn.Parameter) -> torch.Tensor:
+        h = weight * 3
+        out = (weight * h.data) + h.exp() * h
+        h.detach().add_(1)
+        return out
 
-        def forward(self) -> torch.Tensor:
-            h = self.weight * 3
-            out = (self.weight * h.data) + h.exp() * h
-            h.detach().add_(1)
-            return out
-
-    model = Aliased()
+    model = WeightFunction(torch.ones(ROWS, WIDTH), aliased)
     to_disk(model, "64MiB")
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model().sum().backward()
 
 
-def test_a_buffer_that_is_filled_again_between_forwards(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
-            self.register_buffer("scale", torch.ones(ROWS, WIDTH))
-
-        def forward(self) -> torch.Tensor:
-            return self.weight * self.scale
-
-    model = Scaled()
+def test_a_buffer_that_is_filled_again_between_forwards(to_disk: ToDisk) -> None:
+    scale = torch.ones(ROWS, WIDTH)
+    model = WeightFunction(torch.ones(ROWS, WIDTH), lambda weight: weight * scale)
     to_disk(model, 0)
     first = model().sum()
-    model.scale.data.fill_(2.0)
+    scale.data.fill_(2.0)
     second = model().sum()
     assert torch.autograd.grad(second, model.weight)[0].eq(2.0).all()
     assert torch.autograd.grad(first, model.weight)[0].eq(1.0).all()
 
 
-def test_a_storage_that_is_resized_is_told(to_disk: Callable[..., ActivationOffload]) -> None:
-    class Discarded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(ROWS, WIDTH))
-            self.more = nn.Parameter(torch.ones(4 * ROWS, WIDTH))
+def test_a_storage_that_is_resized_is_told(to_disk: ToDisk) -> None:
+    more = nn.Parameter(torch.ones(4 * ROWS, WIDTH))
 
-        def forward(self) -> torch.Tensor:
-            h = self.weight * 3
-            out = h.exp() * h
-            h.untyped_storage().resize_(0)
-            return out.sum() + (self.more * 2).exp().sum()
+    def discarded(weight: nn.Parameter) -> torch.Tensor:
+        h = weight * 3
+        out = h.exp() * h
+        h.untyped_storage().resize_(0)
+        return out.sum() + (more * 2).exp().sum()
 
-    model = Discarded()
+    model = WeightFunction(torch.ones(ROWS, WIDTH), discarded)
     to_disk(model, 4 * BLOCK)
     with pytest.raises(RuntimeError, match="resized from"):
         model().backward()
 
 
-def test_memory_of_a_forward_that_no_backward_follows_is_forgotten(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_memory_of_a_forward_that_no_backward_follows_is_forgotten(to_disk: ToDisk) -> None:
     model = net()
     offload = to_disk(model)
     for _ in range(5):
@@ -454,7 +417,7 @@ def test_memory_of_a_forward_that_no_backward_follows_is_forgotten(
 
 
 def test_a_write_that_failed_for_nobody_leaks_nothing(
-    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture
+    to_disk: ToDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = net()
     offload = to_disk(model, 8 * BLOCK)
@@ -475,7 +438,7 @@ def test_a_write_that_failed_for_nobody_leaks_nothing(
 
 @pytest.mark.parametrize("ram_budget", ["64MiB", 8 * BLOCK])
 def test_looking_ahead_visits_a_storage_a_few_times(
-    to_disk: Callable[..., ActivationOffload],
+    to_disk: ToDisk,
     monkeypatch: pytest.MonkeyPatch,
     ram_budget: str | int,
 ) -> None:
@@ -499,7 +462,7 @@ def test_looking_ahead_visits_a_storage_a_few_times(
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_a_copied_model_keeps_its_saved_tensors(
-    to_disk: Callable[..., ActivationOffload], caplog: pytest.LogCaptureFixture, way: str
+    to_disk: ToDisk, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
     model = net()
     want = gradients(model)
@@ -529,7 +492,7 @@ def test_scratch_goes_with_a_dropped_model(tmp_path: Path) -> None:
     assert not open_in_directory()
 
 
-def test_close_in_the_middle_of_a_forward(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_close_in_the_middle_of_a_forward(to_disk: ToDisk) -> None:
     model, want = net(), gradients(net())
     offload = to_disk(model, 0)
     handle = model[2].register_forward_pre_hook(lambda *_: offload.close())
@@ -542,9 +505,7 @@ def test_close_in_the_middle_of_a_forward(to_disk: Callable[..., ActivationOfflo
     assert same(gradients(model), want)
 
 
-def test_an_interrupt_in_forward_is_over_with_the_offload(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_an_interrupt_in_forward_is_over_with_the_offload(to_disk: ToDisk) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -561,7 +522,7 @@ def test_an_interrupt_in_forward_is_over_with_the_offload(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
-def test_what_has_no_memory_of_its_own_stays(to_disk: Callable[..., ActivationOffload]) -> None:
+def test_what_has_no_memory_of_its_own_stays(to_disk: ToDisk) -> None:
     model = net()
     to_disk(model, 0)
     x = rows()
@@ -574,9 +535,7 @@ def test_what_has_no_memory_of_its_own_stays(to_disk: Callable[..., ActivationOf
     model.to("meta")(x.to("meta")).sum().backward()
 
 
-def test_parameters_that_no_module_is_called_with_stay(
-    to_disk: Callable[..., ActivationOffload],
-) -> None:
+def test_parameters_that_no_module_is_called_with_stay(to_disk: ToDisk) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -596,9 +555,7 @@ def test_parameters_that_no_module_is_called_with_stay(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler, of a block's input
 @pytest.mark.parametrize("compiled", ["round the hooks", "under the hooks", "a unit"])
-def test_what_a_compiled_forward_saves_is_moved(
-    to_disk: Callable[..., ActivationOffload], compiled: str
-) -> None:
+def test_what_a_compiled_forward_saves_is_moved(to_disk: ToDisk, compiled: str) -> None:
     model = net()
     unit = model[1] if compiled == "a unit" else model
     called: nn.Module = model
@@ -620,7 +577,7 @@ def test_what_a_compiled_forward_saves_is_moved(
 
 @pytest.mark.parametrize("awaits", ["its read", "a write of what leaves"])
 def test_a_thread_that_waits_for_the_disk_keeps_no_other_from_counting(
-    to_disk: Callable[..., ActivationOffload], monkeypatch: pytest.MonkeyPatch, awaits: str
+    to_disk: ToDisk, monkeypatch: pytest.MonkeyPatch, awaits: str
 ) -> None:
     model = net()
     want = gradients(model)
