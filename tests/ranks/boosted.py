@@ -23,7 +23,7 @@ def model_of() -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(16, 4))
 
 
-def batch(step: int, rank: int) -> torch.Tensor:
+def batch(step: int, rank: int = 0) -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
 
 

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from compare import all_equal
+from ranks.boosted import batch, model_of
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, StowError
 from tensorstow.colossalai.adam import CPUAdam, HybridAdam
@@ -29,16 +30,6 @@ from tensorstow.colossalai.booster.plugin import (
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
 
 Made = Callable[[nn.Module], torch.optim.Optimizer]
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
-    return nn.Sequential(*blocks, nn.Linear(16, 4))
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:

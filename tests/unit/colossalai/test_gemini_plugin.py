@@ -10,6 +10,7 @@ from torch import nn
 
 import tensorstow
 from compare import all_equal
+from ranks.boosted import batch, model_of
 from tensorstow.base.errors import OptionError
 from tensorstow.colossalai.adam import HybridAdam
 from tensorstow.colossalai.booster import Booster
@@ -58,16 +59,6 @@ UPSTREAM: dict[str, Any] = {
     "verbose": False,
     "fp8_communication": False,
 }
-
-
-def model_of(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    blocks = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
-    return nn.Sequential(*blocks, nn.Linear(16, 4))
-
-
-def batch(seed: int) -> torch.Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
 
 
 def trained(plugin: GeminiPlugin, factor: float = 1.0, steps: int = 3) -> tuple[Any, Any]:
@@ -213,14 +204,11 @@ def test_half_precision_computes_in_it_and_keeps_fp32_weights(precision: str) ->
 
 
 def test_what_is_asked_is_in_the_plan() -> None:
-    given = {"max_prefetch": 3, "shard_param_frac": 0.5}
-    model, *_ = Booster(plugin=GeminiPlugin(**given)).boost(model_of())
-    plan = tensorstow.plan_of(model.unwrap())
-    assert (plan.prefetch, plan.stage, len(plan.unsharded)) == (3, 3, 2)
-    given = {"max_prefetch": 0, "shard_param_frac": 0.0}
-    model, *_ = Booster(plugin=GeminiPlugin(**given)).boost(model_of())
-    plan = tensorstow.plan_of(model.unwrap())
-    assert (plan.prefetch, plan.stage, len(plan.unsharded)) == (0, 2, 0)
+    for prefetch, shard, stage, unsharded in ((3, 0.5, 3, 2), (0, 0.0, 2, 0)):
+        plugin = GeminiPlugin(max_prefetch=prefetch, shard_param_frac=shard)
+        model, *_ = Booster(plugin=plugin).boost(model_of())
+        plan = tensorstow.plan_of(model.unwrap())
+        assert (plan.prefetch, plan.stage, len(plan.unsharded)) == (prefetch, stage, unsharded)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
