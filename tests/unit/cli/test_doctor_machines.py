@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from command_line import CommandLine
 from hosts import Hosts, end, start_ranks, why_not
 from ports import free_port
 from tensorstow.cli import doctor_machines
 from tensorstow.cli.doctor_machines import _actions, _merge, _print_report
-from tensorstow.cli.main import main
 
 needs_hosts = pytest.mark.skipif(bool(why_not()), reason=f"hosts cannot be made: {why_not()}")
 DOCTOR = ("-m", "tensorstow", "doctor", "--ranks")
@@ -66,19 +66,17 @@ def test_ranks_of_one_machine_have_no_links(hosts: Hosts) -> None:
     assert "host0" not in nothing
 
 
-def test_ranks_are_met_on_request_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["doctor", "--ranks"]) == 2
-    assert "--ranks was given, and no launcher has started other ranks" in capsys.readouterr().err
+def test_ranks_are_met_on_request_alone(monkeypatch: pytest.MonkeyPatch, cli: CommandLine) -> None:
+    assert "--ranks was given, and no launcher has started other ranks" in cli(
+        "doctor", "--ranks", status=2
+    )
     # As in a shell of a container that trains.
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 0
+    cli("doctor")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(doctor_machines, "_LONGEST_WAIT", 1)
-    assert main(["doctor", "--ranks"]) == 2
-    assert "join" in capsys.readouterr().err
+    assert "join" in cli("doctor", "--ranks", status=2)
 
 
 def test_other_versions_and_common_advice_are_told_once() -> None:

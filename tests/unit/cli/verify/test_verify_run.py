@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -6,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from command_line import CommandLine
 from tensorstow import AdamW
-from tensorstow.cli.main import main
 from tensorstow.cli.verify import run as command
 from tensorstow.cli.verify import training
 from tensorstow.cli.verify.rows import COMMITTED, VerifiedRun, runs_of
@@ -56,15 +55,14 @@ def test_all_runs_of_a_model_are_equal_and_leave_nothing(
     model: str,
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: CommandLine,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And each is what it is called."""
     monkeypatch.setattr(Noted, "made", [], raising=False)
     monkeypatch.setattr(Noted, "resumed", [], raising=False)
     monkeypatch.setattr(training.tensorstow, "AdamW", Noted)
-    assert main(["verify", str(place), "--model", model, "--device", "cpu", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json("verify", place, "--model", model, "--device", "cpu")
     assert said["is_equal"]
     assert said["sentence"].startswith("All 6 runs are bitwise equal")
     assert len({run["sha256"] for run in said["runs"]}) == 1
@@ -94,11 +92,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch, wrong: VerifiedRun) -> None:
 
 
 def test_a_difference_is_said_with_what_differed_first(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     pretended(monkeypatch, VerifiedRun("bf16", "disk", "split", "backward"))
-    assert main(["verify", str(place), "--device", "cpu"]) == 1
-    said = capsys.readouterr().out
+    said = cli("verify", place, "--device", "cpu", status=1)
     assert (
         'NOT EQUAL: bf16, states on disk as split, overlap="backward":'
         " all losses are equal, and the parameter w differs at the end." in said
@@ -130,7 +127,7 @@ def test_one_bit_of_a_parameter_or_a_state_is_a_failure(
     model: str,
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cli: CommandLine,
 ) -> None:
     """Behind the last step, where no loss and no other parameter shows it."""
     true_train, wrong = training.train, VerifiedRun("fp32", "disk", "fp32", "forward")
@@ -144,8 +141,7 @@ def test_one_bit_of_a_parameter_or_a_state_is_a_failure(
 
     monkeypatch.setattr(command, "train", train)
     monkeypatch.setattr(command, "_kill", lambda *_: None)
-    assert main(["verify", str(place), "--model", model, "--device", "cpu", "--json"]) == 1
-    said = json.loads(capsys.readouterr().out)
+    said = cli.json("verify", place, "--model", model, "--device", "cpu", status=1)
     assert not said["is_equal"]
     what = "the parameter 0.weight" if spoils == "parameter" else f"the state {spoils} of 0.weight"
     differs = f"all losses are equal, and {what} differs at the end"
@@ -153,13 +149,12 @@ def test_one_bit_of_a_parameter_or_a_state_is_a_failure(
 
 
 def test_a_model_that_does_not_repeat_itself_is_no_verdict(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, cli: CommandLine
 ) -> None:
     pretended(monkeypatch, VerifiedRun("fp32", "host", "fp32", is_repeat=True))
-    assert main(["verify", str(place), "--device", "cpu"]) == 2
-    assert "The model itself is not deterministic on cpu" in capsys.readouterr().err
+    error = cli.json("verify", place, "--device", "cpu", status=2)["error"]
+    assert "The model itself is not deterministic on cpu" in error["message"]
 
 
-def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    assert main(["verify", str(place), "--device", "abacus"]) == 2
-    assert "--device abacus was given" in capsys.readouterr().err
+def test_an_unknown_device_is_refused(cli: CommandLine, place: Path) -> None:
+    assert "--device abacus was given" in cli("verify", place, "--device", "abacus", status=2)
