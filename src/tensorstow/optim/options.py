@@ -1,6 +1,7 @@
-"""Reads and checks the keywords of an optimizer's constructor, before any allocation."""
+"""Reads and checks an optimizer's keywords, and the keys of its parameter groups."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal, TypeGuard
 
 import numpy as np
@@ -273,3 +274,50 @@ def _is_fraction(value: object) -> TypeGuard[float]:
         return False
     number = number_of(value)
     return number is not None and 0.0 <= number <= 1.0
+
+
+# --- keys of parameter groups: a misspelled one would have no effect ---
+
+_LIKE = 0.85
+"""Similarity above which an unknown key is a typo: "weight_decya" is one, "lr_scale" is not."""
+_OTHERS = ("params", "param_names", "initial_lr", "bias_correction", "ema")
+_OF_ALL = frozenset(
+    {
+        "accumulation_steps",
+        "checkpoints",
+        "commit_every",
+        "durability",
+        "grad_dtype",
+        "overlap",
+        "ram_budget",
+        "state_format",
+        "states",
+        "stop_signals",
+        "update_on",
+    }
+)
+"""Options of a whole optimizer, not of a group."""
+
+
+def check_keys(group: Mapping[str, Any], keys: Collection[str]) -> None:
+    """Raise OptionError for a misspelled one of ``keys``, or an option of whole optimizers.
+
+    Users keep keys of their own in groups, so a name that is unlike all of ours is accepted.
+    """
+    taken = {*keys, *_OTHERS}
+    for key in group:
+        if key in taken:
+            continue
+        if key in _OF_ALL:
+            message = (
+                f"{key}={group[key]!r} was given in a parameter group: it is an option of the"
+                f" whole optimizer, AdamW(groups, {key}=...). Remove it from the group."
+            )
+            raise OptionError(message)
+        near = get_close_matches(key, taken, 1, _LIKE)
+        if near:
+            message = (
+                f"A parameter group has {key}={group[key]!r}, which nothing reads: did you mean"
+                f" {near[0]!r}? A key of your own needs a name that is less similar."
+            )
+            raise OptionError(message)

@@ -32,12 +32,10 @@ from tensorstow.checkpoint.worlds import remove_stores, survey
 from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim import one_optimizer, options
 from tensorstow.optim.averaged_weights import AveragedWeights
-from tensorstow.optim.group_keys import check_keys
-from tensorstow.optim.loading import StateLoad
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.recording import CommitPart, LinkPart, RecordedPart
 from tensorstow.optim.runtime import OptimizerRuntime
-from tensorstow.optim.snapshot_references import load_reference, make_reference
+from tensorstow.optim.state_dicts import StateLoad, load_reference, make_reference
 from tensorstow.optim.step_runner import ParamFilter
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
@@ -116,7 +114,7 @@ class StowedAdam(PlacedOptimizer):
 
     @exclusive_call("add_param_group")
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        check_keys(param_group, self.defaults)
+        options.check_keys(param_group, self.defaults)
         super()._add_group(param_group)
 
     def _take_group(self, group: dict[str, Any]) -> None:

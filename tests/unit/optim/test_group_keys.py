@@ -6,7 +6,7 @@ from torch import nn
 
 import tensorstow
 from tensorstow.base.errors import OptionError
-from tensorstow.optim.group_keys import check_keys
+from tensorstow.optim.options import check_keys
 
 KNOWN = ("lr", "betas", "eps", "weight_decay", "amsgrad")
 

@@ -16,7 +16,7 @@ from interrupts import at_event, by_signal, handler
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import CommitError, OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
-from tensorstow.optim.loading import StateLoad
+from tensorstow.optim.state_dicts import StateLoad
 from tensorstow.step import call_lock
 from tensorstow.step.call_lock import CallLock
 
