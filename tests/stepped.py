@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from models import Vectors
+from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.stowed_adam import StowedAdam
 
@@ -19,6 +21,17 @@ TIGHT = 96 << 10
 def make(net: Vectors, **given: Any) -> AdamW:  # noqa: ANN401  # keywords of AdamW
     given = {"policy": SMALL, "states": "disk", **given}
     return AdamW(net.parameters(), lr=0.01, module=net, **given)
+
+
+def make_away(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+    **given: Any,  # noqa: ANN401  # keywords of AdamW
+) -> tuple[Vectors, AdamW]:
+    """Return vectors that count as an accelerator's, and their optimizer."""
+    make_remote(monkeypatch)
+    net = Vectors(SIZES, dtype)
+    return net, make(net, **given)
 
 
 def train(net: Vectors, optimizer: StowedAdam, steps: int = 1) -> None:

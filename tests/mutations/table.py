@@ -408,7 +408,7 @@ MUTATIONS = (
         f"{_WAITS}::test_what_makes_gradients_is_not_measured",
     ),
     Mutation(
-        "step/speculative_overlap.py",
+        "step/schedule.py",
         "path.wait()",
         "pass",
         "gpu/test_gpu_speculation.py::test_a_clipped_step_is_over_when_step_returns",

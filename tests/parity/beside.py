@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import AdamW, PipelinePolicy, _native
 from tensorstow.base.update_on import Overlap
 
 CHUNK = 1024
@@ -62,10 +62,15 @@ def optimizer_for(
     )
 
 
-def slow(optimizer: AdamW, operation: str = "read", seconds: float = DELAY_S) -> None:
-    """Let every transfer of the optimizer's states take ``seconds`` from now on."""
+def engine_of(optimizer: AdamW) -> _native.Engine:
     engine = optimizer._states().engine
     assert engine is not None
+    return engine
+
+
+def slow(optimizer: AdamW, operation: str = "read", seconds: float = DELAY_S) -> None:
+    """Let every transfer of the optimizer's states take ``seconds`` from now on."""
+    engine = engine_of(optimizer)
     optimizer.synchronize()
     engine.inject_fault(operation, times=-1, delay_us=round(seconds * 1e6))
 
@@ -94,3 +99,9 @@ def in_ram(model: nn.Module, steps: Iterable[int], loss: Loss = mean_square) -> 
 def same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
     assert ours.keys() == theirs.keys()
     return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def states_of(optimizer: AdamW) -> list[Tensor]:
+    """Return copies of all states, in one order."""
+    entries = optimizer.state_dict()["state"].values()
+    return [torch.as_tensor(value).clone() for entry in entries for value in entry.values()]

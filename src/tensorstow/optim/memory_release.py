@@ -26,7 +26,6 @@ class StateBuffers:
     """The memory that an optimizer's states pass through."""
 
     def __init__(self, params: ParamTable) -> None:
-        """Give back the memory of the states of ``params``."""
         self._params = params
 
     def check_release(self, *, host: bool) -> None:

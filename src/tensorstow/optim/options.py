@@ -128,10 +128,12 @@ def run_options(
             " tensorstow.integrations.lightning."
         )
         raise OptionError(message)
-    if module is not None and not _is_module(module):
+    given_module: object = module
+    if not isinstance(given_module, torch.nn.Module | None):
         message = f"module={abbreviated(module)} was given: pass the model, a torch.nn.Module."
         raise OptionError(message)
-    if extra is not None and not _is_function(extra):
+    given_extra: object = extra
+    if given_extra is not None and not callable(given_extra):
         message = (
             f"extra={abbreviated(extra)} was given: pass a function that returns a dict; it is"
             " called at the end of each step."
@@ -173,14 +175,6 @@ def check_delayed(offload_policy: OffloadPolicy, run: RunOptions) -> None:
             " backward compute with the old weights, which must not be NaN. Leave it out."
         )
         raise OptionError(message)
-
-
-def _is_module(value: object) -> bool:
-    return isinstance(value, torch.nn.Module)
-
-
-def _is_function(value: object) -> bool:
-    return callable(value)
 
 
 def _state_format(name: str | None, *, amsgrad: bool) -> StateFormat | None:

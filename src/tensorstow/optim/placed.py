@@ -21,7 +21,8 @@ from tensorstow.base.errors import OptionError, StowError, abbreviated
 from tensorstow.base.keywords import warn_renamed
 from tensorstow.io.allocator import cache_large_blocks, empty_cache
 from tensorstow.memory.released_part import ReleasedPart
-from tensorstow.optim.recording import LastRecording, RecordedPart, Recording, totals
+from tensorstow.optim.recording import RecordedPart, Recording, RecordingResult, totals
+from tensorstow.report.run_page import write_report
 from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.traffic import Traffic, TrafficCounters
@@ -37,7 +38,8 @@ class PlacedOptimizer(Optimizer):
         """Create the groups; nothing is placed yet."""
         self._real = weakref.ref(self)
         """The optimizer itself, if ``self`` is a wrapper ([Note: One end] in runtime)."""
-        self._last_recording = LastRecording()
+        self._recorded_results: list[RecordingResult] = []
+        """That of the last recording, if there was one; wrappers share it."""
         self._recorded_parts: list[Callable[[], RecordedPart]] = []
         """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._after_updates: list[Callable[[], None]] = []
@@ -276,7 +278,8 @@ class PlacedOptimizer(Optimizer):
         real = self._itself()
         module, log = self._recorded(module)
         recording = Recording(real, module=module, log=log, parts=real._parts())  # noqa: SLF001  # its own
-        return self._last_recording.set(recording)
+        self._recorded_results[:] = [recording.result]
+        return recording
 
     def report(self, directory: str | os.PathLike[str]) -> dict[str, Path]:
         """Write a report of the run: of the last ``recording()``, or totals without one.
@@ -294,11 +297,15 @@ class PlacedOptimizer(Optimizer):
             OptionError: The recording has not ended yet.
             StowError: The files cannot be written.
         """
-        real = self._itself()
-        return self._last_recording.write(
-            Path(directory),
-            lambda: totals(real, real._parts()),  # noqa: SLF001
-        )
+        real, results = self._itself(), self._recorded_results
+        record = results[0].record if results else totals(real, real._parts())  # noqa: SLF001
+        if record is None:
+            message = (
+                "report() was called during a recording: call it after the block of"
+                " `with optimizer.recording():`."
+            )
+            raise OptionError(message)
+        return write_report(record, Path(directory))
 
     def release(self, *, host: bool = False) -> None:
         """Give back the memory that only training needs, until ``wake()``; for AdamW and Adam.
@@ -381,6 +388,9 @@ class PlacedOptimizer(Optimizer):
     def _itself(self) -> "PlacedOptimizer":
         real = self._real()
         return self if real is None else real
+
+    def _parameters(self) -> Iterable[torch.Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
 
     def _parts(self) -> list[RecordedPart]:
         return [make() for make in self._recorded_parts]

@@ -7,8 +7,7 @@ bounded. Outside of a recording none of this runs.
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -20,7 +19,6 @@ from tensorstow.base.errors import OptionError
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.io.device_link import DeviceLink
 from tensorstow.io.transfer_log import LoggedTransfer, TransferLog
-from tensorstow.report.run_page import write_report
 from tensorstow.report.run_record import STEP, Compared, PredictedStep, RunRecord
 from tensorstow.report.samples import MemorySampler, Samples
 from tensorstow.report.spans import COMPUTE, Sample, TimeSpan, span_of
@@ -66,7 +64,6 @@ class LinkPart(RecordedPart):
     """The link that gradients and new weights of an optimizer's parameters go over."""
 
     def __init__(self, link: DeviceLink) -> None:
-        """Use the link."""
         self._link = link
 
     def start_log(self, log: TransferLog) -> None:
@@ -82,7 +79,6 @@ class CommitPart(RecordedPart):
     """The commits of a run, for which a step may wait."""
 
     def __init__(self, commits: Commits) -> None:
-        """Use the commits."""
         self._commits = commits
 
     def start_log(self, log: TransferLog) -> None:
@@ -110,13 +106,15 @@ class RecordedOptimizer(Protocol):
         """Call ``hook`` after each step."""
 
 
+@dataclass(slots=True)
 class RecordingResult:
-    """What a recording made."""
+    """What a recording made.
 
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.record: RunRecord | None = None
-        """None until the block has ended."""
+    An optimizer keeps that alone: a ``Recording`` holds the optimizer, and would keep it alive.
+    """
+
+    record: RunRecord | None = None
+    """None until the block has ended."""
 
 
 class Recording:
@@ -137,7 +135,6 @@ class Recording:
         log: TrafficCounters | None,
         parts: list[RecordedPart],
     ) -> None:
-        """Record nothing yet; the class documents the arguments."""
         self._optimizer = optimizer
         self._module = module
         self._log = log
@@ -290,39 +287,6 @@ class Recording:
     def _since(self, moment: float, end: float) -> float:
         """Return the seconds since the beginning, within the recording."""
         return min(max(moment, self._start), end) - self._start
-
-
-class LastRecording:
-    """The last recording of an optimizer, and its report.
-
-    Wrappers of the optimizer share it. It keeps results only: a ``Recording`` holds the optimizer,
-    and a reference cycle would keep that alive.
-    """
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._result: RecordingResult | None = None
-
-    def set(self, recording: Recording) -> Recording:
-        """Report ``recording`` from now on, and return it."""
-        self._result = recording.result
-        return recording
-
-    def write(self, directory: Path, otherwise: Callable[[], RunRecord]) -> dict[str, Path]:
-        """Write the report to ``directory``, and return the paths of its files by name.
-
-        Without a recording, it reports what ``otherwise`` returns. Raises OptionError while the
-        recording is open.
-        """
-        if self._result is None:
-            return write_report(otherwise(), directory)
-        if self._result.record is None:
-            message = (
-                "report() was called during a recording: call it after the block of"
-                " `with optimizer.recording():`."
-            )
-            raise OptionError(message)
-        return write_report(self._result.record, directory)
 
 
 def totals(optimizer: RecordedOptimizer, parts: list[RecordedPart]) -> RunRecord:

@@ -1,6 +1,5 @@
 """``StowedAdam``: torch's optimizer interface over stowed states; base of Adam and AdamW."""
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,14 +45,14 @@ from tensorstow.step import validation
 from tensorstow.step.call_lock import CallLock, exclusive_call
 from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import in_shape_of
-from tensorstow.step.norms import KeptNorms, exact_total_norm, squared_norms
+from tensorstow.step.norms import KeptNorms, exact_total_norm, total_norm
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import name_of
 from tensorstow.store.records import Generation, Summary
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import check_name
 from tensorstow.store.upload_notes import remove_note
-from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of, sum_over_shards
+from tensorstow.tensors.dtensor import gradient_of, in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import ConsumedGradient
 
 
@@ -241,10 +240,7 @@ class StowedAdam(PlacedOptimizer):
             gradients.append(gradient)
         if self._has_exact_norm and not used:
             return exact_total_norm(parameters, gradients, self._isa)
-        computed = enumerate(squared_norms(gradients, self._isa))
-        squares = sum_over_shards(parameters, [used.get(i, square) for i, square in computed])
-        # math.sqrt is correctly rounded everywhere; torch's is an ulp off on some machines.
-        return torch.tensor(math.sqrt(sum(squares)), dtype=torch.float64)
+        return total_norm(parameters, gradients, self._isa, used)
 
     def averaged(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the weights of ``model`` are their averages (``ema=``).
@@ -635,9 +631,6 @@ class StowedAdam(PlacedOptimizer):
 
     def _states(self) -> StateStore:
         return self._params().store
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return (p for group in self.param_groups for p in group["params"])
 
 
 def _wait_for_all(optimizer: Optimizer) -> None:

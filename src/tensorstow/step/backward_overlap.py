@@ -441,8 +441,6 @@ class BackwardOverlap(UpdatesInForward):
             self.on_gradient(update.param)
         order = self.gradients.arrived
         arrived = set(order)
-        pairs = zip(opened.updates, opened.counts, strict=True)
-        ended = [(u.param, count) for u, count in pairs if u.param.number in arrived]
         self._plan = None
         try:
             path.close()
@@ -462,11 +460,14 @@ class BackwardOverlap(UpdatesInForward):
                 update.param.host = None
             elif self._going_on is None:
                 publish_weight(update.param)
-        updated = [param for param, _ in ended]
-        record_step(updated, [count for _, count in ended], states, commits=opened.commits)
+        pairs = zip(opened.updates, opened.counts, strict=True)
+        ended = [(update, count) for update, count in pairs if update.param.number in arrived]
+        opened.updates = [update for update, _ in ended]
+        opened.counts = [count for _, count in ended]
+        record_step(opened, states)
         if self._going_on is not None:
-            left = [u for u in opened.updates if u.param.number in arrived]
-            left = [u._replace(gradient=still_read.get(u.param.number)) for u in left]
+            updates = opened.updates
+            left = [u._replace(gradient=still_read.get(u.param.number)) for u in updates]
             self._go_on(left, self._going_on)
 
     def wait(self, ids: Iterable[int] | None = None) -> None:

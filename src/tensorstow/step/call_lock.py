@@ -62,7 +62,6 @@ class CallLock:
     """The lock of an optimizer's public calls: one at a time."""
 
     def __init__(self) -> None:
-        """Create the lock, with no call under way."""
         self._owner = os.getpid()
         self._thread = threading.RLock()
         """Held by the thread that is in a call."""

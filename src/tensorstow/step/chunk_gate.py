@@ -17,7 +17,6 @@ class ChunkGate:
     """Counts, for each chunk of a step, the gradients that are still to come."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        """Serve the steps over ``chunks``."""
         self._owners = {chunk.number: tuple(chunk.owners) for chunk in chunks}
         self._chunks_of: dict[int, list[int]] = {}
         for chunk, owners in self._owners.items():

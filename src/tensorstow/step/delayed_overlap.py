@@ -181,7 +181,7 @@ class DelayedOverlap(OngoingSchedule):
         with self._lock:
             path.begin(plan, OverlapWith.BOTH)
             path.close()
-            record_step([u.param for u in plan.updates], plan.counts, states, commits=False)
+            record_step(plan, states)
             self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in plan.updates}
             under_way = self._under_way.values()
             self._copying = [u for u in under_way if u.update.param.tier is Tier.DEVICE]

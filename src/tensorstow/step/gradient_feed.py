@@ -85,7 +85,6 @@ class GradientFeed:
     """Elements of its chunks, if they are one side's alone."""
 
     def __init__(self, pipeline: UpdatePipeline) -> None:
-        """Feed ``pipeline``."""
         self._pipeline = pipeline
 
     def prepare(self, plan: StepPlan) -> None:

@@ -111,10 +111,6 @@ class ManagedParam:
             raise StowError(message)
         return self.host_weight
 
-    def hold_on_device(self, host_weight: HostWeight) -> None:
-        """Set the host weight of a parameter on an accelerator."""
-        self.host_weight, self.tier = host_weight, Tier.DEVICE
-
     def remember(self) -> None:
         """Mark the weight as written by us, so that later writes by others are detected."""
         self.written = stamp_of(self.parameter, self.owner)

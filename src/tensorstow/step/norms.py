@@ -7,7 +7,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.io.device_link import CopyQueue, DeviceEvent
-from tensorstow.tensors.dtensor import fsum_over_shards
+from tensorstow.tensors.dtensor import fsum_over_shards, sum_over_shards
 
 
 class KeptNorms:
@@ -74,6 +74,19 @@ def squared_norms(gradients: Sequence[torch.Tensor | None], isa: str | None) -> 
         for index, norm in zip(indices, torch.stack(device_norms).tolist(), strict=True):
             norms[index] = norm * norm
     return norms
+
+
+def total_norm(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    isa: str | None,
+    known: Mapping[int, float],
+) -> torch.Tensor:
+    """Return the norm of all ranks' gradients; ``known``: squared norms of some, by index."""
+    computed = enumerate(squared_norms(gradients, isa))
+    squares = sum_over_shards(parameters, [known.get(i, square) for i, square in computed])
+    # math.sqrt is correctly rounded everywhere; torch's is an ulp off on some machines.
+    return torch.tensor(math.sqrt(sum(squares)), dtype=torch.float64)
 
 
 def exact_total_norm(

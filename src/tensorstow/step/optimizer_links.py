@@ -19,7 +19,6 @@ class OptimizerLinks:
     """The two links, on the CPU until there are parameters on an accelerator."""
 
     def __init__(self) -> None:
-        """Begin with no accelerator."""
         self.weights: DeviceLink = PlainLink()
         """For gradients and weights."""
         self.states: DeviceLink = self.weights

@@ -136,7 +136,6 @@ class _CheckedOptions:
     """The options of a group when they were last checked."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self._values: tuple[object, ...] = ()
 
     def check(self, group: dict[str, Any]) -> None:

@@ -59,7 +59,6 @@ class Schedule:
     """Whether all weights of the last step are new before the next one begins."""
 
     def __init__(self, params: ParamTable) -> None:
-        """Schedule the updates of ``params``."""
         self._params = params
         self._nan_until_published = params.offload_policy.policy.nan_until_published
         """Whether weights are NaN until then, so that tests detect early reads."""
@@ -140,15 +139,13 @@ class Synchronous(Schedule):
         with poisoning(self._params.store.pipeline):
             path.close()
             path.wait()
-        params = [update.param for update in plan.updates]
-        record_step(params, plan.counts, states, commits=plan.commits)
+        record_step(plan, states)
 
 
 class OngoingSchedule(Schedule):
     """Base of the schedules whose updates run on after ``step()``."""
 
     def __init__(self, params: ParamTable) -> None:
-        """Schedule the updates of ``params``."""
         super().__init__(params)
         self._under_way: dict[int, UpdateUnderWay] = {}
         """Updates whose weights are not published, by the ids of their parameters."""
@@ -186,6 +183,18 @@ class OngoingSchedule(Schedule):
 
 class UpdatesInForward(OngoingSchedule):
     """Base of the schedules whose steps go on in the next forward, where each read waits."""
+
+    def _step_into_forward(self, plan: StepPlan, states: States, waits: ForwardWaits) -> None:
+        """Take the step of ``plan``, all of whose updates run in the next forward."""
+        if self._nan_until_published:
+            write_to_copies(plan)
+            for update in plan.updates:
+                fill_with_nan(update.param)
+        path = self._params.update_router.step_path
+        path.begin(plan, OverlapWith.FORWARD)
+        path.close()
+        record_step(plan, states)
+        self._go_on(plan.updates, waits)
 
     def _go_on(self, updates: Iterable[ParamUpdate], waits: ForwardWaits) -> None:
         """Let reads of the weights of a closed step wait for their updates.
@@ -254,16 +263,7 @@ class ForwardOverlap(UpdatesInForward):
         Weights outside of the model, for which no module waits, are new by then.
         """
         self._arrange()
-        if self._nan_until_published:
-            write_to_copies(plan)
-            for update in plan.updates:
-                fill_with_nan(update.param)
-        path = self._params.update_router.step_path
-        path.begin(plan, OverlapWith.FORWARD)
-        path.close()
-        params = [update.param for update in plan.updates]
-        record_step(params, plan.counts, states, commits=plan.commits)
-        self._go_on(plan.updates, self._waits)
+        self._step_into_forward(plan, states, self._waits)
         if self._waits.blind and not self._has_said:
             self._has_said = True
             logger.warning(_BLIND)

@@ -32,18 +32,12 @@ from tensorstow.step.backward_overlap import (
     rest_waits,
 )
 from tensorstow.step.forward_waits import ForwardWaits
-from tensorstow.step.gradient_feed import OverlapWith
 from tensorstow.step.legal_calls import Phase, PublicCall
-from tensorstow.step.managed_param import (
-    ParamUpdate,
-    StepPlan,
-    fill_with_nan,
-    write_to_copies,
-)
+from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import order_for_forward
-from tensorstow.step.step_plan import States, record_step
+from tensorstow.step.schedule import Synchronous, order_for_forward
+from tensorstow.step.step_plan import States
 
 _MOST_IN_A_ROW = 2
 """Clipped steps after which none begins in backward, until one is not clipped."""
@@ -60,6 +54,7 @@ class SpeculativeOverlap(BackwardOverlap):
     ) -> None:
         """``accumulation_steps`` and ``waits`` are those of ``BackwardOverlap``."""
         super().__init__(params, accumulation_steps, waits)
+        self._exact = Synchronous(params)
         self.gradients.holds_all = True
         self.norms = KeptNorms(params.offload_policy.policy.isa)
         self._backups: dict[int, torch.Tensor] = {}
@@ -137,24 +132,13 @@ class SpeculativeOverlap(BackwardOverlap):
         """Take the step of ``plan`` after ``undo``; what is left of it runs in the next forward."""
         self._clipped_in_a_row += 1
         self.begins_now = self._clipped_in_a_row < _MOST_IN_A_ROW
-        path = self._params.update_router.step_path
         waits = rest_waits(self._waits, plan) if self.may_go_on else None
-        hides = self._nan_until_published and waits is not None
-        if hides:
-            write_to_copies(plan)
-            for update in plan.updates:
-                fill_with_nan(update.param)
         with poisoning(self._params.store.pipeline):
-            if waits is not None:
-                order_for_forward(self._params, waits.order())
-            path.begin(plan, OverlapWith.NOTHING if waits is None else OverlapWith.FORWARD)
-            path.close()
             if waits is None:
-                path.wait()
-        params = [update.param for update in plan.updates]
-        record_step(params, plan.counts, states, commits=plan.commits)
-        if waits is not None:
-            self._go_on(plan.updates, waits)
+                self._exact.step(plan, states)
+            else:
+                order_for_forward(self._params, waits.order())
+                self._step_into_forward(plan, states, waits)
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""

@@ -25,7 +25,6 @@ class UpdateRouter:
     def __init__(
         self, offload_policy: OffloadPolicy, store: StateStore, links: OptimizerLinks
     ) -> None:
-        """Begin with no parameters."""
         self._policy = offload_policy
         self._store = store
         self._links = links
@@ -71,7 +70,7 @@ class UpdateRouter:
             pipeline.memory.append(block)
             self._links.blocks.add(block)
             for param, host_weight in zip(group, host_weights, strict=True):
-                param.hold_on_device(host_weight)
+                param.host_weight, param.tier = host_weight, Tier.DEVICE
         host_weight_of = {param.number: param.on_host for param in self.on_device()}
         self.device_feeds, self.updaters = [], []
         if self.share_tuner.needs_host:

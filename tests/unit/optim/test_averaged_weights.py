@@ -16,15 +16,16 @@ from ranks.pool import Ranks
 from ranks.stowed import loss_of, model_of
 from ranks.twin import Twins
 from remote import make_remote
-from tensorstow import AdamW, PipelinePolicy, Plan
+from tensorstow import AdamW, Plan
 from tensorstow.base.errors import CommitError, OptionError
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.optim.stowed_adam import StowedAdam
+from unit.optim.test_averages import SMALL, make_model
+from unit.optim.test_averages import train as take_step
 
 Pool = Callable[[int], Ranks]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SMALL = PipelinePolicy(chunk_elements=1024)
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
     "disk": {"states": "disk", "durability": "none"},
@@ -38,12 +39,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_place = pytest.mark.parametrize("place", PLACES)
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(37, 41), nn.Linear(41, 103, bias=False), nn.Linear(103, 3))
-    return model.to(dtype)
-
-
 def make(model: nn.Module, place: str, directory: Path) -> AdamW:
     where = PLACES[place]
     if place != "host":
@@ -55,11 +50,7 @@ def make(model: nn.Module, place: str, directory: Path) -> AdamW:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        dtype = next(model.parameters()).dtype
-        optimizer.zero_grad()
-        model(torch.randn(5, 37, generator=generator).to(dtype)).square().sum().backward()
-        optimizer.step()
+        take_step(model, optimizer, step)
 
 
 def copies(tensors: Iterator[Any]) -> list[torch.Tensor]:

@@ -44,6 +44,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int = 0) ->
     optimizer.step()
 
 
+def placed(states: str | float, directory: Path) -> dict[str, Any]:
+    where = {"dir": directory, "durability": "none", "policy": SMALL}
+    return {"states": states, **({} if states == "host" else where)}
+
+
 def averages(optimizer: StowedAdam) -> list[torch.Tensor]:
     return [entry["ema"].clone() for entry in optimizer.state_dict()["state"].values()]
 
@@ -60,10 +65,7 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 def test_has_the_bits_of_averaged_model(decay: float, states: str | float, tmp_path: Path) -> None:
     model = make_model()
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-    where: dict[str, Any] = (
-        {} if states == "host" else {"dir": tmp_path, "durability": "none", "policy": SMALL}
-    )
-    with AdamW(model.parameters(), lr=1e-2, ema=decay, states=states, **where) as optimizer:
+    with AdamW(model.parameters(), lr=1e-2, ema=decay, **placed(states, tmp_path)) as optimizer:
         for step in range(STEPS):
             train(model, optimizer, step)
             theirs.update_parameters(model)
@@ -94,10 +96,7 @@ def test_of_16_bit_weights_it_is_the_masters(
     dtype: torch.dtype, states: str | float, tmp_path: Path
 ) -> None:
     model = make_model(dtype)
-    where: dict[str, Any] = (
-        {} if states == "host" else {"dir": tmp_path, "durability": "none", "policy": SMALL}
-    )
-    with AdamW(model.parameters(), lr=1e-2, ema=0.7, states=states, **where) as optimizer:
+    with AdamW(model.parameters(), lr=1e-2, ema=0.7, **placed(states, tmp_path)) as optimizer:
         for step in range(STEPS):
             train(model, optimizer, step)
             masters = [e["master"].clone() for e in optimizer.state_dict()["state"].values()]
@@ -201,8 +200,7 @@ def test_a_state_dict_has_it(tmp_path: Path) -> None:
         file = io.BytesIO()
         torch.save(optimizer.state_dict(), file)
     file.seek(0)
-    options: dict[str, Any] = {"dir": tmp_path, "durability": "none", "policy": SMALL}
-    with AdamW(model.parameters(), ema=0.7, states="disk", **options) as optimizer:
+    with AdamW(model.parameters(), ema=0.7, **placed("disk", tmp_path)) as optimizer:
         optimizer.load_state_dict(torch.load(file))
         train(model, optimizer, 2)
         train(model, optimizer, 3)
@@ -216,8 +214,7 @@ def test_files_have_it(tmp_path: Path) -> None:
         train(model, optimizer, 1)
         wanted = averages(optimizer)
         optimizer.save_safetensors(tmp_path / "states.safetensors")
-    options: dict[str, Any] = {"dir": tmp_path, "durability": "none", "policy": SMALL}
-    with AdamW(model.parameters(), ema=0.7, states="disk", **options) as optimizer:
+    with AdamW(model.parameters(), ema=0.7, **placed("disk", tmp_path)) as optimizer:
         optimizer.load_safetensors(tmp_path / "states.safetensors")
         assert_same(averages(optimizer), wanted)
 

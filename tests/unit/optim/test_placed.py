@@ -1,5 +1,7 @@
 """``PlacedOptimizer``: what Adam, AdamW and every stowed class of torch's have in common."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from tensorstow import Adam, AdamW, StowedOptimizer
-from tensorstow.base.errors import OptionError, StowError
+from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.optim.placed import PlacedOptimizer
 
 Make = Callable[..., PlacedOptimizer]
@@ -60,11 +62,14 @@ def test_one_interface_steps_clips_and_reports(make: Make, states: str) -> None:
             norm = optimizer.grad_norm()
         assert optimizer.clip_grad_norm_(0.5) == norm
     optimizer.synchronize()
+    assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert optimizer._memory().logical_bytes >= 2 * sum(p.nbytes for p in model.parameters())
     optimizer.close()
     optimizer.close()
     assert order == ["updated"] * 3 + ["closed"] * 2
+    with pytest.raises(PoisonedError, match="closed"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("states", PLACES)
@@ -105,8 +110,38 @@ def test_a_norm_that_is_no_number_is_an_error(make: Make, max_norm: Any) -> None
     optimizer.close()
 
 
-def test_none_can_be_pickled(make: Make) -> None:
-    optimizer = make(net().parameters())
-    with pytest.raises(StowError, match=r"Save state_dict\(\) instead"):
-        optimizer.__getstate__()
+@pytest.mark.parametrize("states", PLACES)
+def test_none_can_be_pickled_or_copied(make: Make, states: str) -> None:
+    optimizer = make(net().parameters(), states=states)
+    for use in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(StowError, match=r"Save state_dict\(\) instead"):
+            use(optimizer)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_version_counters_see_the_step(make: Make, states: str) -> None:
+    model = net()
+    optimizer = make(model.parameters(), states=states)
+    once = loss(model)
+    once.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        once.backward()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("states", PLACES)
+def test_user_hooks_see_whole_state_dicts(make: Make, states: str) -> None:
+    model = net()
+    optimizer = make(model.parameters(), states=states)
+    seen: list[set[str]] = []
+    optimizer.register_state_dict_post_hook(lambda _, d: seen.append(set(d["state"][0])))
+    optimizer.register_load_state_dict_pre_hook(lambda _, d: seen.append(set(d["state"][0])))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(set(o.state_dict())))
+    loss(model).backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    whole = {"step", "exp_avg", "exp_avg_sq"}
+    assert seen == [whole, whole, whole, {"state", "param_groups"}]
     optimizer.close()

@@ -16,9 +16,11 @@ import torch
 from torch import nn
 
 import children
+from parity.beside import engine_of
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.runtime import _ENDS, _LOCKS
 from tensorstow.states.state_store import _KEPT
+from unit.optim.test_wrappers import WRAPPERS, Delegating
 
 WIDTH = 64
 POLICY = PipelinePolicy(chunk_elements=1024)
@@ -47,8 +49,7 @@ def step(layers: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def slow(optimizer: AdamW) -> None:
     """Keep updates under way for a while behind every step."""
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", times=-1, delay_us=1000)
 
 
@@ -121,17 +122,6 @@ def test_a_model_that_holds_its_optimizer_is_collected() -> None:
     assert len(_KEPT) == kept - 1
 
 
-class Delegating:
-    """As Lightning wraps: a class made of ours too, whose objects ask the real one."""
-
-    def __init__(self, optimizer: AdamW) -> None:
-        self._optimizer = optimizer
-        self.__class__ = type("Delegating", (Delegating, type(optimizer)), {})
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        return getattr(self._optimizer, name)
-
-
 class Copying:
     """As Fabric wraps: the attributes are shared."""
 
@@ -140,12 +130,13 @@ class Copying:
         self.__class__ = type("Copying", (Copying, type(optimizer)), {})
 
 
-@pytest.mark.parametrize("wrapper", [Delegating, Copying])
-def test_a_dropped_wrapper_ends_nothing(wrapper: type) -> None:
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, Copying])
+def test_a_dropped_wrapper_ends_nothing(wrapper: Any) -> None:  # noqa: ANN401
     layers = model()
     optimizer = optimizer_of(layers)
-    step(layers, optimizer)
-    wrapper(optimizer)
+    wrapped = wrapper(optimizer)
+    step(layers, wrapped)
+    del wrapped
     gc.collect()
     optimizer.zero_grad()
     step(layers, optimizer)

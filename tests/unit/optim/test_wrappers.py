@@ -147,20 +147,6 @@ def test_a_state_dict_is_loaded_through_a_wrapper(wrapper: Any) -> None:  # noqa
     assert len(optimizer.state) == 4
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapper_that_is_dropped_ends_nothing(wrapper: Any, tmp_path: Path) -> None:  # noqa: ANN401
-    net = model()
-    optimizer = AdamW(net.parameters(), states="disk", dir=tmp_path, module=net, overlap="forward")
-    told = wrapper(optimizer)
-    backward(net)
-    told.step()
-    del told
-    gc.collect()
-    backward(net)
-    optimizer.step()
-    optimizer.close()
-
-
 def adamw(net: nn.Module) -> AdamW:
     return AdamW(net.parameters(), lr=1e-2, eps=1e-3, module=net)
 

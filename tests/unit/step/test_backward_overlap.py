@@ -19,6 +19,7 @@ from pagers import let_attributes_be_pagers
 from parity.beside import (
     CHUNK,
     blocks,
+    engine_of,
     in_ram,
     mean_square,
     optimizer_for,
@@ -435,8 +436,7 @@ def test_a_failure_beside_backward_is_raised_by_step_and_ever_after(tmp_path: Pa
     optimizer = optimizer_for(model, tmp_path, "backward")
     train(optimizer, model, range(2))
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", error=errno.EIO)
     optimizer.zero_grad()
     backward(model, 2)
@@ -584,8 +584,7 @@ def test_pins_of_a_failed_step_end_with_resume(
     optimizer = optimizer_for(model, tmp_path, overlap, **given)
     train(optimizer, model, range(2))
     optimizer.commit()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", error=errno.EIO, delay_us=300_000)  # the step has begun by then
     with pytest.raises(TransferError):
         train(optimizer, model, range(2, 4))

@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import tensorstow
+from parity.beside import engine_of
 from ranks.pool import Ranks
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import OptionError, PoisonedError
@@ -692,8 +693,7 @@ def test_a_failed_disk_is_an_error_of_reads() -> None:
     for step in range(4):
         take_step(model, optimizer, step)
     optimizer._states().pipeline.wait_idle()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", times=-1, error=errno.EIO)
     with pytest.raises(OSError, match="read"):
         model(torch.arange(WORDS))
@@ -715,8 +715,7 @@ def test_a_step_that_fails_is_an_error_of_reads() -> None:
     optimizer.synchronize()  # what the step updates is in memory no more
     model(words(1)).square().mean().backward()
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", times=-1, error=errno.EIO)
     with pytest.raises(OSError, match="read"):
         optimizer.step()
@@ -739,8 +738,7 @@ def test_a_run_that_failed_defers_again_after_resume(tmp_path: Path) -> None:
         for step in range(5):
             take_step(model, optimizer, step)
         optimizer._states().pipeline.wait_idle()
-        engine = optimizer._states().engine
-        assert engine is not None
+        engine = engine_of(optimizer)
         engine.inject_fault("read", times=-1, error=errno.EIO)
         with pytest.raises(OSError, match="read"):
             model(torch.arange(WORDS))

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from compare import all_equal
 from models import ResidualLinear
+from parity.beside import engine_of
 from remote import make_remote
 from stopped import stop
 from tensorstow import AdamW, DelayedUpdate, PipelinePolicy, Plan, stow
@@ -328,8 +329,7 @@ def test_an_update_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     """The next ``step()`` publishes what the disk has yet to deliver."""
     expected, net = queued(), model()
     optimizer = delayed(net, states="disk", dir=tmp_path, durability="none", policy=ONE_SLOT)
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", times=-1, delay_us=2000)
     losses = trained(optimizer, net, range(STEPS))
     optimizer.close()
@@ -529,8 +529,7 @@ def test_a_failure_of_the_disk_is_raised_by_the_next_use(tmp_path: Path) -> None
     trained(optimizer, net, range(2))
     optimizer.synchronize()
     torch.autograd.backward(loss_of(net, 2))
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", error=errno.EIO, times=-1)
     optimizer.step()
     before = raw(net)

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from models import Vectors
+from parity.beside import engine_of
 from remote import LateLink, make_remote
-from stepped import CHUNK, SIZES, make
+from stepped import CHUNK, SIZES, make, make_away
 from tensorstow import Adam, AdamW, PipelinePolicy
 from tensorstow.base.errors import DTypeError, OptionError, PoisonedError
 from tensorstow.colossalai import CPUAdam
@@ -64,9 +65,7 @@ def test_staging_is_a_slot_per_chunk_up_to_its_bound(monkeypatch: pytest.MonkeyP
 def test_memory_and_bytes_are_the_formula(
     dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, DTYPES[dtype])
-    optimizer = make(net, states=states)
+    net, optimizer = make_away(monkeypatch, DTYPES[dtype], states=states)
     width = DTYPES[dtype].itemsize
     host_weights = sum(-(-n * width // 128) * 128 for n in SIZES)
     elements = sum(-(-n // 32) * 32 for n in SIZES)
@@ -86,9 +85,7 @@ def test_memory_and_bytes_are_the_formula(
 def test_fp32_weights_with_bf16_gradients_move_half_as_much_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, grad_dtype=torch.bfloat16)
+    net, optimizer = make_away(monkeypatch, grad_dtype=torch.bfloat16)
     train(net, optimizer)
     before = optimizer._traffic()
     train(net, optimizer)
@@ -147,18 +144,14 @@ def test_two_slots_are_enough(overlap: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_gradients_on_the_device_are_let_go(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap=overlap)
+    net, optimizer = make_away(monkeypatch, overlap=overlap)
     train(net, optimizer, 2)
     assert not any(device_feed_of(optimizer).needs(n) for n in range(len(SIZES)))
     optimizer._params().update_router.step_path.wait()  # returns at once between steps
 
 
 def test_beside_backward_gradients_leave_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap="backward")
+    net, optimizer = make_away(monkeypatch, overlap="backward")
     train(net, optimizer)
     before = link_of(optimizer).copies_down
     optimizer.zero_grad()
@@ -171,9 +164,7 @@ def test_beside_forward_step_does_not_wait_for_the_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "DEFAULT_STAGING_BYTES", 1)
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap="forward")
+    net, optimizer = make_away(monkeypatch, overlap="forward")
     train(net, optimizer)
     before = [p.detach().clone() for p in net.parameters()]
     optimizer.zero_grad()
@@ -208,9 +199,7 @@ def test_a_weight_that_others_wrote_is_what_is_updated(
 def test_a_commit_has_what_others_wrote(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, DTYPES[dtype])
-    optimizer = make(net, dir=tmp_path, commit_every=None)
+    net, optimizer = make_away(monkeypatch, DTYPES[dtype], dir=tmp_path, commit_every=None)
     train(net, optimizer, 2)
     with torch.no_grad():
         net.parts[2].fill_(0.25)
@@ -226,9 +215,7 @@ def test_a_commit_has_what_others_wrote(
 
 
 def test_states_say_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, torch.bfloat16)
-    optimizer = make(net, state_format="split")
+    net, optimizer = make_away(monkeypatch, torch.bfloat16, state_format="split")
     train(net, optimizer, 2)
     with torch.no_grad():
         net.parts[3].fill_(7)
@@ -239,9 +226,9 @@ def test_states_say_what_others_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_beside_forward_a_commit_is_never_waited_for_in_vain(
     commit_every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, dir=tmp_path, overlap="forward", commit_every=commit_every)
+    net, optimizer = make_away(
+        monkeypatch, dir=tmp_path, overlap="forward", commit_every=commit_every
+    )
     for _ in range(3):
         optimizer.zero_grad()
         torch.autograd.backward(net())
@@ -253,9 +240,7 @@ def test_beside_forward_a_commit_is_never_waited_for_in_vain(
 def test_an_optimizer_may_go_in_the_middle_of_a_step(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap=overlap)
+    net, optimizer = make_away(monkeypatch, overlap=overlap)
     train(net, optimizer)
     optimizer.zero_grad()
     torch.autograd.backward(net())
@@ -271,9 +256,7 @@ def test_an_optimizer_may_go_in_the_middle_of_a_step(
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap=overlap)
+    net, optimizer = make_away(monkeypatch, overlap=overlap)
     train(net, optimizer)
 
     def broken(*_: object) -> None:
@@ -291,13 +274,10 @@ def test_what_fails_on_the_link_ends_the_run(overlap: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_a_disk_that_fails_is_told_as_ever(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, overlap=overlap)
+    net, optimizer = make_away(monkeypatch, overlap=overlap)
     train(net, optimizer)
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault("read", times=-1, error=5)
     with pytest.raises(OSError, match="read of"):
         train(net, optimizer)

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from models import Vectors
 from remote import LateLink, Later, make_remote
-from stepped import DTYPES, SIZES, TIGHT, make, same, same_states, train
+from stepped import DTYPES, SIZES, TIGHT, make, make_away, same, same_states, train
 from stopped import stop
 from tensorstow import AdamW
 from tensorstow.base.errors import DamageError, OptionError
@@ -45,9 +45,7 @@ def link_of(optimizer: StowedAdam) -> LateLink:
 
 
 def test_a_stale_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net)
+    net, optimizer = make_away(monkeypatch, update_on="device")
     train(net, optimizer)
     loss = net()
     optimizer.step()
@@ -63,9 +61,7 @@ def test_a_stale_graph_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_and_bytes_are_the_formula(
     dtype: str, states: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, DTYPES[dtype])
-    optimizer = make_there(net, states=states)
+    net, optimizer = make_away(monkeypatch, DTYPES[dtype], update_on="device", states=states)
     chunks = optimizer._states().chunks
     held = optimizer._memory()
     slot = max(parts_of(c.family, c.plan.elements)[-1].file_at for c in chunks)
@@ -106,9 +102,7 @@ def test_states_are_where_the_accelerator_copies_from(monkeypatch: pytest.Monkey
 def test_a_step_that_commits_brings_fp32_weights_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net, dir=tmp_path, commit_every=2)
+    net, optimizer = make_away(monkeypatch, update_on="device", dir=tmp_path, commit_every=2)
     train(net, optimizer)  # 1
     moved = []
     for _ in range(4):
@@ -125,9 +119,7 @@ def test_a_step_that_commits_brings_fp32_weights_down(
 def test_what_a_step_holds_is_let_go_behind_it(
     overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net, overlap=overlap)
+    net, optimizer = make_away(monkeypatch, update_on="device", overlap=overlap)
     train(net, optimizer)
     seen: list[StorageWeakRef] = []
     for part in net.parts:
@@ -183,9 +175,7 @@ def test_chunks_are_handed_over_beside_backward_and_few_at_a_time(
 def test_gradients_of_the_hosts_chunks_come_down_beside_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net, overlap="backward", update_on=0.5, states="ram")
+    net, optimizer = make_away(monkeypatch, overlap="backward", update_on=0.5, states="ram")
     train(net, optimizer)
     (feed,) = optimizer._params().update_router.device_feeds
     sent: list[int] = []
@@ -236,9 +226,9 @@ def test_where_a_run_cannot_go_on_as_it_was_it_says_so(tmp_path: Path) -> None:
 def test_a_commit_by_hand_has_what_others_wrote(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, DTYPES[dtype])
-    optimizer = make_there(net, dir=tmp_path, commit_every=None)
+    net, optimizer = make_away(
+        monkeypatch, DTYPES[dtype], update_on="device", dir=tmp_path, commit_every=None
+    )
     train(net, optimizer, 2)
     with torch.no_grad():
         net.parts[2].fill_(0.25)
@@ -255,9 +245,7 @@ def test_a_commit_by_hand_has_what_others_wrote(
 
 
 def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net)
+    net, optimizer = make_away(monkeypatch, update_on="device")
     train(net, optimizer)
     optimizer.synchronize()
     store = optimizer._states()
@@ -270,9 +258,7 @@ def test_damage_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_optimizer_goes_with_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make_there(net)
+    net, optimizer = make_away(monkeypatch, update_on="device")
     train(net, optimizer, 2)
     watchers = [weakref.ref(optimizer._params().store), weakref.ref(updater_of(optimizer))]
     del optimizer

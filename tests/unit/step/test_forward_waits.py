@@ -20,6 +20,7 @@ from parity.beside import (
     DELAY_S,
     POISONED,
     blocks,
+    engine_of,
     in_ram,
     mean_square,
     optimizer_for,
@@ -397,8 +398,7 @@ def test_a_failure_beside_forward_is_raised_where_weights_are_waited_for(
 ) -> None:
     optimizer, model, _ = under_way
     optimizer.wait()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.clear_faults()
     torch.autograd.backward(mean_square(model, 3))
     optimizer.synchronize()
@@ -441,8 +441,7 @@ def test_an_interrupt_of_whoever_waits_ends_nothing(
 def test_a_failure_beside_forward_is_raised_by_the_next_step(under_way: UnderWay) -> None:
     optimizer, model, _ = under_way
     optimizer.wait()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.clear_faults()
     torch.autograd.backward(mean_square(model, 3))
     optimizer.synchronize()

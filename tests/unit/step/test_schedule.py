@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from compare import all_equal
+from parity.beside import engine_of
 from tensorstow import AdamW, DelayedUpdate, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
@@ -99,8 +100,7 @@ def hidden_of(
     step()
     step()  # from here on every schedule knows its order
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     for operation in ("read", "write"):
         engine.inject_fault(operation, times=-1, delay_us=round(DELAY_S * 1e6))
     SLEPT.clear()
@@ -183,8 +183,7 @@ def in_any_order(directory: Path | None, seed: int, **given: Any) -> list[Tensor
     where = {} if directory is None else {"states": "disk", "dir": directory, **given}
     delay_s = given.pop("delay_s", 0.0)
     optimizer = AdamW(parameters, lr=0.1, **{k: v for k, v in where.items() if k != "delay_s"})
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     for operation in ("read", "write") if delay_s else ():
         engine.inject_fault(operation, times=-1, delay_us=round(delay_s * 1e6))
     for _ in range(8):
@@ -267,8 +266,7 @@ def test_gradients_are_zeroed_after_the_update_that_reads_them(tmp_path: Path) -
         net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         optimizer = AdamW(net.parameters(), lr=1e-2, module=net, **given)
         if given:
-            engine = optimizer._states().engine
-            assert engine is not None
+            engine = engine_of(optimizer)
             engine.inject_fault("read", times=-1, delay_us=5000)
         for step in range(3):
             x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))

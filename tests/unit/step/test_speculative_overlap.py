@@ -15,10 +15,12 @@ from parity.beside import (
     PLAIN,
     SCHEDULES,
     blocks,
+    engine_of,
     mean_square,
     optimizer_for,
     same,
     slow,
+    states_of,
     weights,
 )
 from tensorstow import AdamW, Plan, stow, usage
@@ -41,11 +43,6 @@ def train(optimizer: AdamW, model: nn.Module, norms: Sequence[float]) -> list[fl
         optimizer.step()
     optimizer.wait()
     return found
-
-
-def states_of(optimizer: AdamW) -> list[Tensor]:
-    entries = optimizer.state_dict()["state"].values()
-    return [torch.as_tensor(value).clone() for entry in entries for value in entry.values()]
 
 
 def speculating(model: nn.Module, directory: Path, **given: Any) -> AdamW:  # noqa: ANN401
@@ -307,8 +304,7 @@ def test_a_failed_write_is_raised_where_the_step_is_undone(tmp_path: Path) -> No
     model = blocks()
     optimizer = speculating(model, tmp_path)
     train(optimizer, model, [NEVER])
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     optimizer.synchronize()
     engine.inject_fault("write", times=-1, error=errno.EIO, delay_us=2000)
     optimizer.zero_grad()

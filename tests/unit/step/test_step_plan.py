@@ -11,7 +11,8 @@ from parity.beside import blocks, same, weights
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint import content
-from tensorstow.optim import step_runner
+from tensorstow.step import step_plan
+from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.step_plan import must_seed, name_of, record_step, step_of
 
 
@@ -26,12 +27,13 @@ def test_accounting_counts_and_tells_autograd() -> None:
     param = params.get(p)
     count = step_of(param, optimizer.state[p], params.store)
     before = p._version
-    record_step([param], [count], optimizer.state, commits=False)
+    update = ParamUpdate(optimizer.param_groups[0], param, None)
+    record_step(StepPlan([update], [count], []), optimizer.state)
     assert optimizer.state[p]["step"] == 1
     assert p._version > before
     assert params.get(p).begun
     assert not params.get(p).written_by_others
-    record_step([], [], optimizer.state, commits=False)
+    record_step(StepPlan([], [], []), optimizer.state)
 
 
 def test_seeds_are_taken_where_others_wrote_other_bits(tmp_path: Path) -> None:
@@ -129,6 +131,6 @@ def test_seeds_that_are_ignored_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: Overlap
 ) -> None:
     want = undisturbed()
-    for module in (step_runner, content):
+    for module in (step_plan, content):
         monkeypatch.setattr(module, "must_seed", lambda *_: False)
     assert not same(resumed_twice(tmp_path, overlap, "fp32"), want)

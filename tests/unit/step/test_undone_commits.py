@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parity.beside import ALWAYS, NEVER, PLAIN, SCHEDULES, blocks, same, weights
+from parity.beside import ALWAYS, NEVER, PLAIN, SCHEDULES, blocks, same, states_of, weights
 from parity.cover import crossed
 from ranks.pool import Ranks
 from tensorstow import AdamW, Plan, stow, usage
@@ -43,11 +43,6 @@ def train(
         optimizer.wait()
         after.append(weights(model))
     return after
-
-
-def states_of(optimizer: AdamW) -> list[Tensor]:
-    entries = optimizer.state_dict()["state"].values()
-    return [torch.as_tensor(value).clone() for entry in entries for value in entry.values()]
 
 
 def committing(model: nn.Module, directory: Path, **given: Any) -> AdamW:  # noqa: ANN401

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from parity.beside import blocks, in_ram, mean_square, optimizer_for, same, slow, train, weights
+from parity.beside import (
+    blocks,
+    engine_of,
+    in_ram,
+    mean_square,
+    optimizer_for,
+    same,
+    slow,
+    train,
+    weights,
+)
 from tensorstow import AdamW
 from tensorstow.base.errors import PoisonedError, TransferError
 from tensorstow.step.unpublished import Unpublished
@@ -154,8 +164,7 @@ def failing(directory: Path, *, delay_us: int = 0) -> tuple[nn.Module, AdamW]:
     optimizer = optimizer_for(model, directory, "forward")
     train(optimizer, model, range(2))
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     torch.autograd.backward(mean_square(model, 2))
     optimizer.synchronize()
     engine.inject_fault("read", times=-1, error=5, delay_us=delay_us)

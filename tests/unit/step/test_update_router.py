@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from models import Vectors
+from parity.beside import engine_of
 from parity.cover import crossed
 from remote import make_remote
-from stepped import CHUNK, DTYPES, SIZES, TIGHT, make, same, same_states, train
+from stepped import CHUNK, DTYPES, SIZES, TIGHT, make, make_away, same, same_states, train
 from stopped import stop
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.errors import DamageError, OptionError, PoisonedError
@@ -216,9 +217,7 @@ def test_auto_gives_back_what_the_other_side_had(
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_bytes_over_the_link_and_in_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES, DTYPES[dtype])
-    optimizer = make(net, update_on=0.5)
+    net, optimizer = make_away(monkeypatch, DTYPES[dtype], update_on=0.5)
     params = optimizer._params()
     (feed,) = params.update_router.device_feeds
     here = set(feed._chunks)
@@ -304,9 +303,7 @@ def test_the_side_that_auto_has_not_chosen_is_freed_at_once(
 def test_a_share_that_nobody_knows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, dir=tmp_path, update_on=0.5)
+    net, optimizer = make_away(monkeypatch, dir=tmp_path, update_on=0.5)
     train(net, optimizer)
     object.__setattr__(optimizer._params().offload_policy, "update_on", "moon")
     optimizer.close()
@@ -361,13 +358,10 @@ def test_what_fails_on_the_link_ends_the_run(
 def test_a_disk_that_fails_is_told_as_ever(
     where: UpdateOn, spared: int, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, ram_budget=TIGHT, update_on=where)
+    net, optimizer = make_away(monkeypatch, ram_budget=TIGHT, update_on=where)
     train(net, optimizer)
     optimizer.synchronize()
-    engine = optimizer._states().engine
-    assert engine is not None
+    engine = engine_of(optimizer)
     engine.inject_fault(operation, after=spared, times=-1, error=5)
     with pytest.raises(OSError, match=f"{operation} of"):
         train(net, optimizer, 3)
@@ -399,9 +393,7 @@ def test_each_side_works_while_the_other_does(monkeypatch: pytest.MonkeyPatch) -
     def is_seen(self: UpdatePipeline, chunk: int) -> bool:
         return "_start" in order and is_updated(self, chunk)
 
-    make_remote(monkeypatch)
-    net = Vectors(SIZES)
-    optimizer = make(net, update_on=0.5)
+    net, optimizer = make_away(monkeypatch, update_on=0.5)
     train(net, optimizer)
     order.clear()
     monkeypatch.setattr(UpdatePipeline, "is_updated", is_seen)

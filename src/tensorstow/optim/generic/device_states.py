@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.errors import OptionError
-from tensorstow.optim.generic.packing import map_leaves, tensors_in
+from tensorstow.optim.generic.packing import map_leaves, refuse_aliases, tensors_in
 
 
 def to_device(
@@ -39,7 +38,8 @@ def to_host(
 
     Raises OptionError for a state that shares memory with another tensor: a copy would diverge.
     """
-    _refuse_shared(entry, parameter)
+    moving = [t for t in tensors_in(dict(entry)) if t.dim() and not t.is_cpu and t.numel()]
+    refuse_aliases(moving, parameter, "in host memory", "leave the parameter to torch.optim")
 
     def moved(leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.is_cpu:
@@ -51,20 +51,3 @@ def to_host(
 
     with torch.no_grad():
         return {name: map_leaves(value, moved) for name, value in entry.items()}
-
-
-def _refuse_shared(entry: Mapping[str, Any], parameter: torch.Tensor) -> None:
-    outside = [parameter] if parameter.grad is None else [parameter, parameter.grad]
-    seen = {tensor.untyped_storage().data_ptr() for tensor in outside}
-    for tensor in tensors_in(dict(entry)):
-        if not tensor.dim() or tensor.is_cpu or not tensor.numel():
-            continue
-        address = tensor.untyped_storage().data_ptr()
-        if address in seen:
-            message = (
-                "A state of a parameter on an accelerator shares memory with another, or with the"
-                " parameter or gradient itself: copies in host memory would diverge. Let the"
-                " optimizer clone it, or leave the parameter to torch.optim."
-            )
-            raise OptionError(message)
-        seen.add(address)

@@ -140,20 +140,22 @@ def cloned(value: Any) -> Any:  # noqa: ANN401
 
 
 def refuse_aliases(
-    tensors: Iterable[torch.Tensor], outside: Iterable[torch.Tensor], name: str
+    tensors: Iterable[torch.Tensor], parameter: torch.Tensor, where: str, advice: str
 ) -> None:
-    """Raise OptionError if one of ``tensors`` shares memory with another, or with ``outside``.
+    """Raise OptionError if one of ``tensors``, states of ``parameter``, shares memory.
 
-    On disk each would be a copy, and an update of one would not change the other.
+    That is with another, the parameter or its gradient: each would be a copy ``where`` they go,
+    and an update of one would not change the other.
     """
+    outside = [parameter] if parameter.grad is None else [parameter, parameter.grad]
     seen = {tensor.untyped_storage().data_ptr() for tensor in outside}
     for tensor in tensors:
         address = tensor.untyped_storage().data_ptr()
         if address in seen:
             message = (
-                f"A state of {name} shares memory with another, or with the parameter or gradient"
-                " itself: copies on disk would diverge. Let the optimizer clone it, or keep"
-                ' states="host".'
+                "A state of a parameter shares memory with another, or with the parameter or"
+                f" gradient itself: copies {where} would diverge. Let the optimizer clone it, or"
+                f" {advice}."
             )
             raise OptionError(message)
         seen.add(address)

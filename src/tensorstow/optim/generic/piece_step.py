@@ -151,8 +151,7 @@ def _refuse_sharing(
     addresses = {tensor.data_ptr() for tensor in tensors_in(dict(stowed))}
     fresh = [tensor for _, tensor in packed.tensors if tensor.data_ptr() not in addresses]
     if fresh:
-        inputs = [parameter] if parameter.grad is None else [parameter, parameter.grad]
-        refuse_aliases(fresh, inputs, "a parameter")
+        refuse_aliases(fresh, parameter, "on disk", 'keep states="host"')
 
 
 @contextmanager

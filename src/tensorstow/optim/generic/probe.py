@@ -19,10 +19,12 @@ from tensorstow.base.errors import OptimizerError, OptionError, StowError
 from tensorstow.optim.generic.packing import refuse_unsliced
 from tensorstow.optim.generic.partition import VECTOR
 from tensorstow.optim.generic.shared_values import (
+    OF_PARAMETERS,
     PLAIN_LOOP,
     SharedValues,
     StepBatch,
     copied,
+    options_of,
     same,
     same_bits,
 )
@@ -170,11 +172,8 @@ class _Apart:
         return self.entries.get((id(parameter), 0), {})
 
     def values(self) -> SharedValues:
-        options = [{k: v for k, v in g.items() if k not in _NOT_OPTIONS} for g in self.groups]
+        options = [options_of(group) for group in self.groups]
         return SharedValues(options, SharedValues.of(self.stepper.inner).attributes, self.state)
-
-
-_NOT_OPTIONS = frozenset({"params", "param_names"})
 
 
 def _change_mode(mode: str, together: _Together, apart: _Apart, step: int) -> None:
@@ -361,7 +360,7 @@ def _as_given(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: group[k] for k in _NOT_OPTIONS if k in group}
+    return {k: group[k] for k in OF_PARAMETERS if k in group}
 
 
 def _named_parameters(

@@ -26,7 +26,8 @@ from tensorstow.base.errors import OptionError
 PLAIN_LOOP = ("foreach", "fused")
 """Off in every run: results of the loop over tensors do not depend on how they are batched."""
 
-_OF_PARAMETERS = frozenset({"params", "param_names"})
+OF_PARAMETERS = frozenset({"params", "param_names"})
+"""Keys of a group that are no options."""
 _TORCHS = frozenset(
     {
         "defaults",
@@ -125,7 +126,7 @@ class SplitStep:
         """Put the parameters of ``runs`` and the values from before the step into the optimizer."""
         values: SharedValues = copied(self._before)
         groups = [
-            {**options, **_off(options), **{key: [] for key in _OF_PARAMETERS if key in group}}
+            {**options, **_off(options), **{key: [] for key in OF_PARAMETERS if key in group}}
             for options, group in zip(values.groups, self._groups, strict=True)
         ]
         for run in runs:
@@ -186,7 +187,7 @@ class SplitStep:
             return
         for group, options in zip(self._groups, self._after.groups, strict=True):
             lasting = {k: group.get(k, v) for k, v in _off(options).items()}
-            _assign(group, {**options, **lasting}, [k for k in group if k not in _OF_PARAMETERS])
+            _assign(group, {**options, **lasting}, [k for k in group if k not in OF_PARAMETERS])
         _assign(self._state, self._after.state, list(foreign(self._state)))
         self._before = self._after
 
@@ -202,7 +203,7 @@ def batch_group(run: StepBatch) -> dict[str, Any]:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options, without its parameters and their names."""
-    return {k: v for k, v in group.items() if k not in _OF_PARAMETERS}
+    return {k: v for k, v in group.items() if k not in OF_PARAMETERS}
 
 
 def own_values(optimizer: Optimizer) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """``StowedOptimizer``: any torch optimizer class, its states in RAM, on disk, or both."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -40,10 +39,10 @@ from tensorstow.states.memory import StateMemory
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.traffic import Traffic, TrafficCounters
-from tensorstow.step.norms import exact_total_norm, squared_norms
+from tensorstow.step.norms import exact_total_norm, total_norm
 from tensorstow.step.step_plan import name_of
 from tensorstow.step.validation import is_to_be_trained, refuse_unheld
-from tensorstow.tensors.dtensor import gradient_of, sum_over_shards
+from tensorstow.tensors.dtensor import gradient_of
 
 
 class StowedOptimizer(PlacedOptimizer):
@@ -170,7 +169,7 @@ class StowedOptimizer(PlacedOptimizer):
         one_optimizer.begin(self._itself())
         with manager.lock:
             if not self._by_rows:  # unfrozen ones since
-                self._owners.assign(p for _, p in self._all() if is_to_be_trained(p))
+                self._owners.assign(filter(is_to_be_trained, self._parameters()))
             self._step("step", self._owners.agreed(self._due), loss)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -179,7 +178,7 @@ class StowedOptimizer(PlacedOptimizer):
 
         def keep_states_back(_: Optimizer, full: dict[str, Any]) -> dict[str, Any]:
             keys = (key for group in full["param_groups"] for key in group["params"])
-            owner = dict(zip(keys, (p for _, p in self._all()), strict=False))
+            owner = dict(zip(keys, self._parameters(), strict=False))
             for key in (key for key in owner if key in full["state"]):  # in one order on all ranks
                 states = self._states_here(full["state"][key], owner[key], f"Parameter {key}")
                 self._check_saved(states, owner[key], f"Parameter {key}")
@@ -210,13 +209,11 @@ class StowedOptimizer(PlacedOptimizer):
         return norm
 
     def _grad_norm(self) -> torch.Tensor:
-        parameters = [p for _, p in self._all()]
+        parameters = list(self._parameters())
         gradients = [gradient_of(p) for p in parameters]
         if self._has_exact_norm:
             return exact_total_norm(parameters, gradients, None)
-        squares = squared_norms(gradients, None)
-        total = sum(sum_over_shards(parameters, squares))
-        return torch.tensor(math.sqrt(total), dtype=torch.float64)  # torch's may be an ulp off
+        return total_norm(parameters, gradients, None, {})
 
     def _step_scaled(self, loss_scale: float, *, overflowed: bool = False) -> None:
         if not overflowed:
@@ -274,7 +271,7 @@ class StowedOptimizer(PlacedOptimizer):
         Returns:
             One entry per parameter, in the order of the groups.
         """
-        params = (self._manager.find(p) for _, p in self._all())
+        params = map(self._manager.find, self._parameters())
         return [plan_of(param) for param in params if param is not None]
 
     def _traffic(self) -> Traffic:
@@ -359,8 +356,7 @@ class StowedOptimizer(PlacedOptimizer):
     @torch.no_grad()
     def _multiply_gradients(self, factor: float) -> None:
         if factor != 1.0:
-            for _, parameter in self._all():
-                gradient = gradient_of(parameter)
+            for gradient in map(gradient_of, self._parameters()):
                 if gradient is not None:
                     gradient.mul_(factor)
 
@@ -390,7 +386,7 @@ class StowedOptimizer(PlacedOptimizer):
         manager = self._manager
         with manager.lock:
             manager.wait_written()
-            for index, (_, parameter) in enumerate(self._all()):
+            for index, parameter in enumerate(self._parameters()):
                 entry = state_dict["state"].get(index)
                 param = manager.find(parameter)
                 if isinstance(entry, dict) and param is not None and param.stows:

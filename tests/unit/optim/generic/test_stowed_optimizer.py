@@ -1,8 +1,6 @@
 """What a torch.optim.Optimizer must do, for any class that is stowed; bits are ..._parity's."""
 
-import copy
 import gc
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_post_hook
 
 from parity.piecewise import CHUNK, MATRICES, SMALL, assert_same_states, pair, parameters
 from parity.scratch import scratch_files
-from tensorstow import AdamW, PipelinePolicy, StowedOptimizer, StowError
+from tensorstow import AdamW, PipelinePolicy, StowedOptimizer
 from tensorstow.base.errors import (
     BudgetError,
     DirectoryError,
@@ -22,7 +20,6 @@ from tensorstow.base.errors import (
     ForkError,
     KeywordError,
     OptionError,
-    PoisonedError,
 )
 from tensorstow.optim.options import StatePlacement
 
@@ -99,21 +96,6 @@ def test_is_a_torch_optimizer_with_the_classs_own_groups(tmp_path: Path) -> None
     assert "AdamW, stowed" in repr(both.ours)
 
 
-def test_a_closure_is_called_once_with_gradients_on(tmp_path: Path) -> None:
-    p = weight()
-    opt = stowed([p], tmp_path)
-    calls = []
-
-    def closure() -> float:
-        calls.append(torch.is_grad_enabled())
-        give([p])
-        return 7.0
-
-    assert opt.step(closure) == 7.0
-    assert calls == [True]
-    assert (p == -1).all()
-
-
 def test_step_hooks_are_called_once_a_step(tmp_path: Path) -> None:
     params = [weight(), weight(3)]
     opt = stowed(params, tmp_path)
@@ -127,16 +109,6 @@ def test_step_hooks_are_called_once_a_step(tmp_path: Path) -> None:
     finally:
         everyones.remove()
     assert seen == ["before", "after", opt]
-
-
-def test_version_counters_see_the_step(tmp_path: Path) -> None:
-    p = weight()
-    opt = stowed([p], tmp_path)
-    loss = (p * p).sum()
-    loss.backward(retain_graph=True)
-    opt.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_zero_grad_and_a_step_without_gradients(tmp_path: Path) -> None:
@@ -268,18 +240,6 @@ def test_saved_states_of_another_model_or_class_are_refused_untouched(tmp_path: 
         with pytest.raises(OptionError, match="saved"):
             opt.load_state_dict(other.state_dict())
     assert_same_states(opt.state_dict(), kept)
-
-
-def test_user_hooks_see_whole_state_dicts(tmp_path: Path) -> None:
-    p = weight()
-    opt = stowed([p], tmp_path)
-    seen = []
-    opt.register_state_dict_post_hook(lambda _, d: seen.append(set(d["state"][0])))
-    opt.register_load_state_dict_pre_hook(lambda _, d: seen.append(set(d["state"][0])))
-    give([p])
-    opt.step()
-    opt.load_state_dict(opt.state_dict())
-    assert seen == [{"momentum_buffer"}] * 2
 
 
 # --- parameters that come, go and rest ---
@@ -443,13 +403,6 @@ def test_bad_gradients_stop_the_step_before_anything_moves(tmp_path: Path) -> No
     assert not opt.state
 
 
-def test_copies_and_pickles_are_refused(tmp_path: Path) -> None:
-    opt = stowed([weight()], tmp_path)
-    for use in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(StowError, match="state_dict"):
-            use(opt)
-
-
 def test_a_forked_child_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     p = weight()
     opt = stowed([p], tmp_path)
@@ -472,17 +425,6 @@ def test_a_dropped_optimizer_frees_itself(tmp_path: Path) -> None:
     gc.collect()
     assert kept() is None
     assert not scratch_files(tmp_path)
-
-
-def test_a_closed_optimizer_says_so(tmp_path: Path) -> None:
-    p = weight()
-    opt = stowed([p], tmp_path)
-    give([p])
-    opt.step()
-    opt.close()
-    opt.close()
-    with pytest.raises(PoisonedError, match="closed"):
-        opt.step()
 
 
 # --- classes of one's own ---
