@@ -87,9 +87,9 @@ def test_the_longest_stow_runs_through_no_more_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overlap", "durability", "most"),
     [
-        ("none", "none", 24),
+        ("none", "none", 18),
         ("none", "commit", 32),
-        ("forward", "none", 27),
+        ("forward", "none", 26),
         ("backward", "none", 22),
     ],
 )
