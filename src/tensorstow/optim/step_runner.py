@@ -14,12 +14,14 @@ from torch.optim import Optimizer
 from tensorstow.base.errors import OptionError, PoisonedError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
+from tensorstow.base.tiers import Tier
 from tensorstow.checkpoint.commits import Commits
 from tensorstow.checkpoint.ranks import Ranks
 from tensorstow.checkpoint.run import Extra
 from tensorstow.optim import one_optimizer
 from tensorstow.states.layout import OptionalStates
-from tensorstow.states.native_pipeline import can_update, poisoning
+from tensorstow.states.native_pipeline import StepRow, can_update, poisoning
+from tensorstow.states.state_store import StateStore
 from tensorstow.step import validation
 from tensorstow.step.backward_overlap import BackwardOverlap
 from tensorstow.step.call_lock import CallLock, exclusive_call
@@ -30,7 +32,7 @@ from tensorstow.step.repeated_steps import RepeatedSteps
 from tensorstow.step.replaced import ModuleParameters
 from tensorstow.step.schedule import Schedule, Synchronous
 from tensorstow.step.speculative_overlap import SpeculativeOverlap
-from tensorstow.step.step_plan import Groups, States, make_plan, name_of
+from tensorstow.step.step_plan import Groups, States, must_seed, name_of, scalar_table, step_of
 from tensorstow.step.unscaling import is_skipped, unscale, unscaled
 from tensorstow.tensors.dtensor import (
     gradient_and_event,
@@ -41,6 +43,8 @@ from tensorstow.tensors.dtensor import (
     shard_of,
 )
 from tensorstow.tensors.placeholder import ConsumedGradient, refuse_used
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
 
 
 class ParamFilter:
@@ -540,3 +544,54 @@ def check_due(
         validation.check_gradient(parameter, gradient, name)
     if param is not None:
         validation.refuse_change(parameter, group, param.family, param.numel, name)
+
+
+def make_plan(
+    updates: list[ParamUpdate],
+    params: ParamTable,
+    states: States,
+    factor: float,
+    *,
+    commits: bool = False,
+) -> StepPlan:
+    """Round the hyper-parameters once, and lay out the pipeline's input.
+
+    ``factor`` multiplies gradients.
+    """
+    counts = [
+        step_of(
+            update.param,
+            # A mapping that makes what it lacks must make nothing for a gradient that never comes.
+            states[update.param.owner]
+            if update.gradient is not None
+            else states.get(update.param.owner, {}),
+            params.store,
+            begins=update.gradient is not None,
+        )
+        for update in updates
+    ]
+    steps = [int(count.item()) + 1 for count in counts]
+    indices, scalars = scalar_table(((u.group, u.scale) for u in updates), steps, factor)
+    by_number = {
+        update.param.number: _row(update, params.store, index, step)
+        for update, step, index in zip(updates, steps, indices, strict=True)
+    }
+    # A commit takes the weights of parameters without an update too.
+    rows = [by_number.get(p.number) or StepRow(weight=p.weight) for p in params.all()]
+    return StepPlan(updates, counts, rows, scalars, commits)
+
+
+def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
+    param = update.param
+    # Gradients that are not read in place come by the feed of their tier.
+    gradient = update.gradient if param.tier is Tier.HOST else None
+    # A function of the parameter and its step alone, so that a resumed run rounds alike.
+    key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
+    return StepRow(
+        param.weight,
+        gradient,
+        must_seed(param, store),
+        scalars,
+        key,
+        expected=gradient is None,
+    )

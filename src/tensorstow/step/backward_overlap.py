@@ -45,8 +45,8 @@ from tensorstow.step.managed_param import (
     write_to_copies,
 )
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import UpdatesInForward, by_last
-from tensorstow.step.step_plan import States, record_step, scalar_table
+from tensorstow.step.schedule import UpdatesInForward, by_last, record_step
+from tensorstow.step.step_plan import States, scalar_table
 from tensorstow.tensors.dtensor import gradient_and_event, gradient_in_order, order_of, shard_of
 from tensorstow.tensors.placeholder import (
     ABORT_ADVICE,

@@ -43,8 +43,8 @@ from tensorstow.step.host_weight import upload
 from tensorstow.step.managed_param import ManagedParam, StepPlan
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay, refusal
-from tensorstow.step.schedule import OngoingSchedule, Synchronous, weakly
-from tensorstow.step.step_plan import States, record_step
+from tensorstow.step.schedule import OngoingSchedule, Synchronous, record_step, weakly
+from tensorstow.step.step_plan import States
 from tensorstow.step.unpublished import mark_published
 
 logger = logging.getLogger("tensorstow")

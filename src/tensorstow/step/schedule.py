@@ -40,7 +40,7 @@ from tensorstow.step.managed_param import (
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.replaced import UpdateUnderWay
-from tensorstow.step.step_plan import States, record_step
+from tensorstow.step.step_plan import States
 from tensorstow.step.unpublished import mark_published, mark_unpublished
 
 _P = ParamSpec("_P")
@@ -273,6 +273,26 @@ class ForwardOverlap(UpdatesInForward):
         if order != self._last_order:
             order_for_forward(self._params, order[1])
             self._last_order = order
+
+
+def record_step(plan: StepPlan, states: States) -> None:
+    """Count the step of ``plan``, and increment the version counters of its weights.
+
+    The version counters let autograd detect graphs that were made with the old weights.
+    """
+    if not plan.updates:
+        return
+    params = [update.param for update in plan.updates]
+    torch._foreach_add_(plan.counts, 1)
+    torch.autograd.graph.increment_version([param.parameter for param in params])
+    for param, count in zip(params, plan.counts, strict=True):
+        state = states[param.owner]
+        if "step" not in state:
+            state.update({"step": count, **param.views})
+        param.begun = True
+        param.remember()
+        if not plan.commits:
+            param.mark_stale()
 
 
 def weakly(method: Callable[_P, None]) -> Callable[_P, None]:

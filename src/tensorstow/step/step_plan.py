@@ -1,4 +1,4 @@
-"""Makes the plan of a step: counts the steps of parameters, and rounds their hyper-parameters."""
+"""Counts the steps of parameters, and rounds the hyper-parameters of each."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,37 +6,13 @@ from typing import Any
 
 import torch
 
-from tensorstow.base.tiers import Tier
 from tensorstow.formats.reference import AdamScalars, adam_scalars
-from tensorstow.states.native_pipeline import StepRow
 from tensorstow.states.state_store import StateStore
-from tensorstow.step.managed_param import ManagedParam, ParamUpdate, StepPlan, in_order_of
-from tensorstow.step.param_table import ParamTable
+from tensorstow.step.managed_param import ManagedParam, in_order_of
 from tensorstow.tensors.placeholder import StateOnDisk
 
 Groups = list[dict[str, Any]]
 States = Mapping[torch.Tensor, dict[str, Any]]
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: spreads consecutive numbers
-
-
-def record_step(plan: StepPlan, states: States) -> None:
-    """Count the step of ``plan``, and increment the version counters of its weights.
-
-    The version counters let autograd detect graphs that were made with the old weights.
-    """
-    if not plan.updates:
-        return
-    params = [update.param for update in plan.updates]
-    torch._foreach_add_(plan.counts, 1)
-    torch.autograd.graph.increment_version([param.parameter for param in params])
-    for param, count in zip(params, plan.counts, strict=True):
-        state = states[param.owner]
-        if "step" not in state:
-            state.update({"step": count, **param.views})
-        param.begun = True
-        param.remember()
-        if not plan.commits:
-            param.mark_stale()
 
 
 def step_of(
@@ -140,54 +116,3 @@ def ema_weight(group: Mapping[str, Any], step: int) -> float:
     """Return the weight of a step's new weights in their average: 1 in the first, which copies."""
     decay = group.get("ema")
     return 1.0 if decay is None or step == 1 else 1.0 - float(decay)
-
-
-def make_plan(
-    updates: list[ParamUpdate],
-    params: ParamTable,
-    states: States,
-    factor: float,
-    *,
-    commits: bool = False,
-) -> StepPlan:
-    """Round the hyper-parameters once, and lay out the pipeline's input.
-
-    ``factor`` multiplies gradients.
-    """
-    counts = [
-        step_of(
-            update.param,
-            # A mapping that makes what it lacks must make nothing for a gradient that never comes.
-            states[update.param.owner]
-            if update.gradient is not None
-            else states.get(update.param.owner, {}),
-            params.store,
-            begins=update.gradient is not None,
-        )
-        for update in updates
-    ]
-    steps = [int(count.item()) + 1 for count in counts]
-    indices, scalars = scalar_table(((u.group, u.scale) for u in updates), steps, factor)
-    by_number = {
-        update.param.number: _row(update, params.store, index, step)
-        for update, step, index in zip(updates, steps, indices, strict=True)
-    }
-    # A commit takes the weights of parameters without an update too.
-    rows = [by_number.get(p.number) or StepRow(weight=p.weight) for p in params.all()]
-    return StepPlan(updates, counts, rows, scalars, commits)
-
-
-def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> StepRow:
-    param = update.param
-    # Gradients that are not read in place come by the feed of their tier.
-    gradient = update.gradient if param.tier is Tier.HOST else None
-    # A function of the parameter and its step alone, so that a resumed run rounds alike.
-    key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
-    return StepRow(
-        param.weight,
-        gradient,
-        must_seed(param, store),
-        scalars,
-        key,
-        expected=gradient is None,
-    )

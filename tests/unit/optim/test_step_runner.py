@@ -6,10 +6,10 @@ from torch import nn
 
 from tensorstow import AdamW
 from tensorstow.base.errors import DTypeError, OptionError
-from tensorstow.optim.step_runner import collect
+from tensorstow.optim.step_runner import collect, make_plan
 from tensorstow.step.managed_param import ParamUpdate
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.step_plan import as_step, make_plan
+from tensorstow.step.step_plan import as_step
 
 
 def all_of(_: torch.Tensor) -> bool:

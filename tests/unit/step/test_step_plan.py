@@ -11,9 +11,10 @@ from parity.beside import blocks, same, weights
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
 from tensorstow.checkpoint import content
-from tensorstow.step import step_plan
+from tensorstow.optim import step_runner
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
-from tensorstow.step.step_plan import must_seed, name_of, record_step, step_of
+from tensorstow.step.schedule import record_step
+from tensorstow.step.step_plan import must_seed, name_of, step_of
 
 
 def weight(numel: int = 4, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -131,6 +132,6 @@ def test_seeds_that_are_ignored_are_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: Overlap
 ) -> None:
     want = undisturbed()
-    for module in (step_plan, content):
+    for module in (step_runner, content):
         monkeypatch.setattr(module, "must_seed", lambda *_: False)
     assert not same(resumed_twice(tmp_path, overlap, "fp32"), want)
