@@ -110,6 +110,7 @@ def plan_request(
             states=states,
         ),
         Plan(accumulation_steps=keywords.get("accumulation_steps", 1)),
+        # None lets the search choose, for an optimizer that has the keyword.
         keywords.get("overlap", None if accepts(optimizer, "overlap") else "none"),
         spend="ram_budget" not in keywords and accepts(optimizer, "ram_budget"),
         on_device=accepts(optimizer, "update_on"),
@@ -152,6 +153,7 @@ def choose_plan(
     step = None
     if timed is not None and tokens is not None:
         step = PredictedStep(timed.seconds, timed.binding)
+    # Only units in host memory have copies that may stay on an accelerator.
     if device.type == "cpu" or Tier.HOST not in plan.parameter_tiers:
         return plan, step
     return plan.but(device_budget=facts.device_budget), step
@@ -164,6 +166,7 @@ def _with_activations(
 
     Collective: the largest activations of all ranks count.
     """
+    # All ranks agree on ``facts``: all of them trace below, which is collective, or none does.
     if facts.traced is None:
         return request
     tokens = facts.tokens or _TOKENS
@@ -192,6 +195,7 @@ def _device_limit(device: torch.device) -> Bytes | None:
     if device.type == "cpu":
         return None
     free, _ = torch.accelerator.get_memory_info(device)
+    # The driver does not count as free what torch has reserved, and torch uses that again.
     return Bytes(_LIMIT_PART * (free + torch.accelerator.memory_reserved(device)))
 
 
@@ -226,9 +230,11 @@ def machine_budget(
         facts = [check_directory(path) for path in directories] or [choose_directory()]
     except DirectoryError:  # opening it raises the error with the reason
         return Budget(device_bytes, Bytes(host), None if directories else 0)
+    # Directories on one device share its free space, so their parts of the bytes add up.
     shares = dict.fromkeys((of_one.mount.device for of_one in facts), 0.0)
     for of_one, share in zip(facts, drive_shares(directories) or [1.0], strict=True):
         shares[of_one.mount.device] += share
+    # Each device takes its part of all bytes: the device that is full first bounds them.
     room = min(of_one.free_bytes / shares[of_one.mount.device] for of_one in facts)
     return Budget(device_bytes, Bytes(host), Bytes(_DISK_PART * room / ranks))
 
@@ -249,6 +255,7 @@ def free_host_bytes() -> int:
     """Return the host memory that the system and the cgroup still allow this process."""
     line = re.search(r"^MemAvailable:\s+(\d+) kB$", read_or_empty(_MEMINFO), re.MULTILINE)
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    # MemAvailable has what the kernel can reclaim, which the number of free pages lacks.
     free = int(line[1]) << 10 if line else pages
     limit = read_or_empty(_CGROUP / "memory.max").strip()
     used = read_or_empty(_CGROUP / "memory.current").strip()
@@ -261,6 +268,7 @@ def _agree(local: _RankFacts, device: torch.device) -> _RankFacts:
     """Return the facts that hold on every rank. Collective."""
     if world_size() == 1:
         return local
+    # Without a process group from_every_rank() would return this rank's facts alone.
     join_ranks(launched(), backend_of(device))
     by_rank = from_every_rank(local)
     least = {}

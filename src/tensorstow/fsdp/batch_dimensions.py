@@ -98,6 +98,7 @@ class ObservedCalls:
         """Begin without calls."""
         self.calls: defaultdict[str, list[ObservedCall]] = defaultdict(list)
 
+    # Dynamo may compile the forward that is called here, and not the recording around it.
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # noqa: SLF001
     def observe(
         self, name: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
@@ -149,6 +150,7 @@ class BatchDimensions:
         observed = cls(calls=max(len(first), len(second)))
         if len(first) != len(second):
             observed.unknown = f"it was called {len(first)} times and {len(second)} times"
+        # ``unknown`` names a difference in the number of calls: compare those that both runs have.
         for one, other in zip(first, second, strict=False):
             observed._compare(one.arguments, other.arguments, sizes, observed.arguments)
             observed._compare(one.returned, other.returned, sizes, observed.returned)
@@ -196,6 +198,7 @@ class BatchDimensions:
         size = None
         columns: list[list[Any]] = []
         cut: list[tuple[int, torch.Tensor, int]] = []
+        # Find what is cut, and where; every part gets the other arguments as they are.
         for path, leaf in leaves:
             dimension = self._dimension_of(_name_of(path), leaf)
             if dimension is None or dimension.batch is None:
@@ -218,6 +221,7 @@ class BatchDimensions:
         if size is None:
             message = "none of its arguments has the batch"
             raise UnknownBatchError(message)
+        # Cut the tensors, the anchored one after ``before`` has replaced it.
         floats = [at for at, leaf, _ in cut if leaf.is_floating_point()]
         anchored = [at for at, leaf, _ in cut if leaf.requires_grad] or floats
         for at, leaf, batch in cut:
@@ -304,6 +308,7 @@ def _as_allocated(part: torch.Tensor) -> torch.Tensor:
 
     Libraries choose kernels by addresses, and a micro-batch by itself has memory of its own.
     """
+    # torch's allocator on the CPU aligns to 64 bytes.
     return part.clone() if part.data_ptr() % 64 else part
 
 

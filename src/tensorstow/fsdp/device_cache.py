@@ -71,6 +71,7 @@ class DeviceCache(Generic[T]):
         """Choose by torch's peak of allocated bytes, at the end of a step."""
         self._steps += 1
         peak = torch.accelerator.max_memory_allocated(self._device)
+        # torch's peak is that of the whole run: a step has changed it only if it is higher now.
         if self._steps < _STEPS or peak <= self._peak_bytes:
             return
         self._peak_bytes = peak
@@ -84,6 +85,7 @@ class DeviceCache(Generic[T]):
         return [cache for cache in _CACHES if cache._device == self._device]  # noqa: SLF001
 
     def _choose(self, other_bytes: int, how: str) -> None:
+        # Copies that other caches have chosen count, even if they are not made yet.
         theirs = sum(cache.chosen_bytes for cache in self._caches_on_device() if cache is not self)
         room, chosen = self._limit_bytes - other_bytes - theirs, set[T]()
         for unit, nbytes in self._sizes.items():

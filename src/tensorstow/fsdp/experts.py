@@ -87,6 +87,7 @@ class RoutedReads:
 
         A tensor that is older than the call is only passed on: its gradient needs no experts.
         """
+        # The hooks below need the experts of this call, and the next call replaces the attribute.
         experts = self._called
         validate_routing(module, routed_experts(module, args, kwargs), experts)
         is_recomputed = torch._C._current_graph_task_id() != -1  # noqa: SLF001
@@ -98,6 +99,7 @@ class RoutedReads:
 
     def _read(self, experts: frozenset[int]) -> None:
         self._buffer.read(experts)
+        # This use has its experts, and those of the next use are not known yet.
         self._buffer.upcoming = frozenset()
 
 
@@ -109,4 +111,5 @@ def forget_experts_before_forward(model: nn.Module, buffers: Collection[PooledBu
         for buffer in buffers:
             buffer.upcoming = frozenset()
 
+    # FSDP2's own hook gathers, and reads ahead for that: ``forget`` has to run before it.
     model.register_forward_pre_hook(forget, prepend=True)

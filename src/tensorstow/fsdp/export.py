@@ -81,6 +81,7 @@ def save_safetensors(
     group = host_group()
     writers = dist.get_world_size(group) if by_rank and group is not None else 1
     contents = weights.tensors
+    # Rounded up. ``by_rank`` cuts files at this size, to spread the writing over all ranks.
     share = -(-sum(t.numel() * t.element_size() for t in contents.values()) // writers)
     shards = _shards(contents, min(max_shard_bytes, max(share, 1)) if by_rank else max_shard_bytes)
     folder = expand_path(path)
@@ -88,12 +89,15 @@ def save_safetensors(
     on_every_rank(lambda: make_folder(folder) if rank < writers else None, task)
     listed = DigestList(folder / (INDEX if len(shards) > 1 else ONE))
     with NewFiles() as new_files:
+        # In a round each writer has one file, and all ranks take part in the gathers of all files.
         for at in range(0, len(shards), writers):
             files = shards[at : at + writers]
             on_every_rank(partial(_write, weights, files, rank, listed, new_files), task)
+        # The new files are durable before the older ones go: one of both sets is always on disk.
         on_every_rank(new_files.keep, task)
         _on_rank_0(partial(_remove_older, folder, len(shards)), task)
         on_every_rank(new_files.publish, task)
+    # The index and the list of digests come last: by now the files that they name are complete.
     gather_digests(listed)
     _on_rank_0(partial(_finish, model, listed, shards), task)
 
@@ -118,6 +122,7 @@ def save_safetensors_file(model: nn.Module, path: str | os.PathLike[str]) -> Non
     listed = DigestList(file)
     with NewFiles() as new_files:
         on_every_rank(partial(_write, weights, [whole], _rank(), listed, new_files), task)
+        # The older list has the digest of the older file, and goes before that file is replaced.
         _on_rank_0(listed.remove, task)
         on_every_rank(new_files.publish, task)
     _on_rank_0(listed.write, task)
@@ -172,6 +177,7 @@ def _write(
                 file = opened.enter_context(NewSafetensors(new, shard_of_rank.table, running))
             while turns:
                 shard, name = turns.popleft()
+                # Ranks that do not write this file take part in the gather too.
                 tensor = weights.whole(name).cpu()
                 if file is not None and shard is shard_of_rank:
                     file.put(name, tensor)
@@ -225,6 +231,7 @@ def write_configuration(model: nn.Module, folder: Path) -> None:
         return
     pretrained: Any = model
     config = copy.deepcopy(pretrained.config)
+    # fully_shard() has put "FSDP" before the name of the class.
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = str(pretrained.dtype).removeprefix("torch.")
     replace_files(folder, config.save_pretrained)

@@ -74,6 +74,7 @@ class HostRoom:
         """Measure the free memory and this process's memory."""
         if self._planned:
             now = (own_host_bytes(local_ranks().count), resident_bytes())
+            # The pairs compare by the free bytes, which come first.
             self._least = now if self._least is None else min(self._least, now)
 
     def follow(self) -> None:
@@ -90,6 +91,7 @@ class HostRoom:
                     " host memory were free at the least",
                     *map(format_bytes, (memory.capacity, pool.total_bytes, before, self._least[0])),
                 )
+            # If all buffers fit, no unit has to pass through the plan's bytes.
             everything = memory.capacity == pool.total_bytes
             self._move(pool, memory.capacity if everything else memory.capacity - planned)
 
@@ -110,6 +112,7 @@ class HostRoom:
             if name not in mine:
                 for buffer in buffers:
                     buffer.pin()
+                    # One by one: if the next pin fails, this one is known and can be undone.
                     self._in_memory[name] = (*self._in_memory.get(name, ()), buffer)
         _log_moved([name for name in wanted if name not in mine], "DISK to HOST")
         _log_moved([name for name in self._units if name in mine - wanted.keys()], "HOST to DISK")
@@ -181,6 +184,7 @@ class FirstSteps:
         if self._room is not None:
             self._room.follow()
         if rank_here() == 0:
+            # The first interval is the second step, which still makes states and buffers.
             took = min(later - earlier for earlier, later in list(pairwise(self._ends))[1:])
             level, line = compared_line(self._compare(optimizer), self._step, took)
             logger.log(level, "%s; %s", line, resident_line(self._resident_before, peak_bytes()))

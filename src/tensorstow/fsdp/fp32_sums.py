@@ -28,6 +28,7 @@ class SumAside:
         ``add`` returns the sum of a gradient and the earlier sum, which ``is_aside`` tells from a
         gradient that autograd is to add to.
         """
+        # Weak: the parameter's hooks hold this object.
         self._parameter = weakref.ref(parameter)
         self._add, self._is_aside = add, is_aside
         self._sum: torch.Tensor | None = None
@@ -57,6 +58,7 @@ def accumulate_in_fp32(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _in_fp32(gradient: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+    # float() copies a narrower sum once. A sum that is fp32 already is added to in place.
     return gradient if earlier is None else earlier.float().add_(gradient)
 
 
@@ -87,8 +89,10 @@ def _keep_averages_of(group: Any) -> None:  # noqa: ANN401  # FSDP2's
     def decide_and_keep() -> None:
         decide_dtypes()
         if group._reduce_dtype is not None:  # noqa: SLF001
+            # FSDP2 casts what it has reduced to ``_orig_dtype``.
             group._orig_dtype = group._reduce_dtype  # noqa: SLF001
             for record in group.fsdp_params:
+                # torch then takes a gradient of another dtype than the parameter's, without a cast.
                 record.sharded_param.grad_dtype = None
 
     group._init_mp_dtypes = decide_and_keep  # noqa: SLF001

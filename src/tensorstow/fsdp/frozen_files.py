@@ -131,15 +131,19 @@ class FrozenFiles:
         coded = self._parts_of(unit, rank, ranks)
         stored, places = self._place_codes(coded, layout)
         placed = [(self._places[name], name) for name in unit.parameters if name in self._places]
+        # In the order of the files: weights next to each other in a file are read at once.
         for places_of, name in sorted(placed, key=lambda pair: _place_in_files(pair[0][0])):
             parameter = unit.parameters[name]
             row = parameter[:1].numel() * parameter.element_size()
             start, stop = rows_of_rank(parameter.shape[0], rank, ranks)
             rows = list(self._cut(places_of, start * row, stop * row))
+            # The offset in the file lets place() put the rows so that direct I/O needs no copy.
             offset = rows[0][1].offset if rows else 0
+            # The shape has room for padding, which FSDP2 gathers too.
             shape = (rows_per_rank(parameter.shape[0], ranks), *parameter.shape[1:])
             at[name], _ = layout.place(Entry(parameter.dtype, shape, offset), parameter.dtype)
             stored += [(file, entry, at[name] + begin) for file, entry, begin in rows]
+        # Decoded values come after all that is read: no file has them.
         decoder = _UnitDecoder()
         for name, parts in coded.items():
             start, stop = rows_of_rank(unit.parameters[name].shape[0], rank, ranks)
@@ -169,6 +173,7 @@ class FrozenFiles:
             spans: list[tuple[int, int]] = []
             for name, stack in unit.parameters.items():
                 if name in coded:
+                    # The parts of a stack are in the order of its experts, as many for each.
                     parts = len(coded[name]) // count
                     matrices = coded[name][expert * parts : (expert + 1) * parts]
                     spans += [(places[part], part[1].nbytes) for part in matrices]
@@ -225,6 +230,7 @@ def codes_in_memory(unit: Unit, values: InitialValues, rank: int, ranks: int) ->
         held = _append_values(layout, unit.parameters[name], rank, ranks)
         at[name] = held.offset
         files = values.files
+        # These parts are mapped from the files. Their clones are what stays in memory.
         parts = [] if files is None else files.read_parts(coded, start, stop)
         decoder.add(_HeldCodes(coded, start, stop, [part.clone() for part in parts]), held)
     return FrozenLayout(at, layout.nbytes, (), decoder if at else None)
@@ -266,6 +272,7 @@ def watch_mapped_files(model: nn.Module, parameters: Iterable[nn.Parameter]) -> 
         index = bisect_right(starts, parameter.data_ptr()) - 1
         if index >= 0 and parameter.data_ptr() < mappings[index].stop:
             paths.add(mappings[index].path)
+    # A file may have lost its name since it was mapped.
     seen = [SeenFile.held(path) for path in sorted(paths) if path.is_file()]
     if seen:
         model.register_forward_pre_hook(_MappedFiles(seen), prepend=True)
@@ -325,6 +332,7 @@ def _is_as_in_file(parameter: nn.Parameter, path: Path, offset: int) -> bool:
     """Return whether a mapped weight has the file's bytes, and release its pages."""
     flat = parameter.detach().reshape(-1).view(torch.uint8)
     with regular_stream(path) as file:
+        # Piece by piece: memory holds little of a weight at a time.
         for begin in range(0, flat.numel(), _PIECE):
             piece = flat[begin : begin + _PIECE]
             stored = os.pread(file.fileno(), piece.numel(), offset + begin)

@@ -106,6 +106,7 @@ def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
     aliases = aliases_of(model)
     tensors: dict[str, torch.Tensor] = dict(resharded(model).named_parameters())
     tensors |= {name: b for name, b in model.named_buffers() if files.has(name)}
+    # All readers come before any copy: the reader of a tensor that is missing raises the error.
     readers = {n: files.reader([n, *aliases.get(n, [])], t) for n, t in tensors.items()}
     for name, tensor in tensors.items():
         values = readers[name](0, tensor.shape[0] if tensor.ndim else 0)
@@ -164,6 +165,7 @@ def whole_in_place(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
         whole: Any = torch.Tensor._make_subclass(  # noqa: SLF001
             FullParameter, full_copy(parameter), parameter.requires_grad
         )
+        # ``isinstance`` takes a tensor with this attribute for an nn.Parameter.
         whole._is_param = isinstance(parameter, nn.Parameter)  # noqa: SLF001
         for slot in _SLOTS:  # a forward inside the context gathers the shards as usual
             setattr(whole, slot, getattr(parameter, slot))

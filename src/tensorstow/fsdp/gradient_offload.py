@@ -161,8 +161,10 @@ class D2HQueue:
         self._wait_until_within_bound()
         source = gradient.contiguous().view(-1)  # lives until it is copied
         total = HostSum(memory.allocate(gradient), self)
+        # After contiguous(), which may copy in the caller's stream.
         ready = self._link.record_event()
         with SignalsDeferred(), self._lock:
+            # Signals are deferred: a copy without a record would lose the memory that it uses.
             complete = self._link.d2h([(total.memory.view(-1), source)], [ready])
             sent = self._hold(_QueuedGradient(source, total, ready))
             self._in_flight.append(_Copy(sent, 0, source.numel(), complete))
@@ -195,6 +197,7 @@ class D2HQueue:
             self._wait_for_first()
 
     def _wait_for_first(self) -> None:
+        # The lock is held for this look alone, not during the wait: other threads go on.
         with self._lock:
             first = self._in_flight[0] if self._in_flight else None
         if first is not None:  # else another thread has completed the last of them meanwhile
@@ -223,6 +226,7 @@ class D2HQueue:
 
     def _fill_buffers(self) -> None:
         """Begin copying the waiting gradients, while buffers are free."""
+        # Only a second micro-batch needs the buffers, so they are pinned at their first use.
         if self._waiting and self._block is None:
             self._block = block = PinnedBlock(
                 PIECE_BUFFERS * PIECE_BYTES, self._link.device, self._link.synchronize
@@ -232,6 +236,7 @@ class D2HQueue:
         while self._waiting and self._free:
             gradient = self._waiting[0]
             source = gradient.source[gradient.begun :][: PIECE_BYTES // gradient.source.itemsize]
+            # If the copy cannot begin, the buffer stays free and the gradient stays first.
             buffer = self._free[-1]
             complete = self._link.d2h([(_part(buffer, source), source)], [gradient.ready])
             self._free.pop()
@@ -252,6 +257,7 @@ def _add(copy: _Copy, buffer: torch.Tensor) -> None:
     part = slice(copy.start, copy.start + copy.count)
     total = gradient.total.memory.view(-1)[part]
     if gradient.narrow is not None:
+        # widen() has made new memory, and the first gradient's elements come to it here.
         total.copy_(gradient.narrow.view(-1)[part])
     total.add_(_part(buffer, gradient.source[part]), alpha=gradient.alpha)
 
@@ -436,6 +442,7 @@ def _offload_sharded(
             host = HostSum(local.cpu())
         gradient._local_tensor = HostGradient(local, host)  # noqa: SLF001
     elif local.host.memory.dtype != local.dtype:
+        # This micro-batch has made the sum fp32, and ``.grad`` is to show that.
         set_gradient(parameter, sharded_like(gradient, _summed(local, local.host)))
 
 
@@ -514,6 +521,7 @@ class GradientOffload:
         if self._queue is not None:
             self._queue.poll()
         for parameter in self._sharded:
+            # Users may have registered hooks since stow(), and FSDP2 would never call them.
             validate_no_hooks(parameter, "a parameter")
         frozen = []
         for parameter in self._unhooked:
@@ -543,6 +551,7 @@ def _allocate_buffers(
     nbytes = [shard_of(p).numel() * max(p.itemsize, least) for p in parameters]
     sizes = [round_up(count, _ALIGN) for count in nbytes]
     block = PinnedBlock(sum(sizes), link.device, link.synchronize)
+    # The last of these is the end of the block, hence strict=False.
     starts = accumulate(sizes, initial=0)
     buffers = {
         id(p): PinnedBuffer(block.tensor(at, count, torch.uint8))

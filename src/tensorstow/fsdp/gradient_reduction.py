@@ -139,6 +139,7 @@ class Bucket:
         """
         layout, count = self.layout, len(self.parameters)
         device = self.parameters[0].device
+        # Flags follow each rank's rows: one for each gradient, and one for ``more_follows``.
         shape = (layout.ranks, layout.length + count + 1)
         source = torch.zeros(shape, dtype=self._dtype, device=device)
         for index, gradient in self._gradients.items():
@@ -152,6 +153,7 @@ class Bucket:
         if before != 1:
             source.div_(before)
         mesh, op = self._mesh, self._operation()
+        # The collective reads this memory until finish() or drop() has waited for it.
         self._source = source
         if self._reduction.is_ordered:
             self._reduced = torch.empty_like(source)
@@ -163,6 +165,7 @@ class Bucket:
                 self._reduced, source.view(-1), op, mesh.get_group(mesh.ndim - 1), async_op=True
             )
         else:
+            # All ranks are replicas: each has the whole, and there is nothing to scatter.
             self._reduced = source[0]
             self._work = dist.all_reduce(self._reduced, op, mesh.get_group(0), async_op=True)
 
@@ -190,6 +193,7 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             mine = share_in(parameter).rows(parameter)
             for part, had in zip(by_rank, had_gradient[index], strict=True):
+                # Flags are reduced like gradients: any rank's flag leaves a number above 0.
                 if had != 0.0:
                     yield parameter, self.layout.place(index, part, mine)
 
@@ -198,6 +202,7 @@ class Bucket:
         self._gradients.clear()
         work, self._work = self._work, None
         if work is not None:
+            # The collective may still use the memory that is freed next.
             work.wait()
         self._reduced = self._source = None
 
@@ -272,6 +277,7 @@ class GradientReduction:
                 self._bucket_of |= {id(p): bucket for p in parameters}
 
     def _hook(self, parameter: Any) -> None:  # noqa: ANN401  # torch's hooks are not typed
+        # Weak: this object has autograd's nodes, and these have the hooks.
         parameter_ref, self_ref = weakref.ref(parameter), weakref.ref(self)
 
         def before(_: object) -> None:
@@ -285,6 +291,7 @@ class GradientReduction:
             if alive is not None:
                 alive._take(tensor)  # noqa: SLF001
 
+        # Only a parameter that requires a gradient has an accumulation node and takes hooks.
         is_trained = parameter.requires_grad
         parameter.requires_grad_(requires_grad=True)
         with torch.enable_grad():
@@ -339,6 +346,7 @@ class GradientReduction:
 
     def _reduce_rest(self) -> bool:
         """Reduce the remaining buckets; return whether gradients came too late for their bucket."""
+        # The last bucket alone can say whether more follows, so all others go before it.
         self._launch(lambda _: True)
         *rest, last = self.buckets
         last.launch(more_follows=any(bucket.has_some for bucket in rest))
@@ -394,6 +402,7 @@ class GradientReduction:
 
     def recover(self) -> bool:
         """Drop the state of a backward that did not end; return whether one had begun."""
+        # Within a backward this is the forward of a checkpoint, and the backward goes on.
         if not self._is_in_backward or torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             return False
         for bucket in self.buckets:

@@ -193,6 +193,7 @@ class DeviceBuffers:
     def copy(self, unit: _Unit, buffer: DeviceMemory) -> _Copied:
         """Begin copying a unit's shards to ``buffer``."""
         staging = self._take_staging() if any(unit.staged) else None
+        # Before the copy begins: a write during the copy has to make it old.
         versions = _versions_of(unit)
         with ExitStack() as pinned:
             for pager in unit.pagers:
@@ -348,6 +349,7 @@ class H2DPrefetcher:
                     self._release(copied)  # the earlier all-gather was ended by an exception
                 copied = self._copy(unit)
             shard.before_read()
+            # FSDP2 uses all buffers, or gathers in another dtype than that of the copy.
             if copied is None or copied.on_device[id(shard)].dtype != dtype:
                 return _copy_and_wait(shard, dtype, self.link.device)
             if not copied.gathered:
@@ -356,6 +358,7 @@ class H2DPrefetcher:
             copied.gathered.add(id(shard))
             weight = copied.on_device[id(shard)]
             if is_away(self.link.device):
+                # A freed buffer must not be reused before this stream has read it.
                 weight.record_stream(torch.accelerator.current_stream(self.link.device))
             return weight
 
@@ -386,6 +389,7 @@ class H2DPrefetcher:
             self.buffers.wait_for_copies()
             for copied in list(self._copies.values()):
                 self._release(copied)
+            # Uses from here on are predicted by those that followed an earlier discard().
             self._order.last = (None, None)
             self._gathered.clear()
             for unit in self._units.values():
@@ -412,6 +416,7 @@ class H2DPrefetcher:
             self.discard()
             if self.cache is not None:
                 self.cache.measure()
+                # After discard(): none of these buffers holds a copy.
                 self.buffers.free_own(u for u in self._units.values() if u not in self.cache)
             self.prefetch()
 
@@ -432,6 +437,7 @@ class H2DPrefetcher:
             self._gathered.clear()
         self._gathered.add(unit)
         self._order.record(unit)
+        # FSDP2 pins no shard that is copied here: record the use, for the next reads from disk.
         if unit.prefetcher is not None and unit.pagers:
             unit.prefetcher.record_use(*unit.pagers)
         self._prefetch_following()
@@ -467,6 +473,7 @@ class H2DPrefetcher:
         buffer = self._free_buffer(unit)
         if buffer is None:
             shared = [c for c in self._copies.values() if not self._has_own(c)]
+            # A unit that was only predicted gives its buffer to the unit that is gathered.
             guessed = next((c for c in shared if not c.gathered), None)
             if guessed is None:
                 return None
@@ -497,6 +504,7 @@ class H2DPrefetcher:
     def _release(self, copied: _Copied) -> None:
         """Free the buffer for the next copy, after the work of the caller's stream."""
         del self._copies[copied.unit]
+        # If nobody has read the copy, ``last_use`` stays the event of the copy itself.
         if copied.gathered:
             copied.buffer.last_use = self.link.record_event()
 

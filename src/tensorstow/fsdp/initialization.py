@@ -82,6 +82,7 @@ class InitialValues:
         self.adapters.validate(None if self.files is None else self.files.has)
         for unit in units:
             if self.files is not None:
+                # The call raises an error if the files lack a parameter; the values are read later.
                 self._readers_of_files(self.files, unit)
             elif self._init is None:
                 validate_initializable(unit)
@@ -159,6 +160,7 @@ class InitialValues:
         for unit in units:
             for name, read in self.readers(unit).items():
                 parameter = unit.parameters[name]
+                # readers() has kept, received or initialized the values in place.
                 if not self.in_files(name):
                     continue
                 values = read(0, parameter.shape[0] if parameter.ndim else 0)
@@ -185,6 +187,7 @@ class InitialValues:
                     stop = buffer.shape[0] if buffer.ndim else 0
                     values = self.files.reader([full], buffer)(0, stop)
                     device = torch.device("cpu") if buffer.is_meta else buffer.device
+                    # A copy: what a reader returns may be mapped from the file.
                     module._buffers[name] = values.to(device, copy=True)  # noqa: SLF001
         if self.files is not None:
             self.files.validate_unchanged()
@@ -212,6 +215,7 @@ class InitialValues:
             return
         state = torch.get_rng_state()
         dist.broadcast(state, group_src=0, group=self._group)
+        # Values are drawn on the CPU, so only its state is exchanged and restored.
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(state)
             yield

@@ -32,6 +32,7 @@ class ModelMemory:
         """Raise OptionError in the middle of accumulation, or if weights cannot leave."""
         model = self._alive()
         for _, record in records_of(model.modules()):
+            # FSDP2 makes the unsharded parameter at its first all-gather.
             unsharded = getattr(record, "_unsharded_param", None)
             if record.unsharded_accumulated_grad is not None or (
                 unsharded is not None and unsharded.grad is not None
@@ -41,6 +42,7 @@ class ModelMemory:
                     " yet: take all of the step, then call step() and zero_grad() first."
                 )
                 raise OptionError(message)
+        # Count the weights that cannot leave, by the memory that they live in.
         on_device = on_host = 0
         codes: dict[PooledBuffer, int] = {}
         for parameter in resharded(model).parameters():
@@ -84,8 +86,10 @@ class ModelMemory:
         for parameter in model.parameters() if host else ():
             storage = storage_of(parameter)
             if storage is not None and storage.pager is not None:
+                # A unit that FSDP2 has gathered ahead and not used is still pinned.
                 storage.unpin_after_copy()
                 pool = storage.pager.pool
+                # A second release() finds 0 here, and wake() restores what the first one found.
                 self._capacities.setdefault(pool, pool.memory.capacity)
         for pool in self._capacities:
             pool.resize(0, least=0)

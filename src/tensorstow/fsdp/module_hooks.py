@@ -99,6 +99,7 @@ def guard_modules(model: nn.Module) -> None:
         if isinstance(module, FSDPModule) or has_shards:
             refuse_copies(module)
     if hasattr(model, "resize_token_embeddings"):
+        # The model holds the functions that are set here, so they refer to it weakly.
         pretrained: Any = model
         pretrained.resize_token_embeddings = partial(_resize_embeddings, weakref.ref(model))
     for which in ("input", "output"):
@@ -176,6 +177,7 @@ class _OpenBackwards:
         """Begin a unit's backward, at a node that its forward created."""
         self.reach(node)
         task = torch._C._current_graph_task_id()  # noqa: SLF001
+        # One callback ends all units that are still open when this call of backward ends.
         if all(backward.task != task for backward in self._open.values()):
             engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001  # as FSDP2 does
             engine.queue_callback(lambda: self._end_if(lambda backward: backward.task == task))
@@ -187,6 +189,7 @@ class _OpenBackwards:
 
     def _end_if(self, has_ended: Callable[[_Open], bool]) -> None:
         ended = [unit for unit, backward in self._open.items() if has_ended(backward)]
+        # In the order of backward: the unit whose forward began last ends first.
         for unit in sorted(ended, key=lambda unit: self._open[unit].start, reverse=True):
             del self._open[unit]
             unit.end_backward()
@@ -359,6 +362,7 @@ def _pre_forward_of_submodule(
 
     ``first``: the name of one of its parameters.
     """
+    # Within the model's forward FSDP2 has put the unsharded parameter in place.
     if isinstance(getattr(submodule, first), DTensor):
         _unshard_for_call(reference(), name, submodule, (*args, *kwargs.values()))
 
@@ -380,6 +384,7 @@ def _unshard_for_call(
             " torch.distributed.fsdp.register_fsdp_forward_method(model, method)."
         )
         raise OptionError(message)
+    # Weights that FSDP2 allocates under inference_mode could never be trained with.
     with torch.inference_mode(mode=False), torch.no_grad():
         root._get_fsdp_state()._lazy_init()  # noqa: SLF001  # nothing public does
         root.unshard()
@@ -471,6 +476,7 @@ def _apply_if_unchanged(
     for kind in {(p.dtype, p.device, p.dim()) for p in module.parameters()}:
         # Two elements in each dimension: a tensor of one element has every memory format.
         probe = torch.empty((2,) * kind[2], dtype=kind[0], device=kind[1])
+        # share_memory_() returns the same tensor, over shared memory.
         if fn(probe) is not probe or (probe.is_cpu and probe.is_shared()):
             message = (
                 f"The {kind[0]} parameters of a stowed model on {kind[1]} cannot be cast, moved,"
@@ -479,6 +485,7 @@ def _apply_if_unchanged(
                 " compute_dtype= computes in another dtype."
             )
             raise OptionError(message)
+    # The method of the class: the attribute of the module leads back here.
     applied = type(module)._apply(module, fn, *args)  # noqa: SLF001
     _refuse_files_of_parameters(module)  # torch has replaced their attributes
     return applied

@@ -73,6 +73,7 @@ class ModelWeights:
         place = self._places[path]
         if place.lender is not None:
             return _borrow(place, *place.lender)
+        # A forward since the start may have left the weight unsharded.
         _run_pre_hooks(place.module)
         tensor = place.tensor
         is_placed = getattr(place.module, place.name) is tensor
@@ -88,6 +89,7 @@ class ModelWeights:
     def copy(self, path: str, device: torch.device) -> torch.Tensor:
         """Return a copy of a full tensor on ``device``, contiguous; collective."""
         whole = self.whole(path)
+        # The caller keeps the copy, and autograd cannot save tensors made under inference_mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             copy = torch.empty(whole.shape, dtype=whole.dtype, device=device)
             return copy.copy_(whole)

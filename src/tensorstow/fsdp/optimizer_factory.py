@@ -93,6 +93,7 @@ def move_schedule(schedule: Any, optimizer: Optimizer) -> None:  # noqa: ANN401 
     rates = [(group["lr"], dict(group)) for group in optimizer.param_groups]
     # torch warns unless step() is patched by a scheduler: creating one patches it.
     LambdaLR(optimizer, lambda _: 1.0)
+    # LambdaLR has set both entries: the groups get back what they had.
     for group, (rate, before) in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
         if "initial_lr" not in before:

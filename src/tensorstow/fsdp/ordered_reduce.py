@@ -152,12 +152,15 @@ class OrderedReduceScatter:
         total = gradient.to_local()
         start = self._offset
         count = parameter.shape[0]
+        # FSDP2 pads the rows, so the next parameter begins after the padding.
         self._offset += rows_per_rank(count, len(rest) + 1) * parameter.numel() // max(1, count)
+        # A gradient in host memory widens its sum by itself.
         if not isinstance(total, OffloadedGradient) and total.dtype != torch.float32:
             total = total.float()
             set_gradient(parameter, sharded_like(parameter, total))
         for rows in rest:
             total += rows[start : start + total.numel()].view(total.shape)
+        # After the unit's last parameter the exchanged rows are freed.
         if self._offset == rest.shape[1]:
             self._rest = None
 

@@ -188,6 +188,7 @@ class StowRequest:
         values.fill(self.units)
         if self.device.type == "cpu":  # else they are copied to the device
             watch_mapped_files(self.model, self.model.parameters())
+        # After the files are watched: buffers() validates them for the last time.
         values.buffers(self.model)
 
     def make_optimizer(self) -> PlacedOptimizer:
@@ -331,6 +332,7 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     if sharding.is_in_place:
         request = _with_experts_apart(request)
     model, plan = request.model, request.plan
+    # Sharding takes the parameters out of the units, so they are counted first.
     sizes = [UnitSizes.of(unit, sharding.ranks) for unit in request.units]
     values = request.values
     values.check(request.units, host_group())
@@ -341,13 +343,16 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
     if plan.ordered_reduce and sharding.ranks > 1:
         ordered = OrderedReductions(averages=plan.averages_in_order)
     reset = sharding.reduction.reset if ordered is None else ordered.reset
+    # The hooks take the names of parameters, which the units lose in _shard_all().
     unshard = UnshardHooks(model, request.units, reset)
     stored = _shard_all(request, sharding, values)
     if ordered is not None:
+        # The first of the hooks on gradients: the others see the sum over all ranks.
         ordered.register(model)
     whole = None
     if scalars is not None:
         whole = SharedWeights(model, [scalars], mesh, request.reduction)
+    # Before the hooks of the optimizer, which take gradients from host memory.
     _offload_gradients(request, [parameter for parameter, _ in stored])
     optimizer = request.make_optimizer()
     _wait_for_updates_before_reads(stored, optimizer)
@@ -356,6 +361,7 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
         sharding.h2d_prefetcher.register(model, optimizer)
         request.links.append(sharding.h2d_prefetcher.link)
         if plan.timing.begins_early:
+            # Sums over micro-batches, or over ranks in order, are fp32.
             wide = plan.micro_batches > 1 or ordered is not None
             nbytes = (4 * u.trained_elements if wide else u.gradient_bytes for u in sizes)
             optimizer._expect_units_of(max(nbytes, default=0))  # noqa: SLF001  # a hook of the engine
@@ -381,8 +387,10 @@ def _with_experts_apart(request: StowRequest) -> StowRequest:
         is_read = request.plan.tier_of(unit.name) == Tier.DISK and request.leaves_uncast(unit)
         if frozen and is_read:
             taken = take_experts(unit, frozen)
+            # FSDP2 shards inner modules before those around them.
             units += taken
             tiers |= {part.name: Tier.DISK for part in taken}
+        # The model itself has to be FSDP2's root, even if it has no parameters left.
         if unit.parameters or unit.name == ROOT:
             units.append(unit)
     return replace(request, units=units, plan=request.plan.but(parameter_units=tiers))
@@ -484,14 +492,17 @@ def _make_disk_pool(
     frozen |= {unit.name: codes_in_memory(unit, values, rank, ranks) for unit in coded}
     if not frozen:
         return None
+    # Count the room that each unit takes in memory, and that all of them take on disk.
     units, total = [], 0
     for unit in (*on_disk, *coded):
         read = frozen[unit.name]
         is_kept = unit in on_disk
+        # Of a unit on HOST only decoded weights pass through a buffer.
         unread = {n: p for n, p in unit.parameters.items() if is_kept and n not in read.at}
         stored = UnitSizes.of(replace(unit, parameters=unread), ranks).share_bytes
         whole = stored + round_up(read.nbytes, ALIGN)
         units.append(replace(UnitSizes.of(unit, ranks), share_bytes=whole))
+        # What is read from the user's files, or decoded, takes no room in the pool's own.
         in_files = bool(read.runs) or read.decoder is not None
         total += round_up(stored, ALIGN) + (0 if in_files else round_up(read.nbytes, ALIGN))
     sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
@@ -513,6 +524,7 @@ def _wait_for_updates_before_reads(
     stored: Iterable[tuple[DTensor, ShardStorage]], optimizer: PlacedOptimizer
 ) -> None:
     """Block reads of a parameter until its pending update finishes."""
+    # Weak: the optimizer has the parameters, whose storages have these functions.
     reference = weakref.ref(optimizer)
 
     def wait(parameter: torch.Tensor) -> None:

@@ -76,6 +76,7 @@ def stow_read_only(model: nn.Module, values: InitialValues, options: ReadOptions
     plan = options.plan or _choose_plan(units, sizes, readable, options)
     _validate_plan(plan, units, readable, values)
     limits = _limits(plan, units, sizes, options)
+    # The checks are over: from here on the model changes.
     link = open_link(options.device) if options.is_away else None
     for unit in units:
         for parameter in unit.parameters.values():
@@ -93,6 +94,7 @@ def stow_read_only(model: nn.Module, values: InitialValues, options: ReadOptions
         else:
             _fill(unit, sources, options)
     resident = [p for unit in units if unit.name not in streamed for p in unit.parameters.values()]
+    # Before buffers(), which validates the files for the last time.
     watch_mapped_files(model, resident)
     values.buffers(model)
     move_buffers(model, options.device)
@@ -202,6 +204,7 @@ def _choose_plan(
     budget = options.budget or machine_budget(units, options.device, ())
     limits = {tier: _limit(budget, tier) for tier in Tier}
     ahead, below = Plan().prefetch, dict(readable)
+    # The device is filled first, and then host memory, as far as there is room.
     on_device: set[str] = set()
     if options.is_away:
         on_device, ahead = choose_resident(sizes, limits[Tier.DEVICE], ahead)
@@ -276,11 +279,13 @@ def _empty(unit: ReadUnit, streamed: StreamedUnit) -> None:
 def _fill(unit: ReadUnit, sources: Sources, options: ReadOptions) -> None:
     """Load a unit that stays in memory, on the device and in the dtype that compute."""
     for parameter in unit.parameters.values():
+        # Readers return values in the dtype that a parameter has.
         parameter.data = parameter.data.to(options.dtype_of(parameter))
     absent = [name for name, parameter in unit.parameters.items() if parameter.is_meta]
     sources.values.fill([unit])
     for name, parameter in unit.parameters.items():
         parameter.data = parameter.data.to(options.device, copy=name in absent)  # else mapped
+        # Kernels choose by alignment: weights in memory are aligned like weights that are read.
         if parameter.data_ptr() % TENSOR_ALIGN:
             parameter.data = parameter.data.clone()
     versions: list[_Version] = [(n, weakref.ref(p), p._version) for n, p in unit.parameters.items()]  # noqa: SLF001
@@ -319,6 +324,7 @@ def _register(stream: WeightStream) -> None:
         call.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         if call.unit.experts:
             validate = partial(_validate_experts, stream, call.unit)
+            # Before ``leave``, after which other units may take the buffer.
             call.module.register_forward_hook(validate, with_kwargs=True)
         call.module.register_forward_hook(leave, always_call=True)
 

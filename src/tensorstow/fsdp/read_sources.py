@@ -106,6 +106,7 @@ def _parts_of(model: nn.Module, root: Unit) -> list[ReadUnit]:
         mine = {id(p) for p in module.parameters(recurse=False)} & rest
         if not mine:
             continue
+        # A module that shares parameters with several groups makes one of them.
         shared = [group for group in groups if group[0] & mine]
         groups = [group for group in groups if group not in shared]
         members = mine.union(*(ids for ids, _ in shared))
@@ -174,6 +175,7 @@ class Sources:
             return None
         read = {n: p for n, p in unit.parameters.items() if self.values.in_files(n)}
         origins = {n: files.origin(self.values.names_of(n), p) for n, p in read.items()}
+        # A parameter that is computed from other tensors is in no file as it is.
         for origin in origins.values():
             if origin.make is not None and not origin.pieces and origin.coded is None:
                 return None
@@ -222,6 +224,7 @@ class Sources:
             for file, piece in pieces:
                 stored.append((file, piece, at))
                 at += piece.nbytes
+        # Decoded values come after all that is read: no file has them.
         decoded: dict[str, PlacedCodes] = {}
         for name, (weight, parts) in codes.items():
             entry = Entry(self._options.dtype_of(read[name]), tuple(read[name].shape))
@@ -249,6 +252,7 @@ class Sources:
         tensors: list[FileTensor] = []
         for name, parameter in unit.parameters.items():
             dtype = self._options.dtype_of(parameter)
+            # Readers return values in the dtype that a parameter has.
             parameter.data = parameter.data.to(dtype)
             entry = Entry(dtype, tuple(parameter.shape))
             at = layout.append(entry.nbytes)

@@ -174,6 +174,7 @@ class Prefetcher:
             self._unpin()
             for buffer in unit:
                 buffer.pin()
+                # One by one: if the next pin fails, this one is known and can be undone.
                 self._pinned = (*self._pinned, buffer)
         self.record_use(*unit)
 
@@ -184,13 +185,16 @@ class Prefetcher:
 
     def record_use(self, *unit: PooledBuffer) -> None:
         """Record the use of a unit's buffers, and begin reading those that follow."""
+        # The shards of a unit, one after the other, are one use of the unit.
         if unit == self._order.last[1]:
             return
         self._order.record(unit)
         following = islice(self._order.following(), self._ahead)
+        # Any buffer of the unit will do: all units have the same pool.
         unit[0].expect([b for buffers in following for b in buffers if b not in unit])
 
     def _unpin(self) -> None:
+        # Emptied first: after an exception in the loop no buffer is unpinned twice.
         last, self._pinned = self._pinned, ()
         for buffer in last:
             buffer.unpin()

@@ -143,6 +143,7 @@ def on_every_rank(act: Callable[[], _Value], task: str) -> _Value:
         result = act()
     except Exception as error:  # noqa: BLE001  # it is raised below
         failure = error
+    # Other ranks get the text: not every exception can be pickled.
     failures = from_every_rank(failure and repr(failure))
     if failure is not None:
         failure.add_note(f"Rank {rank_here()} could not {task}.")
@@ -195,6 +196,7 @@ def join_ranks(launch: Launch, backend: str, timeout: timedelta | None = None) -
         return
     rank, host, port = launch.meeting()
     if launch.world == 1:
+        # A single rank meets nobody: a store within the process needs no port.
         dist.init_process_group(backend, None, timeout, 1, 0, HashStore())
         return
     logger.info("%s: joining the ranks that meet at %s:%d", launch.source, host, port)
@@ -288,6 +290,7 @@ def shard_unit(
         _place_on_device(unit, sharding.device, values)
         _fully_shard(unit, sharding)
         return []
+    # Units in ``frozen`` have buffers of the pool, and all others have plain host memory.
     pool = pool if pool is not None and unit.name in pool.frozen else None
     storages = _allocate(unit, tier, sharding, pool)
     _read_values(unit, storages, sharding, values, pool)
@@ -298,6 +301,7 @@ def shard_unit(
         note_replaced(name, parameter)
         replace_parameter(unit.module, parameter, nn.Parameter(stowed, parameter.requires_grad))
     _fully_shard(unit, sharding)
+    # fully_shard() needs shapes alone. Later operations use the bytes.
     for storage in storages.values():
         storage.is_sharded = True
     for buffer in dict.fromkeys(storage.pager for storage in storages.values()):
@@ -310,6 +314,7 @@ def shard_unit(
             None if pool is None else pool.prefetcher,
             is_gathered_twice=sharding.reshards(unit),
         )
+    # FSDP2 has put DTensors in place of the parameters: find them by their storages.
     storage_ids = {id(storage) for storage in storages.values()}
     stored: list[tuple[DTensor, ShardStorage]] = []
     for parameter in unit.module.parameters():
@@ -384,6 +389,7 @@ def _allocate_on_disk(unit: Unit, sharding: Sharding, pool: DiskPool) -> dict[st
         if name not in frozen.at:
             places[name] = at
             at += padded_bytes(parameter, sharding.ranks)
+    # One buffer for updates, one for files ([Note: Two buffers] in shard_storage).
     written = pool.buffers.add(at) if at else None
     read = None
     if frozen.at:
@@ -412,6 +418,7 @@ def _read_values(
 ) -> None:
     """Copy the first values to storage, except those that are in the user's files."""
     in_files = {} if pool is None else pool.frozen[unit.name].at
+    # All at once: a buffer on disk is written whenever the last of its pins ends.
     with ExitStack() as accessed:
         for name, storage in storages.items():
             if name not in in_files:

@@ -88,6 +88,7 @@ class SharedWeights:
     def _register_gathers(self, optimizer: PlacedOptimizer) -> None:
         """Register hooks that gather the weights that ``optimizer`` writes."""
         itself = self
+        # Weak: the optimizer has these functions as hooks.
         reference = weakref.ref(optimizer)
 
         def gather() -> None:
@@ -117,6 +118,7 @@ class SharedWeights:
 
     def _let_set_reduces(self, root: Any) -> None:  # noqa: ANN401  # modules take any attribute
         """Give the model FSDP2's method; copies share the function."""
+        # FSDP2's own method, which the attribute below hides.
         itself, of_fsdp = self, getattr(root, "set_requires_gradient_sync", None)
 
         def set_reduces(reduces: bool, **options: bool) -> None:  # noqa: FBT001  # torch's
@@ -166,6 +168,7 @@ class SharedWeights:
         if self._mesh.size(self._mesh.ndim - 1) == 1:
             return  # every rank updates the whole
         group = self._mesh.get_group(self._mesh.ndim - 1)
+        # One layout's gather is under way while the rows of the next one are copied.
         pending: tuple[RowLayout, torch.Tensor, Any] | None = None
         for layout in layouts:
             optimizer.wait(layout.parameters)

@@ -84,10 +84,12 @@ def _hook(
     def saved(_: nn.Module, state_dict: dict[str, Any], prefix: str, __: object) -> None:
         for name, parameter in parameters.items():
             value = state_dict.get(prefix + name)
+            # With keep_vars=True torch returns the parameters themselves.
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter):
                 reference = copies.get(id(parameter))
                 copy = None if reference is None else reference()
                 # A tied weight has one copy under all of its names.
+                # A copy that is in an older state dict has old values.
                 if copy is None or not any(v is copy for v in state_dict.values()):
                     copy = to_savable(value)
                     copies[id(parameter)] = weakref.ref(copy)

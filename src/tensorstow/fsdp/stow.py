@@ -182,6 +182,7 @@ def stow(  # noqa: PLR0913  # the one function for everything
     """
     types = {"plan": plan, "compute_dtype": compute_dtype, "mesh": mesh, "budget": budget}
     validate_arguments(model, optimizer, **types, tokens=tokens, init=init)
+    # Units are gathered and freed in turn ([Note: Large blocks] in io.allocator).
     cache_large_blocks()
     empty_cache()  # budgets are of what is free
     directories, device = read_paths(dir, "dir"), current_device()
@@ -258,6 +259,7 @@ def _place_activations(request: StowRequest, optimizer: PlacedOptimizer) -> None
     try:
         placed = on_every_rank(place, "place activations")
     except BaseException:
+        # stow() raises, so nobody else has the optimizer to close it.
         optimizer.close()
         raise
     optimizer._register_close_hook(placed.close)  # noqa: SLF001  # a hook of the engine

@@ -107,6 +107,7 @@ class _AliasStorage:
                 torch.autograd.graph.increment_version(self._shard.padded)
             self._version, self._shard_version = now, self._shard.padded._version  # noqa: SLF001
             _set_versions((self.weight,), (now + _FREED,))
+            # Last: after this another unit may have the memory.
             self._shard.unpin(dirty=is_dirty)
 
 
@@ -218,6 +219,7 @@ class StowedParameter(OffloadedWeight):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded parameter, and the tensors that are freed with it."""
         del param_dtype
+        # From the second all-gather on FSDP2 passes ``out`` and takes no result.
         if metadata is not None:
             return None if out is not None else (metadata.weight, (metadata,))
         if self.source.h2d_prefetcher is not None:
@@ -286,7 +288,9 @@ def _bytes_of(parameter: StowedParameter) -> torch.Tensor:
 
 def _view(parent: StowedParameter, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
     """Return the view, or the several, that ``func`` takes of ``parent``."""
+    # The meta device computes the shape: the bytes may not be in memory.
     like = torch.empty_strided(parent.shape, parent.stride(), dtype=parent.dtype, device="meta")
+    # Some operations return several views: each view remembers its number.
     numbers = count()
 
     def wrap(value: Any) -> Any:  # noqa: ANN401
@@ -337,6 +341,7 @@ def _run_on_shapes(
 
     options = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
     out = func(*tree_map(shape_of, args), **options)
+    # FSDP2 copies the shard into the padded shard, and the storage has both.
     if func == torch.ops.aten.copy_.default:
         return parameter
 
@@ -372,6 +377,7 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         storages[id(value.source.storage)] = value.source.storage
         return _bytes_of(value)
 
+    # The arguments become views, whose bytes are in memory inside the block below.
     plain_args, plain_kwargs = tree_map(bytes_of, args), tree_map(bytes_of, kwargs)
     with ExitStack() as accessed:
         for key, storage in storages.items():
@@ -379,6 +385,7 @@ def _run_on_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         out = func(*plain_args, **plain_kwargs)
         for parameter in mutated.values():  # what runs in here does not count as a version
             torch.autograd.graph.increment_version(parameter.local_shard)
+        # The bytes may leave memory after the block, so results that share it are cloned.
         memory = {s.padded.untyped_storage().data_ptr() for s in storages.values()}
 
         def without_alias(value: Any) -> Any:  # noqa: ANN401

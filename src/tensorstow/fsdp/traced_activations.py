@@ -170,6 +170,7 @@ class Peaks(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is unt
         storage = tensor.untyped_storage()
         key = storage._cdata  # noqa: SLF001
         self._add(-1, storage.nbytes())
+        # This callback replaces ``gone``, which would subtract the bytes again.
         self._live[key] = weakref.ref(storage, lambda _: self._live.pop(key))
 
     @classmethod
@@ -334,6 +335,7 @@ class TracedOffload:
     def _pack(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401  # torch's own signature
         source = tensor.untyped_storage()
         address, nbytes = address_of(source), source.nbytes()
+        # ActivationOffload leaves these where they are, too.
         if address in self._parameters or nbytes < LEAST_BYTES:
             return tensor.detach()
         key = (address, version_of(tensor))

@@ -105,6 +105,7 @@ def _with_tiles(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module
     for block in blocks:
         with_tiles |= {id(part): part for part in block.modules() if id(part) in tiles}
         with_tiles[id(block)] = block
+    # Tiles that are in no block come last.
     return list((with_tiles | tiles).values())
 
 

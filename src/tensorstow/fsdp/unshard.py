@@ -137,6 +137,7 @@ class UnshardHooks:
         """Let FSDP2 forget an iteration that did not end; return whether its backward had begun."""
         if torch._C._current_graph_task_id() != -1:  # noqa: SLF001  # a checkpoint's forward
             return False
+        # FSDP2 queues the callback when a backward begins; it runs when the backward ends.
         begun = bool(self._context().post_backward_final_callback_queued)
         if begun:
             self._drop_unsharded_gradients()
@@ -168,6 +169,7 @@ class UnshardHooks:
         for group, sharded in records_of(self._modules):
             if due_only and not group.reduce_grads:
                 continue
+            # FSDP2 makes the unsharded parameter at its first all-gather.
             whole = getattr(sharded, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
                 any_dropped, whole.grad = True, None
@@ -238,6 +240,7 @@ class MicroBatches:
             self.tell()
             return
         self._seen += 1
+        # No step() came after the last micro-batch: this forward begins the next round.
         if self._seen > self._steps:
             self._seen = 1
         self._set_last(self._seen == self._steps)

@@ -398,6 +398,7 @@ def validate_factory(
         refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
         if name in _TYPES:
             read_value(_TYPES[name], value, name)
+        # Users may call a tier by another of its names, such as "cpu" or "nvme".
         said = (Tier.named(value) or value) if name == "states" else value
         if name in DEFAULTS and placed.get(name, DEFAULTS[name]) != said:
             written, meaning = _as_written(optimizer, name, value)
@@ -465,6 +466,7 @@ def _or_in_plan(plan: Plan, device: torch.device, name: str, value: object) -> s
     if name == "dir":
         return ", or leave dir= of stow out"
     try:
+        # A plan with this value may be invalid, or may need an accelerator.
         validate_device(plan.but(**{name: value}), device)
     except OptionError:
         return ", for the plan cannot say it"
@@ -476,6 +478,7 @@ def _as_written(optimizer: OptimizerFactory, name: str, value: object) -> tuple[
     said = f"{name}={value!r}"
     if not isinstance(optimizer, partial) or name in optimizer.keywords:
         return said, ""
+    # One of the factory's own keywords may stand for ``name``.
     for keyword, setting in optimizer.keywords.items():
         if name in given_keywords(partial(optimizer.func, **{keyword: setting})):
             return f"{keyword}={setting!r}", f", which means {said}"

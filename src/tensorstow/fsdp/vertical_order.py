@@ -170,6 +170,7 @@ class VerticalOrder:
             self._warn(name, error)
             return forward(*args, **kwargs)
         outputs: list[Any] = [None] * len(calls)
+        # The last micro-batch goes first ([Note: Vertical order]).
         for i in reversed(range(len(calls))):
             replaced = sums.put_aliases(module)
             try:
@@ -237,7 +238,9 @@ def _parts_to_cut(module: nn.Module, units: set[int]) -> Iterator[nn.Module]:
 
 def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     """Replace a module's forward by ``run``, called with the module, the forward and arguments."""
+    # Weak: the module has the function below as its ``forward``.
     reference = weakref.ref(module)
+    # A forward that is set on the module itself goes before that of its class.
     custom = module.__dict__.get("forward")
 
     # What is compiled are the calls inside.
@@ -256,6 +259,7 @@ def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
 def _random_numbers_kept(device: torch.device) -> Iterator[None]:
     """Put the states of random number generators back."""
     away = device.type != "cpu"
+    # Without devices only the CPU's state is kept, and the type has no effect.
     with torch.random.fork_rng(
         [device.index or 0] if away else [], device_type=device.type if away else "cuda"
     ):
@@ -369,6 +373,7 @@ class CallSums:
         """Return ``x``, whose backward autograd runs before it completes the unit's sums."""
         if not self.kept:
             return x
+        # The smallest weight: its gradient of zeros takes memory.
         weight, total = min(self.kept, key=lambda pair: pair[0].numel())
         total.anchored = [other for _, other in self.kept if other is not total]
         self.is_anchored = True

@@ -231,6 +231,7 @@ class WeightStream:
             if self._last is not None:
                 self._last.following = call
             self._last = call
+            # A unit with users keeps its buffers, also while it is read.
             call.unit.users += 1
         try:
             while (busy := self._try_to_attach(call.unit, experts)) is not None:
@@ -264,6 +265,7 @@ class WeightStream:
         """Attach a unit, and read ahead; return what to wait for, without the lock, or None."""
         with self._lock, torch.inference_mode(mode=False), torch.no_grad():
             if not self._begin_read(unit, None, experts):
+                # Either what has to leave is busy, or the unit itself is being read.
                 return self._busy_for(unit, ()) or unit
             busy = self._read_ahead()
             if busy is None and (unit.experts or not unit.attached):
@@ -308,6 +310,7 @@ class WeightStream:
             torch.autograd.graph.increment_version(attached)
         unit.attached, unit.versions = [], []
         if written:
+            # The buffer has the change: the next call has to read or copy the weights again.
             (self.host if self.link is None else self.device).drop(unit)
             message = (
                 f"{', '.join(written)} of unit {unit.name!r} was written to in forward, and the"
@@ -327,6 +330,7 @@ class WeightStream:
         for unit in self._upcoming():
             if len(nearer) == self._prefetch:
                 break
+            # Units in use are in memory, and which experts a call uses is not known yet.
             if unit.users or unit in nearer or unit.experts:
                 continue
             if not self._begin_read(unit, keep=nearer):
@@ -364,6 +368,7 @@ class WeightStream:
         if not missing and (is_on_device or memory is not None):
             return True
         if memory is None:
+            # take() waits for what leaves, with the lock held: nothing of that may be busy.
             is_busy = self._busy_for(unit, keep or ()) is not None
             memory = None if is_busy else self.host.take(unit, keep)
         elif not unit.is_over():
@@ -414,6 +419,7 @@ class WeightStream:
             buffer = self.device.take(unit, keep)
         if memory is None or buffer is None:
             return None
+        # Only values cross the link. If nothing was cast, the buffer has nothing but values.
         if unit.experts:
             pairs = [
                 (t.expert(t.values(buffer), expert), t.expert(t.values(memory), expert))
