@@ -75,6 +75,7 @@ def window_of(unit_bytes: int) -> int:
 def newest_backward() -> int:
     """Return the number of a backward that begins now: those before it have lower ones."""
     numbers: list[int] = []
+    # Every backward takes the next number, so an empty one shows where the count is.
     one = torch.ones((), device="cpu", requires_grad=True)
     two = one + one
     register: Any = two.register_hook
@@ -118,6 +119,7 @@ class ConsumedGradients:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Treat no gradient inside the block as final: more will be added to it."""
+        # A count and not a flag: the blocks may be nested.
         self._accumulating += 1
         try:
             yield
@@ -178,6 +180,7 @@ class ConsumedGradients:
         placeholder = ConsumedGradient(parameter, whole.dtype)
         parameter.grad = placeholder
         self._placeholders.append((parameter, placeholder))
+        # Free old gradients before the new one counts towards the peak.
         if self._is_check_due():
             self.free_published()
         self._hold(number, contiguous)
@@ -193,6 +196,7 @@ class ConsumedGradients:
         ``wait_for_one`` gets their parameters' numbers, the oldest first, and waits for an update.
         Return as well if it returns False.
         """
+        # A wait would free nothing: all gradients stay until the step ends.
         if self.holds_all:
             return
         if self._bytes > window():
@@ -283,6 +287,7 @@ class BackwardOverlap(UpdatesInForward):
         """
         super().__init__(params)
 
+        # The function refers to ``params`` alone: with ``self`` the schedule would be in a cycle.
         def is_published(number: int) -> bool:
             return not params.update_router.step_path.needs(params.all()[number])
 
@@ -309,6 +314,7 @@ class BackwardOverlap(UpdatesInForward):
         """Where the optimizer is in its step ([Note: Legal calls]); never USED."""
         if self._plan is None:
             return Phase.BETWEEN
+        # Only hooks of the step's own backward, in either thread, see it as running.
         if not self._has_ended and self._task == torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             return Phase.RUNNING
         return Phase.OPEN if self.why_broken is None else Phase.BROKEN
@@ -337,6 +343,7 @@ class BackwardOverlap(UpdatesInForward):
 
     def break_off(self) -> None:
         """Mark the open step as broken: a gradient was not taken."""
+        # Without a task, the end of a backward that goes on cannot mark the step as ended.
         self._has_ended, self._task = False, -1
 
     def _watch_backward(self, plan: StepPlan) -> None:
@@ -345,10 +352,12 @@ class BackwardOverlap(UpdatesInForward):
         self._has_ended = self._task == -1
         if self._has_ended:
             return
+        # The engine holds the callback until backward ends, and must not keep the optimizer alive.
         schedule = weakref.ref(self)
 
         def ended() -> None:  # not called if a hook or backward has raised
             alive = schedule()
+            # With another plan the step was aborted; without a task it is broken.
             if alive is not None and alive._plan is plan and alive._task != -1:  # noqa: SLF001
                 alive._has_ended = True  # noqa: SLF001
 
@@ -398,11 +407,13 @@ class BackwardOverlap(UpdatesInForward):
                 if copied is not None:
                     copied.synchronize()  # copies of the weight to the device are before it
                 fill_with_nan(param)
+            # Our own changes above must not count as writes by others.
             self.written[param.number] = _written(param)
             path.offer(param, gradient, copied)
 
         try:
             gradient, copied = gradient_and_event(param.owner)
+            # The norm comes first: the update may free the gradient's memory.
             if self.norms is not None and gradient is not None:
                 self.norms.take(param.number, gradient, copied)
             self.gradients.consume(param.number, param.owner, use)
@@ -420,6 +431,7 @@ class BackwardOverlap(UpdatesInForward):
             return
         self.require(PublicCall.STEP)
         groups = ((update.group, update.scale) for update in plan.updates)
+        # The open step was begun with a gradient factor of 1.
         _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
         if now != plan.scalars:
             message = (
@@ -436,6 +448,7 @@ class BackwardOverlap(UpdatesInForward):
             message = "A step was ended before it had begun."
             raise OptionError(message)
         params, path = self._params, self._params.update_router.step_path
+        # The gradients below were not final during backward.
         on_time = len(self.gradients.arrived)
         for update in plan.updates:
             self.on_gradient(update.param)
@@ -451,17 +464,21 @@ class BackwardOverlap(UpdatesInForward):
             params.store.pipeline.memory.append(self.gradients.held)  # they may be read still
             raise
         finally:
+            # ``restart`` forgets the gradients, and updates that go on still read them.
             still_read = self.gradients.held_by_number
             self.gradients.restart()
+        # Late gradients come in the order of the groups, which is not backward's.
         if on_time == len(order):
             self._next_order = order  # from the next step on: this one may go on
         for update in opened.updates:
+            # A weight without a gradient was neither updated nor hidden: its copy is dropped.
             if update.param.number not in arrived:
                 update.param.host = None
             elif self._going_on is None:
                 publish_weight(update.param)
         pairs = zip(opened.updates, opened.counts, strict=True)
         ended = [(update, count) for update, count in pairs if update.param.number in arrived]
+        # Only parameters that got a gradient count the step.
         opened.updates = [update for update, _ in ended]
         opened.counts = [count for _, count in ended]
         record_step(opened, states)

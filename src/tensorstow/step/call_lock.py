@@ -90,12 +90,15 @@ class CallLock:
 
         If this thread is in a call already, raises CommitError for a commit, else OptionError.
         """
+        # In a fork a thread that no longer exists may hold the locks.
         if self._owner != os.getpid():
             return act()
+        # A hook in the device's thread is part of the call that waits for it: it must not wait too.
         if self._is_inside():
             return self._within(name, act)
         # Locks in `with` only: no instruction lies between acquiring one and entering the block.
         with self._thread:
+            # This thread holds the lock of threads, so the call that is under way is its own.
             if self._call.locked():
                 return self._within(name, act)
             if self.is_averaged and name not in _AVERAGED:
@@ -159,6 +162,7 @@ def _calls_of_thread() -> tuple[int, ...]:
 def _tell_backward(numbers: tuple[int, ...]) -> None:
     """Pass the numbers of this thread's calls on to the threads of a backward that it starts."""
     if numbers or not hasattr(_torch, "_remove_obj_from_tls"):  # which torch 2.13 has
+        # Such a torch drops a reference that it never took, so it is given one.
         if _STEALS:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(numbers))
         _torch._stash_obj_in_tls(_KEY, numbers)  # noqa: SLF001
@@ -182,6 +186,7 @@ def _steals() -> bool:
 
 
 _STEALS = _steals()
+# The probe is still in this thread's place for the numbers.
 _tell_backward(())
 
 

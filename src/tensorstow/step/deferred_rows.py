@@ -93,8 +93,10 @@ def refuse_without_rows(model: nn.Module | None, timing: UpdateTiming, *, moves:
 
 def _reads_rows(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
+        # Steps refuse sparse gradients.
         return not module.sparse
     has_own = any(True for _ in module.parameters(recurse=False))
+    # A forward that others put on the module would be bypassed: the class's own is called.
     return has_own and "forward" not in vars(module) and is_of_experts(module)
 
 
@@ -111,6 +113,7 @@ class _DeferredWeight:
         """Find the chunks of ``param``, and let them defer."""
         self.param = param
         self.row = param.numel // len(param.owner)
+        # Native code defers updates only of chunks that have one parameter alone.
         alone = [c for c in store.chunks if [*c.owners] == [param.number]]
         pieces = sorted((c.plan.runs[0].start, c.number) for c in alone)
         self._starts = np.array([start for start, _ in pieces], dtype=np.int64)
@@ -142,6 +145,7 @@ class _DeferredWeight:
         offsets = offsets[(offsets >= 0) & (offsets < len(self.param.owner))] * self.row
         first = np.searchsorted(self._starts, offsets, side="right") - 1
         last = np.searchsorted(self._starts, offsets + self.row - 1, side="right") - 1
+        # Each row adds 1 at its first chunk and -1 after its last, so sums count a chunk's rows.
         edges = np.zeros(len(self.chunks) + 1, dtype=np.int64)
         np.add.at(edges, np.maximum(first, 0), 1)
         np.add.at(edges, last + 1, -1)
@@ -195,6 +199,7 @@ class DeferredRows(Synchronous):
         """Find what reads rows of weights in ``model``."""
         super().__init__(params)
         readers = readers_of(model)
+        # The states of these weights do not exist yet: their chunks will be cut between rows.
         params.row_sizes = {
             id(p): p[0].numel()
             for module in dict.fromkeys(readers.values())
@@ -240,8 +245,10 @@ class DeferredRows(Synchronous):
     def finish(self) -> None:
         """Make every update that is still deferred: no step follows."""
         for module, call in self._calls:
+            # Others may have put another forward in its place since.
             if vars(module).get("forward") is call:
                 del module.forward
+        # A store that has failed can make no updates.
         if not self._params.store.pipeline.handle.is_poisoned:
             self.wait()
             self._forget()
@@ -299,6 +306,7 @@ class DeferredRows(Synchronous):
         if self._store is None or self._store() is not store:
             self._forget()
             self._store, self._known = weakref.ref(store), 0
+            # States that are read or set must have all of their updates.
             store.pipeline.before_reading = weakly(self.wait)
         params = self._params.all()
         for param in params[self._known :]:
@@ -313,6 +321,7 @@ class DeferredRows(Synchronous):
         for weight in weights:
             if has_failed or weight.lagging:
                 owner = weight.param.owner
+                # By id: the table of readers must not keep the parameter alive.
                 mark_unpublished(owner, waiter, partial(row_reader, id(owner)))
 
     def _catch_up(self, chunks: Iterable[int]) -> None:
@@ -325,6 +334,7 @@ class DeferredRows(Synchronous):
         no_waits = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
         with SignalsDeferred(), no_waits, poisoning(pipeline):
             pipeline.handle.live().want(wanted)
+            # A step without gradients makes the updates that the wanted chunks have missed.
             pipeline.step([StepRow(weight=p.weight) for p in self._params.all()], [])
 
     def _forget(self) -> None:

@@ -77,6 +77,7 @@ class ModelHooks:
         self.are_compiled = False
         """Whether a forward was traced as a whole: no hook runs before that graph."""
         self._hooks: list[Any] = [module.register_forward_pre_hook(self._before, prepend=True)]
+        # Any part may be saved by itself, and lets copies of gradients move on when it runs.
         for part in module.modules():
             saving: Any = part.register_state_dict_pre_hook
             self._hooks.append(saving(self._before_state_dict))
@@ -208,6 +209,7 @@ class DelayedOverlap(OngoingSchedule):
     @torch.no_grad()
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Put zeros in place of gradients that the pending update still reads."""
+        # By storage: an update may read a view of the gradient in ``.grad``.
         read = {g.untyped_storage().data_ptr() for g in self.held} if to_zero else set()
         for parameter in parameters:
             gradient = parameter.grad
@@ -223,6 +225,7 @@ class DelayedOverlap(OngoingSchedule):
                 return
             self._early_steps, self._trainer = 0, threading.get_ident()
             for under_way in self._under_way.values():
+                # Both passes may read the old weight: the update writes to a copy.
                 mark_published(under_way.update.param.owner)
 
     def apply_early(self, ids: Iterable[int] = ()) -> None:
@@ -272,6 +275,7 @@ class DelayedOverlap(OngoingSchedule):
             raise refusal(param, "was written")
 
     def _may_be_in_a_pass(self) -> bool:
+        # A pass in another thread cannot be seen from here, so one is assumed.
         is_apart = self._trainer != threading.get_ident()
         in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         return is_apart or in_backward or self._hooks.is_in_forward()
@@ -294,6 +298,7 @@ class DelayedOverlap(OngoingSchedule):
     @torch.no_grad()
     def _publish(self, params: Sequence[ManagedParam]) -> None:
         remote = [param for param in params if param.tier is Tier.DEVICE]
+        # The upload goes through ``.data``, which changes no version counter.
         torch.autograd.graph.increment_version([param.parameter for param in remote])
         upload((param.on_host for param in remote), self._params.links.weights)
         for param in params:

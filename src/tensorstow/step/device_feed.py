@@ -58,6 +58,7 @@ class DeviceFeed(LinkFeed):
         self._d2h: CopyQueue[_ChunkInFlight] = CopyQueue()
         self._updating: deque[_ChunkInFlight] = deque()
         self._h2d: DeviceEvent | None = None
+        # Whether the last step's copies to the device are over, so that host weights may change.
         self._caught_up = False
 
     # --- a step ---
@@ -117,6 +118,7 @@ class DeviceFeed(LinkFeed):
                 if self._d2h:
                     self._update(self._d2h.pop())
                 elif moving:
+                    # Index 0 is the oldest chunk, and -1 the newest.
                     self._pipeline.wait_chunk(moving[-self.newest_first].chunk.number)
                 else:
                     return
@@ -124,6 +126,7 @@ class DeviceFeed(LinkFeed):
 
     def undo(self) -> None:
         """Forget the open step, and take its slots back."""
+        # ``pop`` waits: a slot may be used again only when the copy into it is over.
         while self._d2h:
             self._updating.append(self._d2h.pop())
         self._free += [flight.slot for flight in self._updating]
@@ -146,6 +149,7 @@ class DeviceFeed(LinkFeed):
         super()._hold(number, gradient, computed)
 
     def _move_on(self) -> None:
+        # What ends comes first: it frees slots for the copies that begin.
         for flight in self._d2h.pop_complete():
             self._update(flight)
         for flight in self._take_updated():
@@ -177,6 +181,7 @@ class DeviceFeed(LinkFeed):
         if self._d2h:
             self._update(self._d2h.pop())
         else:
+            # Index 0 is the oldest chunk, and -1 the newest.
             self._pipeline.wait_chunk(self._updating[-self.newest_first].chunk.number)
 
     def _update(self, flight: _ChunkInFlight) -> None:
@@ -202,6 +207,7 @@ class DeviceFeed(LinkFeed):
                 pieces.append((run.parameter, None))
                 continue
             source = gradient.part(run)
+            # A gradient in host memory is read where it is, and passes no slot.
             if gradient.computed is None:
                 pieces.append((run.parameter, source))
                 continue
@@ -209,6 +215,7 @@ class DeviceFeed(LinkFeed):
             target = self.staging.tensor(at, run.count, source.dtype)
             pairs.append((target, source))
             pieces.append((run.parameter, target))
+            # Gradients that a step begins with share one event.
             events[id(gradient.computed)] = gradient.computed
         # An event of no copy would still wait for those before it.
         copied = self.link.d2h(pairs, events.values()) if pairs else COMPLETE
@@ -220,6 +227,7 @@ class DeviceFeed(LinkFeed):
             gradient = self._gradients.get(number)
             if piece is None or gradient is None:
                 continue
+            # The update itself reads a gradient in host memory; one on the device is copied before.
             if (gradient.computed is None) == updated:
                 self._drop_gradient(number)
 
@@ -243,6 +251,8 @@ class DeviceFeed(LinkFeed):
             if run.parameter in updated:
                 host = flat(self._host_weights[run.parameter].host)
                 pairs.append((part_of(self._weights[run.parameter], run), part_of(host, run)))
+        # Copies to the device are in one stream: the newest event is after all of them.
         self._h2d = self.link.h2d(pairs)
+        # The slot held gradients: the copy of new weights reads the host weights.
         self._free.append(flight.slot)
         self._unfinished.discard(flight.chunk.number)

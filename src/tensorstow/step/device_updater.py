@@ -185,10 +185,12 @@ class DeviceUpdater(LinkFeed):
                 self.tables.tensor(slot * self._table_room, room, torch.uint8),
                 self._slots[slot][self._states_end :][:room],
             )
+            # The update alone waits for gradients: states are copied up meanwhile.
             for computed in {id(g.computed): g.computed for g in held.values()}.values():
                 if computed is not None:
                     self.link.join(computed)
             h2d_pairs = [*zip(away, host, strict=True), *tables]
+            # Nothing uses a free slot any more, so the copy waits only for the slot's allocation.
             self.link.join(self.link.h2d(h2d_pairs, [self._made]))
             update(away)
             d2h_pairs = list(zip(host, away, strict=True))

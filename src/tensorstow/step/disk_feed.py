@@ -124,6 +124,7 @@ class UnitPins:
     def leave_room(self) -> None:
         """Have room for the largest unit: what computes pins its own next."""
         self.end_done()
+        # ``can_pin`` keeps room for the largest buffer by itself, so 0 asks for that alone.
         while self._pins and not next(iter(self._pins.values())).pager.can_pin(0):
             if not self._end_one(()):
                 return
@@ -308,6 +309,7 @@ class DiskFeed(GradientFeed):
     def _send_next(self) -> _DiskChunk:
         """Pass on the next chunk of a closed step, and have the units after it read; return it."""
         part = self._rest.popleft()
+        # Before the pin: that drops gradients, by which ``_updated`` finds the weights.
         pagers = self._keys(self._updated(part)).values()
         self._pin_chunk(part)
         for pager in pagers:
@@ -326,6 +328,7 @@ class DiskFeed(GradientFeed):
         """Pin the weights of a chunk, and pass on its gradients."""
         del self._parts[part.chunk.number]
         pieces: list[tuple[int, torch.Tensor | None]] = []
+        # Before the loop drops gradients, by which ``_needed`` finds the weights.
         needed, changed = self._needed(part), set()
         for run in part.runs:
             gradient = self._gradients.get(run.parameter)
@@ -338,6 +341,7 @@ class DiskFeed(GradientFeed):
             if not self._parts_of[run.parameter]:
                 del self._gradients[run.parameter]
         of, write = self._keys(part.owners), bool(self._due)
+        # The pipeline may use the weights as soon as it has the gradients: pins come first.
         self._pins.add(part.chunk.number, needed, of, crosses=part.crosses, write=write)
         self._pins.mark_changed(self._keys(changed))
         self._pipeline.add_chunk_gradients(part.chunk.number, pieces)
@@ -347,6 +351,7 @@ class DiskFeed(GradientFeed):
         if not self._captures:
             return self._keys(self._updated(part))
         is_updated = part.crosses or self._gate.has_gradient(part.chunk.number)
+        # A commit reads the weights of a chunk unless the chunk's place has the current ones.
         is_read = is_updated or not self._pipeline.stored.captured(part.chunk)
         return self._keys(part.owners if is_read else ())
 

@@ -66,6 +66,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys(walk(module)))
 
 
+# An operator of a graph takes no Python objects, so it names its hooks by number.
 _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, ForwardWaits]" = weakref.WeakValueDictionary()
 
@@ -87,6 +88,7 @@ _operators: Any = torch.library.Library("tensorstow", "DEF")  # type: ignore[no-
 _operators.define("ask(int number) -> ()")
 _operators.impl("ask", _ask, "CompositeExplicitAutograd")
 torch.library.register_fake("tensorstow::ask", _ask_nothing, lib=_operators)
+# The operator has no result, so torch would drop it from the graph as dead code.
 torch.fx.has_side_effect(torch.ops.tensorstow.ask.default)
 
 
@@ -117,6 +119,7 @@ class ForwardWaits:
         self._known = frozenset(id(p) for p in module.parameters())
         self._hooks: list[Any] = []
         for part in dict.fromkeys((module, *self._blocks)):
+            # Without ``always_call`` a forward that raises would count as running.
             after = part.register_forward_hook(self._after, prepend=True, always_call=True)
             self._hooks.append(after)
         for part in module.modules():
@@ -160,6 +163,7 @@ class ForwardWaits:
         self._running = 0  # an interrupt may have left calls that will not return
         if self._calls or not self._order:
             needed = self._needs(self._root)
+            # The root waits for these before any block runs.
             first = [id(p) for p in self._root.parameters() if id(p) in needed]
             rest = [id(p) for block in self._calls.values() for p in block.parameters()]
             self._order = list(dict.fromkeys((*first, *rest)))
@@ -177,6 +181,7 @@ class ForwardWaits:
         if id(module) in self._block_ids:
             self._calls.setdefault(id(module), module)
             if id(module) not in self._seen:
+                # From now on modules outside of this block leave its parameters to it.
                 self._seen[id(module)] = module
                 self._sets.clear()
         needs = self._needs(module)
@@ -194,6 +199,7 @@ class ForwardWaits:
         """Make sure that the graph being traced never runs with old weights."""
         self._seen.clear()
         self._sets.clear()
+        # If no root or block runs outside of a graph, the whole model is in this one.
         self.blind = self.blind or not self._running
         self._wait(None)
 

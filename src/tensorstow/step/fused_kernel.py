@@ -101,6 +101,7 @@ def fill_table(segments: Sequence[SegmentUpdate], out: Tensor) -> int:
             segment.first,
             segment.seed_master,
         )
+        # The host mixes the key, once for each segment.
         row[8:] = key_words(segment.key)
         blocks += triton.cdiv(segment.weight.numel(), BLOCK)
     scalars.reshape(count, _SCALARS)[:] = [segment.scalars for segment in segments]
@@ -151,9 +152,11 @@ _LENGTH = tl.constexpr(_SCALARS)
 _NAN = tl.constexpr(0x7FC0)
 _INFINITY = tl.constexpr(0x7F800000)
 _LARGEST_BF16 = tl.constexpr(0x7F7F)
+# The largest bf16 number whose square is finite.
 _LARGEST_ROOT = tl.constexpr(0x5F7F)
 
 
+# Triton would compile again for numbers of segments that are 1 or multiples of 16.
 @triton.jit(do_not_specialize=["segments"])
 def update_chunk(
     integers: tl.tensor,
@@ -172,6 +175,7 @@ def update_chunk(
     EMA: tl.constexpr,
 ) -> None:
     """Update one block of one segment."""
+    # Find the block's segment, and its places in the parameter and in the chunk's streams.
     block = tl.program_id(0)
     segment = _segment_of(block, integers, segments)
     row = integers + segment * _WIDTH
@@ -186,6 +190,7 @@ def update_chunk(
     group = position // _GROUP + tl.arange(0, _ROWS)
     group_mask = begin + tl.arange(0, _ROWS) * _GROUP < count
 
+    # Read what the update needs, and decode it to fp32.
     m_scale = m_scale_at + group
     v_scale = v_scale_at + group
     m, v, ties_up = _decode_moments(
@@ -195,6 +200,7 @@ def update_chunk(
     if DTYPE != "torch.float32":
         master = _decode_master(weight, master_at + state_at, ties_up, mask, DTYPE, FORMAT)
         weight = tl.where(tl.load(row + 7) != 0, weight, master)
+    # A value is needed in any case; without amsgrad the update does not look at it.
     vmax = v
     if AMSGRAD:
         vmax = tl.load(vmax_at + state_at, mask=mask, other=0.0)
@@ -202,6 +208,7 @@ def update_chunk(
 
     weight, m, v, vmax = _adam(weight, m, v, vmax, gradient, scalars + segment * _LENGTH, AMSGRAD)
 
+    # Encode and store what the update has changed.
     if AMSGRAD:
         tl.store(vmax_at + state_at, vmax, mask=mask)
     if EMA:
@@ -210,6 +217,7 @@ def update_chunk(
         tl.store(ema_at + state_at, _average(average, weight, by), mask=mask)
     if DTYPE != "torch.float32":
         _store_master(weight, master_at + state_at, mask, DTYPE, FORMAT)
+    # Exact formats read no random bits, but the call below takes some.
     bits = at
     if FORMAT == "bf16" or FORMAT == "int8":
         words = row + 8
@@ -265,6 +273,7 @@ def _adam(
     g = gradient * tl.load(scalars + 8)
     if l2 != 0.0:
         g = g + weight * l2
+    # Begin at the nearer end, so that a weight of 1 gives the gradient itself.
     if beta1_weight >= 0.5:
         m = g + (g - m) * (beta1_weight - 1.0)
     else:
@@ -272,6 +281,7 @@ def _adam(
     v = v * beta2 + (g * beta2_weight) * g
     u = v
     if AMSGRAD:
+        # NaN stays, as by torch.maximum.
         u = tl.where((vmax > v) | (vmax != vmax), vmax, v)
     denominator = tl.sqrt_rn(u) * denom_scale + eps
     weight = weight * decay - tl.div_rn(m * step_size, denominator)
@@ -287,15 +297,19 @@ def _average(average: tl.tensor, weight: tl.tensor, by: tl.tensor) -> tl.tensor:
     if by >= 0.5:
         base = weight
         pull = by - 1.0
+    # The product of two fp32 numbers is exact in float64.
     product = difference.to(tl.float64) * pull.to(tl.float64)
     added = base.to(tl.float64)
     total = product + added
+    # The error of the sum, which is exact too (Knuth's two-sum).
     back = total - product
     error = (product - (total - back)) + (added - back)
     bits = total.to(tl.int64, bitcast=True)
     towards = tl.where((error > 0.0) == (total > 0.0), 1, -1)
     inexact_even = (tl.abs(error) > 0.0) & ((bits & 1) == 0)
+    # Round to odd, so that fp32 is not decided by a number that was rounded to its midpoint.
     odd = tl.where(inexact_even, bits + towards, bits).to(tl.float64, bitcast=True)
+    # A weight of 1 copies, also over an average that is not finite.
     return tl.where(by == 1.0, weight, odd.to(tl.float32))
 
 
@@ -365,6 +379,7 @@ def _decode_master(
     elif FORMAT == "int8":
         master = _float(_bits(weight) + (state.to(tl.int32) << 8))
     else:
+        # As int16 a tie's low half lies below the weight. One that was rounded down lies above it.
         down = (state == -0x8000) & (~ties_up)
         master = _float(_bits(weight) + state.to(tl.int32) + (down.to(tl.int32) << 16))
     return master
@@ -383,6 +398,7 @@ def _store_master(
         tl.store(at, master, mask=mask)
     elif FORMAT == "int8":
         distance = bits - (_to_bf16(master).to(tl.int32) << 16)
+        # A tie goes to the even byte.
         nearest = (distance + 0x7F + ((distance >> 8) & 1)) >> 8
         nearest = tl.minimum(tl.maximum(nearest, -0x7F), 0x7F)
         tl.store(at, nearest.to(tl.int8), mask=mask)
@@ -398,6 +414,7 @@ def _signed(
     if FORMAT == "bf16" or (FORMAT == "split" and DTYPE == "torch.bfloat16"):
         v = tl.abs(v)
         if DTYPE == "torch.bfloat16":
+            # A tie goes to the even high half: up, if the last bit of its own is set.
             v = tl.where((_bits(master) & 0x1FFFF) == 0x18000, -v, v)
     return v
 
@@ -429,6 +446,7 @@ def _decode_moments(
     elif FORMAT == "bf16":
         m = _from_bf16(m)
         v = _from_bf16(v)
+    # The sign of a second moment stores how its master's tie was rounded.
     ties_up = _bits(v) < 0
     if FORMAT == "bf16" or (FORMAT == "split" and DTYPE == "torch.bfloat16"):
         v = tl.abs(v)
@@ -479,11 +497,15 @@ def _high_half(bits: tl.tensor) -> tl.tensor:
 def _to_bytes(m: tl.tensor, draw: tl.tensor) -> tl.tuple:
     scale = _scale_above(m, _LARGEST_BF16)
     wide = _from_bf16(scale)[:, None]
+    # Halves: magnitude and scale together may be more than fp32 holds.
     part = tl.abs(m) * 0.5
+    # The least positive number keeps the quotient from being 0 / 0.
     least = _float(tl.full([1, 1], 1, tl.int32))
     t = tl.div_rn(part, tl.maximum(part + wide * 0.5, least)) * 254.0
+    # The scale of a group with a magnitude that is not finite is NaN.
     t = tl.where(wide == wide, t, 0.0)
     low = t.to(tl.int32).to(tl.float32)
+    # With this probability the decoded mean is the moment; a division would round.
     up = _uniform(draw) * (254.0 - t) < (t - low) * (253.0 - low)
     code = tl.minimum(low + up.to(tl.float32), 127.0).to(tl.int32)
     code = tl.where(_bits(m) < 0, -code, code)
@@ -499,6 +521,7 @@ def _to_unsigned_bytes(v: tl.tensor, draw: tl.tensor) -> tl.tuple:
     t = tl.where(wide == wide, root * per_scale, 0.0)
     low = t.to(tl.int32).to(tl.float32)
     up = _uniform(draw) * (low + low + 1.0) < (t - low) * (t + low)
+    # A root that is not zero stays so: eps alone would be a tiny denominator.
     least = ((root > 0.0) & (wide == wide)).to(tl.float32)
     code = tl.maximum(tl.minimum(low + up.to(tl.float32), 255.0), least)
     return code.to(tl.int32).to(tl.uint8), scale
@@ -507,6 +530,7 @@ def _to_unsigned_bytes(v: tl.tensor, draw: tl.tensor) -> tl.tuple:
 @triton.jit
 def _scale_above(x: tl.tensor, MOST: tl.constexpr) -> tl.tensor:
     top = tl.max(_bits(x) & 0x7FFFFFFF, axis=1)
+    # Bits of positive floats are in their order, so this rounds up to bf16.
     up = tl.minimum((top + 0xFFFF) >> 16, MOST)
     return tl.where(top >= _INFINITY, _NAN, up).to(tl.int16)
 
@@ -556,5 +580,6 @@ def _to_bf16(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def _to_bf16_by_chance(x: tl.tensor, draw: tl.tensor) -> tl.tensor:
     bits = _bits(x)
+    # The largest finite number goes to the nearest: by chance it could become infinite.
     added = tl.where((bits & 0x7FFFFFFF) >= (_LARGEST_BF16 << 16), 0x8000, draw)
     return tl.where(x != x, _NAN, (bits + added) >> 16).to(tl.int16)

@@ -175,6 +175,7 @@ def run_to_end(
     with ThreadPoolExecutor(len(sides)) as threads:
         either = _EitherWait(changes, threads)
         while True:
+            # Read the count before the work: a change during the work then ends the wait at once.
             seen = changes.changes()
             for side in sides:
                 side.move_on()
@@ -290,6 +291,7 @@ class StepFeeds:
         for feed in self._feeds:
             feed.prepare(plan)
         rows = plan.rows
+        # Decide what ``close`` is left with, and what the caller does beside the step.
         is_early = overlap_with.is_early
         self._is_open = is_early or any(row.expected for row in rows)
         self._commits = plan.commits
@@ -302,6 +304,7 @@ class StepFeeds:
         caller: Caller = "launches" if self._on_accelerator else beside
         if self._runs_to_end:
             caller = "updates"
+        # A caller that waits is the scheduler (ADR 0056), and could not move copies on.
         elif overlap_with is OverlapWith.NOTHING and not crosses:
             caller = "waits"
         kind = StepKind(
@@ -341,6 +344,7 @@ class StepFeeds:
             message = "A gradient in host memory was offered to a step that updates on the device."
             raise StowError(message)
         self.arriving_bytes += gradient.nbytes
+        # Gradients are taken in the order in which they came: behind a copy others wait.
         if copied is None and not self._arriving:
             self._take(param, gradient)
             return
@@ -361,6 +365,7 @@ class StepFeeds:
                 self._arriving.pop()
             self.arriving_bytes, self._is_open = 0, False
             for feed in self._feeds:
+                # No copy may be under way while weights and states are restored.
                 feed.synchronize()
             self._pipeline.undoing.undo()
             for feed in self._feeds:
@@ -405,6 +410,7 @@ class StepFeeds:
         Raises the pipeline's error if the step failed.
         """
         for feed in self._feeds:
+            # Feeds come first: the pipeline waits for gradients that they still hold.
             feed.wait(numbers)
         if numbers is None:
             self._pipeline.wait_published()
@@ -480,6 +486,7 @@ class StepFeeds:
     def _take(self, param: ManagedParam, gradient: torch.Tensor) -> None:
         self.arriving_bytes -= gradient.nbytes
         complete = self._gate.arrive(param.number)
+        # A feed gets a gradient only if its side updates elements of the parameter.
         is_of = {True: param.updates_on_device, False: param.updates_on_host}
         for feed in self._feeds_of[param.tier]:
             if is_of[feed.updates_chunks]:
@@ -492,6 +499,7 @@ class StepFeeds:
         self.move_on()
 
     def _close_feeds(self) -> None:
+        # All feeds are counted first: ``close`` of one may report at once.
         self._unsent = len(self._feeds)
         for feed in self._feeds:
             feed.close(self._sent, waits=self._close_waits)

@@ -62,6 +62,7 @@ def make_host_weights(
     ``owners``: the DTensors whose shards ``parameters`` are; None: the parameters themselves. If
     not ``pinned``, pages are allocated when touched: for host weights that are seldom read.
     """
+    # A block for the CPU is not pinned.
     device = link.device if pinned else torch.device("cpu")
     block = PinnedBlock(host_weight_bytes(parameters), device, link.synchronize)
     host_weights = []
@@ -80,6 +81,7 @@ def refresh(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
     if not stale:
         return
     pairs = [(flat(m.host), flat(m.parameter)) for m in stale]
+    # The copies wait for writes that the caller's stream has yet to make.
     link.d2h(pairs, [link.record_event()]).synchronize()
     for host_weight in stale:
         host_weight.remember()
@@ -89,4 +91,5 @@ def upload(host_weights: Iterable[HostWeight], link: DeviceLink) -> None:
     """Copy host weights to their parameters; the caller's stream waits for the copies."""
     pairs = [(flat(m.parameter), flat(m.host)) for m in host_weights]
     if pairs:
+        # The copies wait for what the caller's stream still computes with the old weights.
         link.join(link.h2d(pairs, [link.record_event()]))

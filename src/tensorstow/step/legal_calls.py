@@ -41,6 +41,7 @@ _ENDS = frozenset({PublicCall.RESUME, PublicCall.CLOSE})
 LEGAL: dict[Phase, frozenset[PublicCall]] = {
     Phase.BETWEEN: frozenset(PublicCall),
     Phase.USED: frozenset(PublicCall) - {PublicCall.BACKWARD, PublicCall.STEP},
+    # A checkpoint runs its forward again during backward.
     Phase.RUNNING: _ENDS | {PublicCall.FORWARD, PublicCall.BACKWARD},
     Phase.OPEN: _ENDS | {PublicCall.STEP},
     Phase.BROKEN: _ENDS,

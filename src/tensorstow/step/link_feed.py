@@ -60,6 +60,7 @@ class FeedStage(Enum):
 
 _NEXT = {
     FeedStage.OVER: {FeedStage.OPEN},
+    # OVER follows OPEN if the step is undone.
     FeedStage.OPEN: {FeedStage.CLOSED, FeedStage.FAILED, FeedStage.OVER},
     FeedStage.CLOSED: {FeedStage.SENT, FeedStage.FAILED},
     FeedStage.SENT: {FeedStage.OVER, FeedStage.FAILED},
@@ -128,6 +129,7 @@ class LinkFeed(GradientFeed):
         self._begin(replace(plan, updates=updates))
         numbers = (update.param.number for update in updates)
         self._weights = {n: flat(self._host_weights[n].parameter) for n in numbers}
+        # One event is enough: the caller's stream computes all of these gradients.
         computed = self.link.record_event() if updates else None
         for update in updates:
             if update.gradient is not None:
@@ -148,6 +150,7 @@ class LinkFeed(GradientFeed):
         """End the gradients; send the rest in the pipeline's order, and call ``sent`` then."""
         del waits  # ``move_on`` sends what has room
         self._report_sent = sent
+        # No more gradients come: chunks that still await some go without them.
         self._ready = deque(n for n in self._pipeline.order_now() if n in self._unsent)
         self._stage = self._stage.then(FeedStage.CLOSED)
         self.move_on()

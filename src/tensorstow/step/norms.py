@@ -37,6 +37,7 @@ class KeptNorms:
         """Return the squared norms by the parameters' numbers."""
         while self._coming:
             self._compute(*self._coming.pop())
+        # Each read waits for the device, so none is made before the norms are needed.
         for number, norm in self._away.items():
             self._squares[number] = norm.item() ** 2
         self._away = {}

@@ -56,6 +56,7 @@ class OptimizerLinks:
             raise OptionError(message)
         if remote and not self._is_open:
             self.weights, self._is_open = device_link.open_link(remote[0].device), True
+            # A copy of states that waits for its update must not delay gradients that are ready.
             self.states = self.weights.second_link()
         return bool(remote)
 

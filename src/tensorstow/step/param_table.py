@@ -39,6 +39,7 @@ class GradientHooks:
         self._on_gradient = on_gradient
         self._handles: list[Any] = []
         self._frozen: list[torch.Tensor] = []
+        # A finalizer that refers to this object would keep it alive.
         weakref.finalize(self, _remove, self._handles)
 
     def add(self, parameter: torch.Tensor) -> None:
@@ -118,6 +119,7 @@ class ParamTable:
             weight,
             storage,
             offload_policy.timing,
+            # The accelerator copies states that it updates from the ring and to it.
             self.links.pin if reaches_device(offload_policy.update_on) else None,
         )
 
@@ -191,9 +193,11 @@ class ParamTable:
         if self._by_id and self._by_id.keys().isdisjoint(optional):
             refuse_sharded_since(new, self.offload_policy)
             self.renew()  # every parameter was replaced by another, as accelerate does
+        # A call that has failed may have created states and connected none.
         if not new and self._by_id:
             self.update_router.connect(self._numbered)
             return
+        # Choose chunks for the states of new parameters, and create them.
         shards = [shard_of(p) for p in new]
         offload_policy = self.offload_policy
         families = [offload_policy.family(p.dtype, optional[id(p)]) for p in new]

@@ -120,6 +120,7 @@ class RepeatedSteps:
         """Take the step that was gathered; ``factor`` multiplies its gradients."""
         scalars = [scalar_row(groups[group], step, factor) for group, step in self._scalars]
         pipeline.step(self._rows, scalars)
+        # ``count`` notes the versions, so they change first.
         torch.autograd.graph.increment_version(self._gathered)
         self._rows.count(self._owners, self._counts)
 
@@ -128,6 +129,7 @@ class RepeatedSteps:
         for param, version in zip(self._updated, self._rows.versions(), strict=True):
             if param is None or param.written is None:
                 continue
+            # A plain parameter is its own shard: both counters of its stamp are one.
             if stamp_of(param.owner) == (version, param.written[1], version):
                 param.remember()
 

@@ -76,6 +76,7 @@ class ModuleParameters:
             if other is parameter:
                 continue
             if layout_of(parameter) is None:
+                # A parameter that has only lost this name is still trained under another.
                 is_replaced = other is not None or id(parameter) not in ids
             else:
                 is_replaced = other is not None and layout_of(other) is not None

@@ -269,6 +269,7 @@ class ForwardOverlap(UpdatesInForward):
             logger.warning(_BLIND)
 
     def _arrange(self) -> None:
+        # A new store does not know the order of the last one.
         order = (id(self._params.store), self._waits.order())
         if order != self._last_order:
             order_for_forward(self._params, order[1])
@@ -287,10 +288,12 @@ def record_step(plan: StepPlan, states: States) -> None:
     torch.autograd.graph.increment_version([param.parameter for param in params])
     for param, count in zip(params, plan.counts, strict=True):
         state = states[param.owner]
+        # A step that began in backward shows states only now, of parameters that got a gradient.
         if "step" not in state:
             state.update({"step": count, **param.views})
         param.begun = True
         param.remember()
+        # A step that commits has copied all weights to host memory.
         if not plan.commits:
             param.mark_stale()
 

@@ -69,11 +69,13 @@ class ShareTuner:
 
     def note(self, host: SideTiming, device: SideTiming, *, commits: bool) -> None:
         """Record a step's timings; the share of the next step may change."""
+        # Where every step commits, steps are alike again from the second on.
         unlike, self._committed = commits and not self._committed, commits
         if not self._trial or unlike:
             return
         if self._trial.pop(0):
             self._took.append((host, device))
+        # If the shares end before the trial, this step's rates set the next share.
         if self._trial and (share := next(self._shares, None)) is not None:
             self.share = share
         else:
@@ -141,6 +143,7 @@ def chunks_of_device(chunks: Iterable[Chunk], share: float) -> list[Chunk]:
     owed = 0.0
     for chunk in chunks:
         owed += share * chunk.plan.elements
+        # The nearest whole chunk is taken; what is left over is carried to the next ones.
         if owed >= chunk.plan.elements / 2:
             device_chunks.append(chunk)
             owed -= chunk.plan.elements

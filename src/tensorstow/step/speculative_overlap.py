@@ -81,6 +81,7 @@ class SpeculativeOverlap(BackwardOverlap):
     def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
         params = [update.param for update in plan.updates]
+        # Updates change the version counters, so this is asked before they begin.
         self._written_by_others = {param.number for param in params if param.written_by_others}
         for update in plan.updates:
             number = update.param.number
@@ -98,12 +99,14 @@ class SpeculativeOverlap(BackwardOverlap):
         if weight is not None and (backup is None or not _fits(backup, weight)):
             backup = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
             self._backups[number] = backup
+            # Native threads may write to it until the pipeline is closed.
             self._params.store.pipeline.memory.append(backup)
         return backup
 
     def step(self, plan: StepPlan, states: States) -> None:
         """Confirm the updates of the open step, and end it."""
         self._clipped_in_a_row, self.begins_now = 0, True
+        # Chunks whose states stay in memory are updated only after this.
         self._params.store.pipeline.undoing.confirm()
         super().step(plan, states)
 
@@ -117,6 +120,7 @@ class SpeculativeOverlap(BackwardOverlap):
             for update in opened.updates:
                 _restore_hidden(update)
                 is_of_others = update.param.number in self._written_by_others
+                # The old weights are ours, though updates have changed their version counters.
                 if update.param.tier is Tier.HOST and not is_of_others:
                     update.param.remember()
         self._plan = None
@@ -157,6 +161,7 @@ class SpeculativeOverlap(BackwardOverlap):
         self._given_up = newest_backward()  # of one that has raised, hooks may still run
         with SignalsDeferred():
             self.undo()
+            # No update follows that would replace new weights on the device.
             self._params.update_router.upload()
 
     def counted_in(self, memory: StateMemory) -> StateMemory:

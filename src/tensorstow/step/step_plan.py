@@ -29,6 +29,7 @@ def step_of(
         if param.begun:
             store.put({param.number: {}})
             param.begun = False
+    # The gradient may never come, and states without a step are not shown.
     if not begins and not state:
         return step
     state["step"] = step
@@ -47,6 +48,7 @@ def _transplant(param: ManagedParam, placed: Mapping[str, torch.Tensor], store: 
     """Write states that the user has set to the store; others are unchanged."""
     tensors = {name: s for name, s in placed.items() if not isinstance(s, StateOnDisk)}
     tensors = {name: in_order_of(param, s) for name, s in tensors.items()}
+    # ``put`` makes states zero that it is not given, so those that stay are read.
     if tensors and len(tensors) < len(placed):
         tensors = store.read([param.number])[param.number] | tensors
     if tensors:
@@ -57,6 +59,7 @@ def must_seed(param: ManagedParam, store: StateStore) -> bool:
     """Return whether others wrote the 16-bit weight that a master belongs to."""
     if param.family.dtype == torch.float32 or not param.written_by_others:
         return False
+    # The stamp shows only that someone may have written: the bits decide.
     with param.held():
         return not store.pipeline.handle.live().unchanged(param.number, param.weight.data_ptr())
 

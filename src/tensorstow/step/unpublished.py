@@ -103,12 +103,14 @@ class Unpublished:
         del types
         keywords = kwargs or {}
         if function in _HARMLESS:
+            # The call would come back here otherwise.
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return function(*args, **keywords)
         if function is embedding:
             row_reader = _row_readers.get(id(keywords.get("weight", args[-1])))
             if row_reader is not None:
                 row_reader(keywords.get("input", args[0]))
+                # The weight stays unpublished: its other rows may be old.
                 with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                     return function(*args, **keywords)
         tensors = list(_tensors_in((args, keywords)))
@@ -120,6 +122,7 @@ class Unpublished:
                 " optimizer.wait() first."
             )
             raise OptionError(message)
+        # The tensors have their own classes by now, so the call does not come back here.
         return function(*args, **keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
@@ -170,6 +173,7 @@ def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
     waiter = _waiters.get(id(tensor))
     if waiter is not None:
         waiter([id(tensor)])
+    # The waiter of a schedule that is gone does nothing: the class is restored all the same.
     mark_published(tensor)
     return tensor
 

@@ -58,15 +58,18 @@ class UpdateRouter:
         if remote:
             self._connect_device(remote)
         self.step_path = self._path_of_feeds()
+        # Last: after an error the next call connects the same parameters again.
         self._connected = len(params)
 
     def _connect_device(self, remote: Sequence[ManagedParam]) -> None:
         link, pipeline, chunks = self._links.weights, self._store.pipeline, self._store.chunks
+        # Weights that steps read are pinned; pages of the others are allocated when touched.
         for used in (True, False):
             group = [param for param in remote if self._reads_host_weight(param) == used]
             block, host_weights = make_host_weights(
                 [m.shard for m in group], link, [m.owner for m in group], pinned=used
             )
+            # Native threads may use the block until the pipeline is closed.
             pipeline.memory.append(block)
             self._links.blocks.add(block)
             for param, host_weight in zip(group, host_weights, strict=True):
@@ -84,6 +87,7 @@ class UpdateRouter:
             )
             self.updaters = [updater]
             self._links.blocks.add(updater.tables)
+            # Without a share the chunks are divided anew, those of new parameters too.
             before, self._share = self._share, None
             self._divide()
             if before is not None:
@@ -168,6 +172,7 @@ class UpdateRouter:
     def upload(self) -> None:
         """Copy all host weights to their parameters on an accelerator."""
         remote = self.on_device()
+        # The copies go through ``.data``, which changes no version counter.
         torch.autograd.graph.increment_version([param.parameter for param in remote])
         upload((param.on_host for param in remote), self._links.weights)
 

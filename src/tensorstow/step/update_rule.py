@@ -150,6 +150,7 @@ def _agrees(rule: UpdateRule, device: torch.device, family: Family) -> bool:
         target.copy_(source)
     update(got.streams)
     return all(
+        # As bytes: -0.0 would equal 0.0 otherwise.
         torch.equal(a.view(torch.uint8), b.to(cpu).view(torch.uint8))
         for a, b in zip(want.tensors, got.tensors, strict=True)
     )
@@ -158,6 +159,7 @@ def _agrees(rule: UpdateRule, device: torch.device, family: Family) -> bool:
 class _Trial:
     """Two parameters of finite numbers, some of them subnormal; the same ones at each call."""
 
+    # Neither fills its last group.
     _SIZES = (1000 * GROUP + 5, 7)
 
     def __init__(self, family: Family, device: torch.device) -> None:

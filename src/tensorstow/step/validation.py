@@ -262,6 +262,7 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
             " or make it contiguous: param.data = param.data.contiguous()."
         )
         raise DTypeError(message)
+    # Before the check of classes: such a parameter has a class of ours for now.
     if issubclass(type(parameter), Unpublished):
         message = (
             f'{name} is being updated by another optimizer, which has overlap="forward" or'
