@@ -57,6 +57,7 @@ class AveragedWeights:
 
     def _begin(self) -> None:
         steps, lock = self._runtime.steps, self._runtime.call_lock
+        # The lock lets this call through, because the end of the block is one too.
         if lock.is_averaged:
             message = "averaged() was called inside averaged(): the weights are their averages now."
             raise OptionError(message)
@@ -136,9 +137,11 @@ def exchange(params: ParamTable, numbers: AbstractSet[int], *, enters: bool) -> 
                         param = params.all()[run.parameter]
                         pin(param)
                         _write_part(param, run, source, swaps="master" not in states)
+            # With a master the states have not changed, and are not written back.
             return not chunk.family.has_master
 
         params.store.edit(numbers, change)
+    # ``flat`` writes past the version counters.
     torch.autograd.graph.increment_version([param.parameter for param in averaged])
 
 
@@ -146,6 +149,7 @@ def _write_part(param: ManagedParam, run: Segment, source: torch.Tensor, *, swap
     """Write a part of ``source`` to a weight; ``swaps``: the weight goes where that was."""
     weight = flat(param.parameter)[run.start : run.start + run.count]
     new = source[run.position : run.position + run.count]
+    # A copy on the CPU too: the next line writes to the weight.
     old = weight.to("cpu", copy=True) if swaps else None
     weight.copy_(new)
     if old is not None:

@@ -84,6 +84,7 @@ class MemoryRelease:
             part.check_release(host=host)
         self._steps.wait_idle()
         self._params.store.pipeline.wait_idle()
+        # From here on no call may take memory again, also if a part fails to give its own back.
         self._call_lock.is_released = True
         for part in self._parts:
             part.release(host=host)
@@ -97,6 +98,7 @@ class MemoryRelease:
         if self._call_lock.is_released:
             for part in self._parts:
                 part.wake()
+            # Last: after an error the optimizer is still released, and ``wake()`` can be repeated.
             self._call_lock.is_released = False
 
 

@@ -57,6 +57,7 @@ os.register_at_fork(after_in_child=_OURS.clear)  # none of them works in a forke
 
 def register(optimizer: Optimizer, is_alive: Callable[[], bool]) -> None:
     """Register a new optimizer of ours, which can take a step while ``is_alive``, a method."""
+    # The table must not keep the object alive whose method this is.
     _OURS[optimizer] = _Steps(weakref.WeakMethod(is_alive))
 
 

@@ -50,6 +50,7 @@ class PlacedOptimizer(Optimizer):
         """Whether the norm of gradients is to have the same bits on any number of ranks."""
         cache_large_blocks()
         super().__init__(params, defaults)
+        # First, so that users' hooks see whole states.
         self.register_state_dict_post_hook(_complete_state_dict, prepend=True)
 
     # --- torch.optim.Optimizer ---
@@ -100,6 +101,7 @@ class PlacedOptimizer(Optimizer):
         if real is not self:
             real.load_state_dict(state_dict)  # torch would give a wrapper groups of its own
             if "param_groups" in vars(self):
+                # A wrapper with attributes of its own gets the groups and states that were loaded.
                 vars(self).update(param_groups=real.param_groups, state=real.state)
         else:
             self._load_state_dict(state_dict)

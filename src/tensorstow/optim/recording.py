@@ -219,6 +219,7 @@ class Recording:
 
     def _after_forward(self, *_: object) -> None:
         self._end("forward")
+        # No hook marks a backward: it is taken to last until the next forward or step.
         if torch.is_grad_enabled():
             self._begin("backward")
 

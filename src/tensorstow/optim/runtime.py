@@ -148,6 +148,7 @@ class OptimizerRuntime:
         """
         if self._finished:
             return
+        # Set first: an end that raises is not repeated.
         self._finished = True
         try:
             why = "what was under way failed"
@@ -164,6 +165,7 @@ class OptimizerRuntime:
             finally:
                 self._log_uncommitted(why)
         finally:
+            # Each part is closed even if another raises. Those that use the store close before it.
             with ExitStack() as last_first:
                 if self.params.store.pipeline.handle.is_poisoned:
                     last_first.callback(self.schedule.abort)  # reads of its weights raise no more

@@ -78,6 +78,7 @@ class StateLoad:
             p for p in contents.parameters() if validation.is_to_be_trained(p) or p in self._kept
         )
         managed = [(params.get(parameter), entry) for parameter, entry in self._kept.items()]
+        # Parameters without a saved state begin anew: ``put`` makes states that are not named zero.
         states: dict[int, dict[str, torch.Tensor]] = {m.number: {} for m in params.all()}
         for param, entry in managed:
             states[param.number] = {

@@ -144,6 +144,7 @@ class OptimizerContents:
     def _look(self) -> None:
         optimizer = self.optimizer()
         if isinstance(optimizer, Optimizer):
+            # Other objects may have taken their place, as load_state_dict() makes some.
             self._groups, self._states = optimizer.param_groups, optimizer.state
 
 
@@ -232,6 +233,7 @@ class StepRunner:
         self.wait_idle()
         commits.refuse_strange(params)
         self._module_parameters.check()
+        # This commit is the one that was requested.
         commits.requested = False
         commits.capture(params)
         with self._ranks.reporting_errors(f"the commit of step {commits.step}"):
@@ -260,6 +262,7 @@ class StepRunner:
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
         with self._schedule.stepping():
+            # Before the last commit is durable no chunk has a place for new states.
             self._commits.join(self._params)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
@@ -274,6 +277,7 @@ class StepRunner:
             self._commits.join(self._params)
         stop = self._commits.stop
         is_stopping = stop is not None and stop.is_asked and stop.ends_with is None
+        # Several ranks decide on a commit together, in their next step; a rank alone makes it now.
         if (self._commits.requested or is_stopping) and self._ranks.alone:
             self.commit()
             if stop is not None:
@@ -318,6 +322,7 @@ class StepRunner:
             updates = unscaled(updates, scale)
         commits = self._begin_step()
         params.update_router.refresh(whole=commits)
+        # Without updates no step of the pipeline takes the weights for the commit.
         if not updates and commits:
             self._commits.capture(params)
         states = self.contents.states
@@ -352,6 +357,7 @@ class StepRunner:
         """
         pipeline = self._params.store.pipeline
         with SignalsDeferred():
+            # An open step has begun before the block: any error leaves it half done.
             begun = pipeline.steps_begun - is_open
             try:
                 with self._commits.reporting_errors(commits=commits):
@@ -360,6 +366,7 @@ class StepRunner:
                         hook()
                     self._count_step()
             except BaseException as error:
+                # An error before the step begins leaves the optimizer usable.
                 if pipeline.steps_begun != begun:
                     pipeline.memory.append(used)
                     pipeline.poison(error)
@@ -586,6 +593,7 @@ def _row(update: ParamUpdate, store: StateStore, scalars: int, step: int) -> Ste
     # Gradients that are not read in place come by the feed of their tier.
     gradient = update.gradient if param.tier is Tier.HOST else None
     # A function of the parameter and its step alone, so that a resumed run rounds alike.
+    # The columns of the native table are signed, so a key has 63 bits.
     key = (step * _GOLDEN + param.number * (_GOLDEN >> 7)) & ((1 << 63) - 1)
     return StepRow(
         param.weight,

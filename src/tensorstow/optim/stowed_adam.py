@@ -76,6 +76,7 @@ class StowedAdam(PlacedOptimizer):
         validation.check_hyper(defaults)
         validation.refuse_torch_keywords(defaults)
         run = run or RunOptions()
+        # Before torch's constructor, which adds the groups by exclusive calls.
         self._call_lock = CallLock()
         validation.check_overlap(offload_policy.timing, run.module, run.accumulation_steps)
         options.check_delayed(offload_policy, run)
@@ -151,6 +152,7 @@ class StowedAdam(PlacedOptimizer):
         self._drop_gradients(set_to_none=set_to_none)
 
     def _drop_gradients(self, *, set_to_none: bool = True) -> None:
+        # The schedule comes first: updates may still read gradients that become zeros.
         self._runtime.schedule.drop_gradients(self._parameters(), to_zero=not set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
             super().zero_grad(set_to_none)
@@ -198,6 +200,7 @@ class StowedAdam(PlacedOptimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+        # Other objects have taken their place.
         self._runtime.steps.contents.set(self.param_groups, self.state)
 
     # --- beyond torch ---
@@ -238,6 +241,7 @@ class StowedAdam(PlacedOptimizer):
             if gradient is not None:
                 validation.check_gradient(shard_of(parameter), gradient, "a parameter")
             gradients.append(gradient)
+        # Norms that were kept are of whole gradients, and the exact norm adds rows.
         if self._has_exact_norm and not used:
             return exact_total_norm(parameters, gradients, self._isa)
         return total_norm(parameters, gradients, self._isa, used)
@@ -319,6 +323,7 @@ class StowedAdam(PlacedOptimizer):
             if worlds.moves:
                 module = commits.module
                 move_rows(worlds, self._params(), self.param_groups, module, store, ranks)
+                # The rows that were moved are the newest commit now.
                 which = None
         generation = agreement.choose(store, which, ranks)
         if generation is None:
@@ -423,6 +428,7 @@ class StowedAdam(PlacedOptimizer):
             commit_to(target, params, self._runtime.commits, self.param_groups, self.state, extra)
         finally:
             if params.store is not before:
+                # What was under way belongs to the store that is gone.
                 self._runtime.schedule.abort()
         return self._runtime.commits.step
 
@@ -602,6 +608,7 @@ class StowedAdam(PlacedOptimizer):
             self._runtime.extra = resume(generation, params, self.param_groups, self.state, module)
         finally:
             if params.store is not before:
+                # What was under way belongs to the store that is gone.
                 self._runtime.schedule.abort()
         with poisoning(params.store.pipeline):
             self._runtime.commits.resumed(generation, params)

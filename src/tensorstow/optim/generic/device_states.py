@@ -45,8 +45,10 @@ def to_host(
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.is_cpu:
             return leaf
         copy, original = copies.get(id(leaf), (None, None))
+        # A tensor that the class has made in the step has no original.
         if copy is None or original is None or original.shape != leaf.shape:
             return leaf.to("cpu")
+        # The original may lie in the ring, from which its piece is written.
         return original.copy_(leaf)
 
     with torch.no_grad():

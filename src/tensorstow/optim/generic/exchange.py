@@ -125,10 +125,12 @@ def gather(matrices: Sequence[OwnedMatrix]) -> list[torch.Tensor]:
                     numbers = [received.add(r, v.shape, v.dtype) for r, v in enumerate(views)]
                     wholes.append((whole, list(zip(numbers, views, strict=True))))
             leaf.requires_grad_()
+            # Sums of micro-batches are wider than 16-bit weights.
             leaf.grad_dtype = None
             leaf.grad = whole_gradient
             leaves.append(leaf)
     device = leaf_of(matrices[0].parameter).device
+    # The tensors of all ranks are in one buffer, whose size is known only now.
     sent.allocate(device)
     received.allocate(device)
     for number, source in parts:
@@ -150,6 +152,7 @@ def scatter(matrices: Sequence[OwnedMatrix], leaves: Sequence[torch.Tensor] | No
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     sent, received = _Segments(ranks), _Segments(ranks)
     one = torch.Size((1,))
+    # Each rank also sends whether it failed, in the same exchange.
     statuses = [sent.add(r, one, torch.uint8) for r in range(ranks)]
     answers = [received.add(r, one, torch.uint8) for r in range(ranks)]
     parts: list[tuple[int, torch.Tensor]] = []
@@ -161,6 +164,7 @@ def scatter(matrices: Sequence[OwnedMatrix], leaves: Sequence[torch.Tensor] | No
             leaf = next(wholes, None)
             for r in range(ranks):
                 shape = matrix.part(torch.empty(matrix.shape, device="meta"), r).shape
+                # A rank that failed sends as many bytes: the others wait for them.
                 number = sent.add(r, shape, matrix.dtype)
                 if leaf is not None:
                     parts.append((number, matrix.part(leaf.detach(), r)))
@@ -174,6 +178,7 @@ def scatter(matrices: Sequence[OwnedMatrix], leaves: Sequence[torch.Tensor] | No
         sent[number].copy_(part)
     sent.send(received, group)
     failed = [r for r, number in enumerate(answers) if received[number].item() and r != rank]
+    # A rank that has failed itself raises its own error.
     if failed and leaves is not None:
         message = (
             f"The step of a matrix failed on rank {failed[0]} of the ranks that share it: that rank"
@@ -211,6 +216,7 @@ def spread(matrix: OwnedMatrix, entry: Mapping[str, Any]) -> dict[str, Any]:
         return _Absent(len(tensors) - 1, leaf.dtype, leaf.shape)
 
     device = device_of(matrix.group)
+    # The structure goes first: other ranks allocate tensors by it.
     frame = [map_leaves(dict(entry), put)] if matrix.is_here else [None]
     dist.broadcast_object_list(frame, group=matrix.group, group_src=matrix.owner, device=device)
 
@@ -218,6 +224,7 @@ def spread(matrix: OwnedMatrix, entry: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(leaf, _Absent):
             return leaf
         tensor = tensors[leaf.index].contiguous() if matrix.is_here else leaf.empty()
+        # The group may support device memory alone.
         tensor = tensor.to(device)
         dist.broadcast(tensor, group=matrix.group, group_src=matrix.owner)
         return tensor.to("cpu")
@@ -247,4 +254,5 @@ def _spread_part(
     for index, view in zip(numbers, views, strict=True):
         sent[index].copy_(view)
     sent.send(received, matrix.group)
+    # A view would keep the whole buffer alive.
     return sharded_like(matrix.parameter, received[number].to("cpu", copy=True))

@@ -41,6 +41,7 @@ def leaf_with_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = gradient_of(parameter)
     if gradient is None:
         return None
+    # The leaf gets the gradient, and the user's ``.grad`` stays.
     leaf = leaf_of(parameter) if layout_of(parameter) is not None else parameter.detach()
     if is_remote(leaf):  # gradients that wait in host memory come back
         gradient = gradient.to(leaf.device)

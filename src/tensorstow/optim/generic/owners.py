@@ -51,6 +51,7 @@ class Round:
         try:
             yield jobs
         except Exception:
+            # The other ranks wait in this exchange, and learn from it that the step failed.
             scatter(self.matrices, None)
             raise
         scatter(self.matrices, leaves)
@@ -104,6 +105,7 @@ class MatrixOwners:
             result = act()
         except Exception as error:  # noqa: BLE001  # it is raised below
             failure = error
+        # A rank that failed takes part too: the others wait for its numbers.
         for group in self.groups:
             matrices = [m for m in self._matrices.values() if m.group is group]
             codes = [_FAILED if failure else _gradient_code(m) for m in matrices]

@@ -114,6 +114,7 @@ def map_leaves(value: Any, change: Callable[[object], object]) -> Any:  # noqa: 
     """Return ``value`` with ``change`` applied to everything in it that is not a container."""
     if isinstance(value, dict):
         return {key: map_leaves(item, change) for key, item in value.items()}
+    # A named tuple takes its items one by one.
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(item, change) for item in value))
     if isinstance(value, list | tuple):
@@ -178,6 +179,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _refuse_layout(tensor: torch.Tensor) -> None:
+    # States that are predicted are on the meta device.
     if tensor.device.type not in {"cpu", "meta"} or tensor.layout != torch.strided:
         form = f"{tensor.layout} on {tensor.device}"
     elif _is_one_run(tensor):
@@ -194,6 +196,7 @@ def _refuse_layout(tensor: torch.Tensor) -> None:
 def _is_one_run(tensor: torch.Tensor) -> bool:
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        # The stride of a dimension of one element says nothing.
         if size == 1:
             continue
         if stride != expected:

@@ -56,6 +56,7 @@ def partition(numel: int, elements: int, threads: int) -> list[Partition]:
     size = _whole_vectors(max(elements, VECTOR), threads)
     sharers = _sharers(numel, GRAINS[0], threads)
     span = -(-numel // sharers)
+    # All ranges are whole vectors, so pieces need not begin where ranges do.
     if span % VECTOR == 0:
         span = numel
     pieces: list[Partition] = []
@@ -70,6 +71,7 @@ def partition(numel: int, elements: int, threads: int) -> list[Partition]:
 
 def _slices(numel: int, threads: int) -> Iterator[int]:
     """Split ``numel`` so that no thread's share of a slice ends within a vector, but the last."""
+    # Below the least grain one thread takes all.
     while numel >= min(GRAINS):
         length = _whole_vectors(numel, threads)
         yield length
@@ -81,6 +83,7 @@ def _slices(numel: int, threads: int) -> Iterator[int]:
 def _whole_vectors(numel: int, threads: int) -> int:
     """Return the most elements, at most ``numel``, that threads share in whole vectors."""
     length = numel
+    # The unit follows from the length, so it may be another one for what is left.
     while rest := length % _unit(length, threads):
         length -= rest
     return length

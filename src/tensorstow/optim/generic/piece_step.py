@@ -60,6 +60,7 @@ def step_piece(
         packed = _step_slices(stepper, job, piece, stowed, last=last)
         if not last:
             return packed
+    # The same dict stays in ``optimizer.state``.
     job.resident.clear()
     job.resident.update(packed.resident)
     return packed
@@ -70,6 +71,7 @@ def _step_whole(stepper: Stepper, job: Job, piece: Piece, stowed: dict[str, Any]
     entry = {**stowed, **job.resident}
     new_entry = stepper.run([StepBatch(job.group, [(parameter, entry)], names_of([job]))])[0][0]
     packed = pack(new_entry, piece.least_bytes)
+    # The class creates its states in the first step, so that one is checked.
     if not piece.stepped:
         _refuse_sharing(packed, stowed, parameter)
     return packed
@@ -131,6 +133,7 @@ def _joined(
             part.data_ptr() == whole[begin:end].data_ptr()
             for part, (begin, end) in zip(parts, bounds, strict=True)
         )
+        # Slices that were stepped in place are the ring's memory already.
         joined[name] = whole if same else torch.cat(parts)
     return joined
 
@@ -184,6 +187,7 @@ def step_streamed(
         if piece.stepped and not naive:
             ahead = read_ahead(transfers, pieces, max(index + 1, ahead))
         packed = step_piece(stepper, job, piece, region)
+        # ``put`` will allocate, and allows nothing to be read ahead then.
         if packed.slots != piece.slots:
             for other in pieces[index + 1 : ahead]:
                 transfers.drop(other)

@@ -121,6 +121,7 @@ def expected_states(
     lengths = [None if piece.partition is None else piece.partition.numel for piece in pieces]
     packed: dict[int | None, PackedEntry] = {}
     for numel, piece in zip(lengths, pieces, strict=True):
+        # Pieces of one length have the same states: one prediction is enough.
         if numel not in packed:
             shape = whole if numel is None else (numel,)
             piece_entry = stepper.expected_entry(group, parameter, shape)

@@ -56,10 +56,12 @@ def probe(
     one parameter at a time they would go wrong in silence.
     """
     small = _shrunk(groups)
+    # The user's sequence of random numbers must not depend on the trial.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _compare(optimizer_class, small, options, sliced=False)
         if elementwise:
+            # One parameter of four vectors for each group, which ``_Apart`` cuts after the first.
             flat = [
                 {**group, "params": [torch.empty(4 * VECTOR).requires_grad_()]} for group in small
             ]
@@ -79,6 +81,7 @@ def _compare(
     together = _Together.over(optimizer_class, _filled(groups), options)
     filled = _filled(groups)
     apart = _Apart(Stepper(optimizer_class, filled, options), filled, sliced=sliced)
+    # Schedule-free classes refuse a step before ``train()``.
     _change_mode("train", together, apart, 0)
     for step, scale in enumerate(_SCALES):
         if step == _AWAY_AND_BACK:

@@ -124,6 +124,7 @@ class SplitStep:
 
     def begin(self, runs: Sequence[StepBatch]) -> None:
         """Put the parameters of ``runs`` and the values from before the step into the optimizer."""
+        # Each run gets copies: the class may change a value in place.
         values: SharedValues = copied(self._before)
         groups = [
             {**options, **_off(options), **{key: [] for key in OF_PARAMETERS if key in group}}
@@ -186,9 +187,11 @@ class SplitStep:
         if self._after is None:
             return
         for group, options in zip(self._groups, self._after.groups, strict=True):
+            # Flags that a run switches off stay as the user has set them.
             lasting = {k: group.get(k, v) for k, v in _off(options).items()}
             _assign(group, {**options, **lasting}, [k for k in group if k not in OF_PARAMETERS])
         _assign(self._state, self._after.state, list(foreign(self._state)))
+        # ``close`` restores the values in ``_before``: from now on those that are kept.
         self._before = self._after
 
     def close(self) -> None:
@@ -266,6 +269,7 @@ def same(a: Any, b: Any) -> bool:  # noqa: ANN401
 
 
 def _compares(kind: type[Any]) -> bool:
+    # The last base is ``object``, which compares identities.
     return "__eq__" in {name for base in kind.__mro__[:-1] for name in vars(base)}
 
 

@@ -61,6 +61,7 @@ class StateManager:
         self._transfers: Transfers | None = None
         self._scratch: list[ScratchFiles] = []
         self._health = Health(OPTIMIZER_FORKED, f"{OPTIMIZER_FAILED}.")
+        # The list is filled later; a finalizer that refers to this object would keep it alive.
         self._finalizer = weakref.finalize(self, _release, self._scratch, self._health.owner)
         self.lock = threading.RLock()
         """Held while the ring is used: by a step, or to read or set states."""
@@ -110,6 +111,7 @@ class StateManager:
         expected = [n for param in params for n in param.expected.piece_bytes]
         largest, total = max(expected, default=0), sum(expected)
         if self._transfers is None:
+            # This raises BudgetError before any file is made.
             wanted_bytes(total, largest, self._placement.ram_budget)
             scratch = open_scratch(self._placement.directories, total, self._policy)
             self._scratch.append(scratch)
@@ -141,10 +143,12 @@ class StateManager:
             self._step_jobs(jobs)
             for matrices in rounds:
                 if self._transfers is not None and self._policy.schedule != "naive":
+                    # States are read while the ranks exchange the matrices.
                     read_ahead(self._transfers, [p for j in matrices.jobs for p in j.param.pieces])
                 with matrices.gathered() as gathered:
                     self._step_jobs(gathered)
             if split_step is not None and rounds:
+                # A rank that ran nothing has no values yet that others' could change.
                 if not split_step.has_run:
                     self._stepper.run([])
                 exchange_values(split_step, rounds)

@@ -115,6 +115,7 @@ class Stepper:
                 self._closure = closure
             yield step
             if step is not None:
+                # A class that counts its steps counts one without gradients too.
                 if not step.has_run:
                     self.run([])
                 step.keep()
@@ -178,6 +179,7 @@ class Stepper:
 
     def _run(self, runs: Sequence[StepBatch]) -> list[list[dict[str, Any]]]:
         inner = self.inner
+        # As in torch's optimizers, a class may look up an entry that does not exist.
         inner.state = defaultdict(dict, {p: entry for run in runs for p, entry in run.entries})
         if self._split_step is None:
             inner.param_groups = [batch_group(run) for run in runs]
@@ -193,6 +195,7 @@ class Stepper:
                 self._split_step.end()
             return [[inner.state.get(p, {}) for p, _ in run.entries] for run in runs]
         finally:
+            # The class must not keep the memory of a piece after its step.
             self._clear()
 
     def _called_once(self, closure: Callable[[], Any]) -> Callable[[], Any]:

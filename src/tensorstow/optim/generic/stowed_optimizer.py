@@ -191,6 +191,7 @@ class StowedOptimizer(PlacedOptimizer):
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         """Return ``train`` and ``eval`` if the class has them: trainers look for them."""
+        # An attribute that does not exist yet would lead here again.
         stepper: Stepper | None = self.__dict__.get("_stepper")
         if name in MODES and stepper is not None and stepper.has_mode(name):
             return partial(self._change_mode, name)
@@ -428,6 +429,7 @@ class StowedOptimizer(PlacedOptimizer):
         self._stepper.repair(self.param_groups, local)
         group_of = {id(p): group for group, p in self._all()}
         self._attach([(group_of[id(p)], p) for p, _ in loaded])
+        # Parameters without a saved state begin anew.
         for param in manager.params():
             manager.forget(param)
         for parameter, entry in loaded:

@@ -54,6 +54,7 @@ class Transfers:
         """
         wanted = wanted_bytes(total, largest, self._budget)
         if wanted > self.capacity:
+            # Writes under way read from the ring that is replaced.
             self.wait_written()
             # A forked child must not share pages that the kernel may be writing to.
             self._arena, self._free = Arena(wanted, in_children=False), FreeList()
@@ -66,6 +67,7 @@ class Transfers:
             self._finish_until(piece)
         if piece.is_in_memory or piece.extent is None:
             return True
+        # Writes that are over give their room back.
         self._reap()
         if not self._allocate(piece, piece.nbytes):
             return False
@@ -121,6 +123,7 @@ class Transfers:
                 return
             region = self.begin(piece, packed.nbytes)
         for slot, tensor in packed.tensors:
+            # A state that was stepped in place is in its slot already.
             if tensor.data_ptr() != region.data_ptr() + slot.offset:
                 slot.view(region).copy_(tensor)
         piece.stowed = packed.stowed
