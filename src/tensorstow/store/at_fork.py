@@ -33,6 +33,7 @@ def _in_child() -> None:
     for thing in list(_alive):
         thing.abandon()
     _alive.clear()
+    # The thread that forked acquired it, and is the only one in the child.
     guard.release()
 
 

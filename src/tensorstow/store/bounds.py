@@ -54,6 +54,7 @@ def check_schema(connection: sqlite3.Connection) -> None:
 
 def _schema_of(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
     rows = connection.execute("SELECT type, name, coalesce(sql, '') FROM sqlite_master")
+    # SQLite keeps the text of a statement as it was given, white space included.
     return {(kind, name, " ".join(sql.split())) for kind, name, sql in rows}
 
 

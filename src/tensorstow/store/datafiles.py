@@ -199,9 +199,11 @@ def first_pages(run: str) -> bytes:
 
 def sync_heads(disk: SystemDisk, files: Sequence[File], head: Head) -> None:
     """Write ``head`` to all ``files``, durably."""
+    # A bytearray, because torch warns about memory that it must not write to, such as bytes.
     page = torch.frombuffer(bytearray(head.page()), dtype=torch.uint8)
     futures: list[IoFuture] = []
     try:
+        # extend() takes one write at a time: after an error the list has those that have begun.
         futures.extend(file.write(page, _slot_at(head.transaction)) for file in files)
     finally:
         for future in futures:  # all read from the page, which ends with this function
@@ -268,6 +270,7 @@ def parse_head(page: bytes) -> Head | None:
         return None
     run, transaction, generation, step = match.groups()
     head = Head(run.decode("ascii"), int(transaction), int(generation), int(step))
+    # The page is made anew and compared as a whole, its checksum and its padding too.
     return head if head.page() == page else None
 
 

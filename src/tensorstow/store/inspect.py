@@ -86,6 +86,7 @@ def inspect_store(directory: Path) -> StoreInfo:
     with named("The store in", path), read_only(path) as (connection, holder):
         summaries = read_summaries(connection)
         used: Counter[int] = Counter()
+        # A set, because generations share extents.
         for extent in {extent for listed in read_extents(connection).values() for extent in listed}:
             used[extent.file] += extent.nbytes
         run = read_meta(connection, "run")
@@ -236,6 +237,7 @@ def open_pinned(
     check_files(run, [path.parent for path in paths])
     with open_for_reading(paths) as files:
         pinned = None
+        # The manifest is read after the pin: [Note: Pins].
         if pin(files[0], number):
             check_files(run, [path.parent for path in paths])  # what is open is this run's
             generations = read_generations(directory, asked, live=True)

@@ -74,6 +74,7 @@ class DirectoryLock:
 
     def _check_is_ours(self) -> None:
         mark = os.pread(self._fd, 4, 0)
+        # A new file, a holder's name, or the blanks that `release` leaves.
         if mark not in {b"", b"pid ", b"    "}:
             message = (
                 f"The lock {self.path} was requested and there is another program's file of that"
@@ -90,6 +91,7 @@ class DirectoryLock:
         if self._is_signed:
             self._is_signed = False
             with contextlib.suppress(OSError):
+                # While the lock is held: later the name would be the next holder's.
                 os.pwrite(self._fd, b" ".ljust(_TEXT_BYTES), 0)
         if self._fd >= 0:
             os.close(self._fd)
@@ -97,6 +99,7 @@ class DirectoryLock:
 
     def abandon(self) -> None:
         """Close a child's copy, so that only the parent keeps the lock alive."""
+        # The name stays, because the parent holds the lock.
         self._is_signed = False
         self.release()
 

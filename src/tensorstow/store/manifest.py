@@ -116,6 +116,7 @@ class Manifest:
                 """The number of the last one."""
                 self.run = "" if self.is_new else read_meta(connection, "run")
                 """The id that the data files carry too."""
+                # After the checks, because a change of the journal's mode writes to the file.
                 set_journal(connection, journal.value)
         except BaseException:
             self.close()
@@ -132,8 +133,10 @@ class Manifest:
         """Make the tables of a new store."""
         self.run = run
         with self._transaction() as connection:
+            # Both marks are in the database's header, so they are part of the transaction.
             connection.execute(f"PRAGMA application_id = {APPLICATION}")
             connection.execute(f"PRAGMA user_version = {FORMAT}")
+            # executescript() would first end the transaction.
             for statement in TABLES.split(";"):
                 connection.execute(statement)
             marks = [("run", run), ("writer", version("tensorstow"))]
@@ -199,6 +202,7 @@ class Manifest:
 
         ``last_number``: the highest number that a generation ever had.
         """
+        # The transaction below adds one when it is durable.
         self.transaction = transaction - 1
         with self._transaction() as connection:
             for generation in generations:
@@ -255,10 +259,12 @@ class Manifest:
             try:
                 # IMMEDIATE: a writer elsewhere is an error now
                 with self._database.transaction(self._disk, "IMMEDIATE") as connection:
+                    # Else the new seal would cover rows that were damaged since the last one.
                     if self.transaction:
                         check_shared(connection, self.path)
                     yield connection
                     seal(connection, self.transaction + 1)
+                # Only now: heads must not name a transaction that was rolled back.
                 self.transaction += 1
             except sqlite3.Error as error:
                 raise write_failure(self.path, error) from error
@@ -307,6 +313,7 @@ class SecondManifest:
 
         def work() -> None:
             try:
+                # First the copy, whose file is then read back too.
                 self._update_copy()
                 self._check_drive()
             except BaseException as error:  # noqa: BLE001  # raised below
@@ -321,6 +328,7 @@ class SecondManifest:
         try:
             yield
         finally:
+            # A thread that did not start cannot be joined.
             if thread.ident is not None:
                 thread.join()
         for error in failures:
@@ -338,6 +346,7 @@ class SecondManifest:
             written = log if log.exists() else path
             try:
                 size = written.stat().st_size
+                # A log that is no longer than before has begun anew: all of it is read back.
                 start = self._read_back.get(written, 0)
                 self._disk.read_back(written, start if log == written and size > start else 0)
             except FileNotFoundError:

@@ -82,6 +82,7 @@ class ManifestCopy(Database):
                 new = self._difference("source", "main", tables[-1], f"{number}, {content}")
                 for name in tables:
                     condition = f"WHERE {number} = ?"
+                    # First: a new row may have the number of one that is gone.
                     connection.executemany(f"DELETE FROM main.{name} {condition}", gone)  # noqa: S608
                     insert = f"INSERT INTO main.{name} SELECT * FROM source.{name} {condition}"  # noqa: S608
                     connection.executemany(insert, new)
@@ -102,6 +103,7 @@ def put_copy_in_place(path: Path, directories: Sequence[Path], disk: SystemDisk)
             return False
     except StowError:
         return False
+    # In the same directory, so that the rename stays on one filesystem.
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         new = Path(scratch) / MANIFEST_NAME
         copy_database(copy, new, disk)
@@ -173,6 +175,7 @@ def copy_database(path: Path, target: Path, disk: SystemDisk) -> None:
     """Copy a database with its log to a file, durably, in place of an existing one."""
     for suffix in SUFFIXES:
         with_suffix(target, suffix).unlink(missing_ok=True)
+    # SQLite would create the file by the umask, and through a link.
     disk.create(target, b"")
     with closing(connect_to_read(path)) as source, closing(connect(target)) as copy:
         source.backup(copy)

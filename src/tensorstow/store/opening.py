@@ -81,8 +81,10 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: System
     links = Links()
     with ExitStack() as resources, named("The store in", paths[0]):
         for path in paths:
+            # The locks come first: no other process changes what is checked and opened below.
             lock = DirectoryLock(path)
             resources.callback(lock.release)
+            # Whoever finds no lock makes a new one, so a lock whose file is gone excludes nobody.
             links.expect(lock.path, lock.opened())
         path = paths[0] / MANIFEST_NAME
         check_database(path)
@@ -110,11 +112,13 @@ def open_parts(directories: Sequence[Path], engine: _native.Engine, disk: System
             return tuple(map(resources.enter_context, files))
 
         files = _ready_files(manifest, paths, open_files, disk)
+        # After the transactions of opening, which the copy then has.
         manifest.second.keep()
         for file in files:
             links.expect(file.path, os.fstat(file.fd))
         for path in manifest.files():
             links.expect(path, path.stat())
+        # A file that was replaced while it was opened is found now, and not by the first commit.
         links.check()
         return Parts(files, manifest, disk, links, resources.pop_all())
 
@@ -154,6 +158,7 @@ def _ready_files(
         if manifest.note_directories(paths):
             sync_heads(disk, files, manifest.head())
         return files
+    # Again: a killed creation may leave a manifest without tables, and then `_begin` is not called.
     check_unused(paths)
     run = str(uuid.uuid4())
     create_files(disk, run, paths)

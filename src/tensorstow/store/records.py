@@ -193,6 +193,7 @@ def _stream(entry: Mapping[str, Any]) -> StreamShape:
 
 
 def _whole(value: object, least: int) -> int:
+    # isinstance() would let a bool pass, which JSON may have in place of a number.
     if type(value) is not int or not least <= value <= MOST_ELEMENTS:
         message = f"{repr(value)[:40]} is no number of elements or bytes"
         raise ValueError(message)

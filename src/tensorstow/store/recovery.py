@@ -116,6 +116,7 @@ def hold_recovery(
             raise StoreFormatError(message)
         paths = [first, *rest]
         check_files(label.run, paths)
+        # The files there are of this run by now, so no lock is made in somebody else's directory.
         for path in paths[1:]:
             resources.callback(DirectoryLock(path).release)
         yield _find(label.run, paths, report)
@@ -137,6 +138,7 @@ def _find(run: str, paths: Sequence[Path], report: Callable[[ScrubProgress], obj
     heads = [head for file in data_files if (head := find_head(file, run)) is not None]
     newest = max(heads, key=lambda head: head.transaction, default=rows.head)
     is_known = bool(heads) or rows.head.transaction > 0
+    # A manifest that is older than a data file's head may lack names that were given since.
     is_listed = is_known and rows.head.transaction >= newest.transaction
     lost = list(_lost(newest, rows.names, good)) if damage is not None else []
     if not is_known:
@@ -176,7 +178,9 @@ def _choose_rows(first: Path, run: str, data_files: Sequence[Path]) -> _Rows:
         return replace(copy, damage=str(error))
     if rows.damage is None:
         return rows
+    # Of two rows of one number `_united` takes those of the first.
     better, other = (copy, rows) if copy.damage is None else (rows, copy)
+    # The later list of names counts; if neither seal is right, all names do.
     listed = max(better, other, key=lambda each: each.head.transaction)
     names = listed.names if listed.head.transaction else {**other.names, **better.names}
     whole = [
@@ -233,6 +237,7 @@ def recover(recovery: Recovery) -> None:
             recovery.newest.generation,
             *(generation.number for generation in recovery.whole),
         ]
+        # Without a log the new manifest is one file, which a rename puts in place.
         with closing(Manifest(new, disk, Journal.ROLLBACK)) as manifest:
             manifest.begin_run(recovery.run, recovery.directories)
             # Far from any used number, so that older copies can be told apart.

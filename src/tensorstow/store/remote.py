@@ -83,6 +83,7 @@ class Remote:
                 self._files.pipe_file(part, data)
                 self._files.mv(part, path)
             except BaseException:
+                # The error of the write is raised, whatever becomes of the part.
                 with suppress(Exception):
                     self._files.rm_file(part)
                 raise
@@ -91,6 +92,7 @@ class Remote:
 
     def list(self, folder: str) -> dict[str, int]:
         """Return the names of the objects in ``folder`` and their bytes."""
+        # fsspec keeps lists of folders, and other processes write there too.
         self._files.invalidate_cache()
 
         def find() -> dict[str, int]:
@@ -125,6 +127,7 @@ class Remote:
         for pause in (*(_PAUSES if pauses is None else pauses), None):
             try:
                 return act()
+            # A repeat does not change these.
             except (PermissionError, NotADirectoryError) as error:
                 self._refuse(request, error)
             except Exception as error:  # noqa: BLE001  # each store raises errors of its own
@@ -132,6 +135,7 @@ class Remote:
                     self._refuse(request, error)
                 logger.warning("%s at %s failed and is repeated: %r", request, self.url, error)
                 time.sleep(pause)
+        # The last turn returns or raises an error.
         raise AssertionError
 
     def _refuse(self, request: str, error: Exception) -> NoReturn:

@@ -73,6 +73,7 @@ def push_marked(
     prefix = f"rank-{rank}-of-{world}-"
     pushed = f"{commit} of {world}", digest
     with _marked(remote, f"{folder}/{prefix}", pushed=pushed) as path:
+        # Both looks come after this push's own mark: [Note: Marks].
         _refuse_others(remote, name, prefix, pushed)
         _wait_for_cleans(remote)
         yield lambda: remote.get(path) is not None
@@ -122,6 +123,7 @@ def _marked(remote: Remote, prefix: str, **more: object) -> Iterator[str]:
         yield path
     except BaseException:
         with suppress(StowError):
+            # One try, without pauses: the error of the block is raised at once.
             remote.remove(path, repeats=False)
         raise
     remote.remove(path)
@@ -145,11 +147,13 @@ def _facts(body: bytes) -> tuple[str, bool | None, tuple[str, str]]:
         commit, digest = mark.get("pushed", ("", ""))
         return who, is_gone(mark), (str(commit), str(digest))
     except (AttributeError, LookupError, TypeError, ValueError):
+        # Nobody knows whether it has ended, so its mark stays.
         return "a process that its mark does not name", None, ("", "")
 
 
 def _wait_for_cleans(remote: Remote) -> None:
     for pause in (*_PAUSES, None):
+        # A process on another machine counts as alive: nobody knows whether it has ended.
         waits_for = [mark for mark in _marks(remote, _CLEANS) if not mark.is_gone]
         if not waits_for:
             return

@@ -138,6 +138,7 @@ def parts_of_store(generation: Generation, files: Sequence[File]) -> list[Stored
     parts: list[StoredPart] = []
     for chunk in generation.chunks:
         shape = shapes[chunk.chunk]
+        # The shape says how the bytes lie that the checksums are of.
         facts = (repr(shape), chunk.blank, chunk.checksums, chunk.weight_checksums)
         key = hashlib.sha256(repr(facts).encode()).hexdigest()
         parts.append(_ChunkPart(chunk, shape, key))
@@ -264,6 +265,7 @@ def in_threads(
                 yield _finished(*running.popleft())
         finally:
             for future, _ in running:
+                # Calls that have begun end before the executor's block does.
                 future.cancel()
 
 

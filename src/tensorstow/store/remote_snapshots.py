@@ -87,6 +87,7 @@ def push(
         path = _path_of(name, rank, world)
         _refuse_other(remote, name, path, body)
         existing = remote.list("objects")
+        # By name: chunks of equal checksums are one object.
         missing = {part.key: part for part in parts if existing.get(part.key) != part.nbytes}
 
         def upload(part: StoredPart) -> None:
@@ -101,6 +102,7 @@ def push(
             )
             raise RemoteError(message)
         _refuse_other(remote, name, path, body)  # again: another run may have pushed meanwhile
+        # After all objects: whoever finds a list finds what it names.
         remote.put(path, body)
         is_complete = _complete(remote, name, generation.step, world, commit)
     return Transferred(
@@ -114,6 +116,7 @@ def push(
 
 def _refuse_other(remote: Remote, name: str, path: str, body: bytes) -> None:
     """Raise OptionError if a snapshot's list of a rank is of another commit than ``body``."""
+    # A complete snapshot that has no list of this rank is of another number of ranks.
     before, listed = remote.get(path), remote.get(f"snapshots/{name}.json")
     if listed is not None if before is None else before != body and _is_list(before):
         _refuse_name(remote, name)
@@ -131,6 +134,7 @@ def _complete(remote: Remote, name: str, step: int, world: int, commit: str | No
     listed = {"format": FORMAT, "step": step, "ranks": digests}
     before = remote.get(path)
     if before is not None and _is_list(before, "ranks"):
+        # Early lists have no format.
         if {"format": FORMAT, **json.loads(before)} != listed:
             _refuse_name(remote, name)
         return True
@@ -287,6 +291,7 @@ def pull(remote: Remote, snapshot: RemoteSnapshot, rank: int, store: Store) -> T
         store.commit(content)
         store.add_snapshot(snapshot.name)
     finally:
+        # A generation refers to them if the commit was made; else they become free.
         for extent in held:
             store.release(extent)
     nbytes = sum(part.nbytes for part in parts)

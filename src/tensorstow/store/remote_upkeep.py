@@ -89,6 +89,7 @@ def _refuse_live(remote: Remote, others: Sequence[Mark], names: Sequence[str]) -
 
 
 def _plan(remote: Remote, names: Sequence[str], all_marks: Iterable[Mark]) -> RemoteRemoval:
+    # Objects before lists: an object that is uploaded between the two requests is not in question.
     objects, sizes = remote.list("objects"), remote.list("snapshots")
     lists = {path: snapshot_of(path) for path in sizes}
     left = [mark for mark in all_marks if mark.is_gone or mark.snapshot in names]

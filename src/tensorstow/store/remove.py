@@ -81,6 +81,7 @@ def _hold(first: Path, rest: Sequence[Path]) -> Iterator[Removal]:
         if label not in unnamed and (path.parent == first or is_file_of(label, path))
     }
     with ExitStack() as locks:
+        # After `read_only`, whose shared lock would keep this one out.
         for parent in dict.fromkeys(p.parent for p in mine.values() if p.parent.is_dir()):
             locks.callback(DirectoryLock(parent).release)
         yield _plan(run, generations, mine)
@@ -108,6 +109,7 @@ def _plan(run: str, generations: list[Summary], paths: dict[Label, Path]) -> Rem
         run=run,
         generations=tuple(generations),
         files=tuple(ours),
+        # Files may have holes: what becomes free is the blocks that are allocated.
         nbytes=sum(path.stat().st_blocks * 512 for path in ours),
         foreign=tuple(p for parent in parents for p in sorted(parent.iterdir()) if p not in ours),
     )

@@ -22,6 +22,7 @@ from tensorstow.store.records import Generation, Summary
 
 _T = TypeVar("_T", Summary, Generation)
 _FIRST = 1 << 62
+# POSIX allows both answers for a lock that another process has.
 _BUSY = {codes.EAGAIN, codes.EACCES}
 
 
@@ -95,6 +96,7 @@ def dropping(file: File, numbers: Sequence[int]) -> Iterator[list[int]]:
     try:
         yield [number for number in numbers if _is_free(file, number)]
     finally:
+        # Those that were not locked too: unlocking them does nothing.
         for number in numbers:
             _is_free(file, number, fcntl.F_UNLCK)
 
@@ -107,6 +109,7 @@ def _is_free(file: File, number: int, kind: int = fcntl.F_WRLCK) -> bool:
 
 
 def _lock(file: File, kind: int, number: int) -> bool:
+    # struct flock: type, whence, start, length, and a pid, which is 0 for locks of open files.
     request = struct.pack("hhqqi4x", kind, os.SEEK_SET, _FIRST + number, 1, 0)
     try:
         fcntl.fcntl(file.fd, fcntl.F_OFD_SETLK, request)

@@ -17,6 +17,7 @@ from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, Summary, TensorRecord
 
 SqlRow = Sequence[Any]
+# Each statement has an order, so that equal rows have one digest.
 _SEALED = (
     "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name",
     "SELECT key, value FROM meta WHERE key <> 'seal' ORDER BY key",
@@ -27,6 +28,7 @@ _SEALED = (
     "SELECT seq FROM sqlite_sequence WHERE name = 'generations'",
 )
 _TABLES_OF_RECORDS = ("chunks", "tensors")
+# A lookup raises an error for other values, which bool() would take for True.
 _FLAGS = {0: False, 1: True}
 
 
@@ -113,6 +115,7 @@ def read_generation(connection: sqlite3.Connection, run: str, number: int) -> Ge
         created=created,
         names=tuple(name for name, pinned in read_names(connection, run) if pinned == number),
     )
+    # The counts are stored beside the records, for summaries: [Note: Bounds] in `bounds`.
     if tuple(counts) != _counts(generation):
         raise _damaged(number)
     return generation
@@ -140,6 +143,7 @@ def _read_checked(
     if stored is None:
         raise _damaged(number)
     *row, digest, layout, body = stored
+    # SQLite keeps a value of any type in a column of text.
     if type(body) is not str or layout != _hash(body):
         raise _damaged(number)
     if digest != _digest(run, number, row, body, chunks, tensors):
@@ -193,6 +197,7 @@ def insert_generation(
     number: int | None = None,
 ) -> int:
     """Add a generation made of ``content``; return its number, by default the next one."""
+    # The digest covers the number, so SQLite cannot assign it when the row is inserted.
     if number is None:
         number = last_number(connection) + 1
     body = to_json(content.layout, "layout")
@@ -242,6 +247,7 @@ def last_number(connection: sqlite3.Connection) -> int:
 
 def note_last_number(connection: sqlite3.Connection, number: int) -> None:
     """Make the numbers of later generations larger than this one."""
+    # The table has no key, so that INSERT OR REPLACE would add a second row.
     connection.execute("DELETE FROM sqlite_sequence WHERE name = 'generations'")
     connection.execute("INSERT INTO sqlite_sequence VALUES ('generations', ?)", (number,))
 

@@ -127,6 +127,7 @@ class Database:
             yield self.connection
             disk.end_transaction(self.connection)
         finally:
+            # After some errors, such as a full disk, SQLite has rolled back by itself.
             if self.connection.in_transaction:
                 self.connection.execute("ROLLBACK")
 
@@ -141,6 +142,7 @@ class Database:
 
     def abandon(self) -> None:
         """Leak a child's copy: closing it would change the parent's files."""
+        # A reference that nobody drops keeps the connection from being closed when it is collected.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.connection))
 
 
@@ -183,6 +185,7 @@ def check_marks(connection: sqlite3.Connection, path: Path) -> bool:
         return False
     if application != APPLICATION:
         reason = f"it is another program's database (mark {application:#010x})"
+        # A flipped bit in the header also makes a mark look like another program's.
         raise damaged(path, reason) if _is_ours(path) else _foreign(path, reason)
     version = read_format(connection)
     if version < FORMAT:
@@ -282,6 +285,7 @@ def _foreign(path: Path, reason: str) -> StoreFormatError:
 
 
 def _primary(error: sqlite3.Error) -> int:
+    # The low byte of an extended code is its primary one.
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 

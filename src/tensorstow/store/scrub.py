@@ -140,6 +140,7 @@ def chunk_pieces(record: ChunkRecord, shape: ChunkShape) -> list[ScrubPiece]:
     """Return one piece: all of the chunk, or its weights where its states are blank."""
     if record.blank and not shape.weight.bytes:
         return []
+    # Of a blank chunk only the weights were written.
     skipped = shape.weight_offset if record.blank else 0
     whose = f"chunk {record.chunk}"
 
@@ -178,6 +179,7 @@ def tensor_pieces(record: TensorRecord) -> Iterator[ScrubPiece]:
         length = min(PIECE_BYTES, nbytes - start)
         is_last = start + length == nbytes
 
+        # The defaults are those of this piece; all pieces go on with one sum.
         def check(address: int, length: int = length, *, is_last: bool = is_last) -> list[Flaw]:
             nonlocal seed
             seed = _native.checksum(address, length, seed)

@@ -48,6 +48,7 @@ class Extents:
 
     def allocate(self, file: int, nbytes: int) -> Extent | None:
         """Allocate free bytes of ``file``, held by the caller; None if there are too few."""
+        # The caller, `StoreSpace`, holds the lock.
         start = self.free[file].allocate(nbytes)
         if start is None:
             return None
@@ -174,5 +175,6 @@ class StoreSpace:
 
     def _grow(self, file: int, nbytes: int) -> None:
         size = self.extents.sizes[file]
+        # Free bytes at the end of the file become a part of the extent.
         missing = nbytes - self.extents.free[file].trailing(size)
         self.extents.grow(file, grow(self._files[file], size, missing, GROWTH_BYTES))

@@ -47,6 +47,7 @@ class Store:
         shares = drive_shares([file.path.parent for file in parts.files])
         self._space = StoreSpace(parts.files, parts.manifest.extents(), shares)
         self._finalizer = closing = weakref.finalize(self, _release, parts.resources, os.getpid())
+        # A lambda that refers to the store would make a cycle, and delay the release of its lock.
         self._transactions = Transactions(parts, self._space, lambda: closing.alive)
 
     @classmethod
@@ -136,6 +137,7 @@ class Store:
         """Return all of the generation that ``summary`` is of."""
         self._transactions.check()
         with self._manifest.lock:
+            # Looked up again, because it may have been dropped or named since.
             return _load(
                 self.files, self._manifest, find(self._manifest.summaries(), summary.number)
             )
@@ -182,6 +184,7 @@ class Store:
         except BaseException:
             self._space.extents.release(moved.values())
             raise
+        # Extents of no bytes were not copied, and stay.
         chunks = [replace(c, extent=moved.get(c.extent, c.extent)) for c in content.chunks]
         tensors = [replace(t, extent=moved.get(t.extent, t.extent)) for t in content.tensors]
         return replace(content, chunks=chunks, tensors=tensors)
@@ -211,6 +214,7 @@ class Store:
         A forked child has nothing to close.
         """
         with self._transactions.lock:
+            # A commit of another thread ends first.
             self._finalizer()
 
     def __enter__(self) -> Self:

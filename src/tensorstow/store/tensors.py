@@ -11,6 +11,7 @@ from tensorstow.io.files import File, IoFuture
 from tensorstow.store.checksums import PIECE_BYTES
 from tensorstow.store.records import Extent, TensorRecord
 
+# So at most 16 MiB of a tensor on a device are in host memory.
 _IN_FLIGHT = 4
 _NAMES = """
     bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16
@@ -18,6 +19,7 @@ _NAMES = """
     float8_e8m0fnu float4_e2m1fn_x2 bits8 bits16 bits1x8 bits2x4 bits4x2
     uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7
 """
+# An older torch lacks some of the names.
 DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in _NAMES.split() if (dtype := getattr(torch, name, None))
 }
@@ -43,6 +45,7 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> int:
     What is not in host memory passes through it in pieces; what is not contiguous is copied where
     it is.
     """
+    # A lazy conjugate or negative is a flag of the tensor, which its bytes do not show.
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     step = PIECE_BYTES // flat.element_size()
     futures: deque[IoFuture] = deque()
@@ -51,6 +54,7 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> int:
         for start in range(0, flat.numel(), step):
             piece = flat[start : start + step].to("cpu").view(torch.uint8)
             futures.append(file.write(piece, offset + start * flat.element_size()))
+            # The sum is computed while the piece is written.
             seed = _native.checksum(piece.data_ptr(), piece.numel(), seed)
             if len(futures) == _IN_FLIGHT:
                 futures.popleft().wait()
@@ -84,6 +88,7 @@ def read_tensor(file: File, record: TensorRecord) -> torch.Tensor:
     seed = 0
     futures: deque[IoFuture] = deque()
     at = record.extent.offset
+    # The pieces are parts of the result, so queuing all reads at once takes no more memory.
     for piece in pieces:
         futures.append(file.read(piece, at))
         at += piece.numel()
@@ -110,10 +115,12 @@ def copy_bytes(source: File, extent: Extent, target: File, offset: int) -> None:
     writes: deque[IoFuture] = deque()
     try:
         for start in range(0, extent.nbytes, PIECE_BYTES):
+            # The oldest write has the buffer that comes next.
             if len(writes) == len(buffers):
                 writes.popleft().wait()
             buffers.append(buffers.pop(0))
             piece = buffers[-1][: min(PIECE_BYTES, extent.nbytes - start)]
+            # The piece before is written meanwhile.
             source.read(piece, extent.offset + start).wait()
             writes.append(target.write(piece, offset + start))
     finally:

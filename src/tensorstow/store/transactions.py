@@ -56,7 +56,9 @@ class Transactions:
         Older ones that no snapshot and no reader pins go, but for the one with number ``keep``.
         """
         self.check_sound()  # again: another thread's commit may have failed meanwhile
+        # Files that were moved are found before any generation is dropped.
         self._links.check()
+        # The data is durable before the transaction that refers to it: [Note: Durability].
         self._sync_files()
         created = time.time()
         older = droppable(self._manifest.summaries(), keep)
@@ -64,6 +66,7 @@ class Transactions:
 
             def record() -> int:
                 number = self._manifest.add(content, created, gone)
+                # Before `change` forgets older generations, which may have the same extents.
                 self._space.extents.refer(number, extents)
                 return number
 

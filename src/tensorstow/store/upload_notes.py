@@ -82,4 +82,5 @@ def _read(path: Path) -> dict[str, str] | None:
     is_note = isinstance(note, dict) and note.keys() == _KEYS
     if not is_note or not all(isinstance(value, str) for value in note.values()):
         return None
+    # `remove_note` finds a note by its snapshot's name, so a file of another name is none.
     return note if path == note_path(path.parent, note["snapshot"]) else None

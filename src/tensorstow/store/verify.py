@@ -112,6 +112,7 @@ def check_at_rest(path: Path, directories: Sequence[Path]) -> bool:
         with closing(connect_to_read(path)) as connection:
             if check_marks(connection, path):
                 transaction = check_all(connection, path)
+                # The rows that name the run and its directories have been checked by now.
                 check_files(read_meta(connection, "run"), directories)
                 if len(read_directories(connection)) != len(directories):
                     raise damaged(path, "it lists other data files than there are")
