@@ -108,6 +108,7 @@ class ChunkRing:
         parts = parts_of(chunk.family, chunk.plan.elements, is_small=chunk.is_small)
         return tuple(
             self._arena.tensor(start + part.slot_at, spec.length(chunk.plan.elements), spec.dtype)
+            # The last part is the weight's, which has no stream.
             for part, spec in zip(parts, chunk.family.specs, strict=False)
         )
 
@@ -144,6 +145,7 @@ def place_in_ram(
         return [], {}
     specs = family.specs
     allocate = allocate or partial(Arena, in_children=True)
+    # One allocation for each stream, so that a state of a parameter is one view over its chunks.
     arenas = [allocate(spec.nbytes(elements)) for spec in specs]
     chunks = []
     for index, plan in enumerate(cut(runs, capacity)):
@@ -196,6 +198,7 @@ def gather_weight(chunk: Chunk, weights: Weights) -> torch.Tensor:
     Zeros for fp32 parameters, whose states do not hang on them.
     """
     if chunk.family.dtype == torch.float32:
+        # A view of one element, which takes no memory.
         return torch.zeros((), dtype=torch.float32, device="cpu").expand(chunk.plan.elements)
     gathered = torch.zeros(chunk.plan.elements, dtype=chunk.family.dtype, device="cpu")
     for run in chunk.plan.runs:

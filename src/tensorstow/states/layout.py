@@ -221,6 +221,7 @@ def cut_alike(runs: Sequence[Segment], capacity: int) -> Iterator[tuple[ChunkPla
     total = space_elements(runs)
     begin = index = 0
     while begin < total:
+        # These runs end before the chunk, and before all later ones: the space is cut in one pass.
         while index < len(runs) and runs[index].position + runs[index].count <= begin:
             index += 1
         run = runs[index] if index < len(runs) else None
@@ -296,6 +297,7 @@ class RowChunks:
         if unit >= largest:
             pieces = range(-(-row // largest), row // LANE + 1)
             even = (row // n for n in pieces if row % n == 0 and row // n % LANE == 0)
+            # A row without such a divisor is cut every ``largest`` elements.
             return cls(next(even, largest), parameter)
         count = max(1, -(-size // (unit * _MOST_ROW_CHUNKS)))
         while not _is_filled(family, unit * count) and unit * (count + 1) <= largest:
@@ -356,6 +358,7 @@ def plan_ring(slot: int, chunks: int, *, budget: int | None, slots: int | None =
     if chunks == 0:
         return RingPlan(0, slot)
     asked = DEFAULT_RING_BYTES if budget is None else budget
+    # The least number of large slots may take more than the default.
     fitting = min(asked, max(DEFAULT_RING_BYTES, LEAST_SLOTS * slot)) // slot
     if fitting < LEAST_SLOTS:
         message = (

@@ -116,6 +116,7 @@ def plan_host(
         bought = min(movable, left // nbytes)
         resident += bought
         left -= bought * nbytes
+        # The chunks that stay are the first ones: a later one that would still fit does not count.
         if bought < movable:
             break
     # A commit also writes the chunks that stay, through the ring.
@@ -150,6 +151,7 @@ def predict_memory(
         if not durable:
             ram, _ = split(sizes, disk_fraction, group=group)
             in_ram += sum(family.state_bytes(part.stop - part.start) for part in ram)
+        # With commits all chunks are cut alike, because those in RAM are written too.
         fraction = 1.0 if durable else disk_fraction
         chunks += [
             (family, *piece) for piece in _cut(tuple(sizes), chunk_elements, fraction, group)
@@ -204,6 +206,7 @@ def _sum_up(
         nbytes = chunk_state_bytes(family, plan)
         bought += staying * nbytes
         moving += (count - staying) * nbytes
+        # A commit also writes the chunks that stay in RAM.
         on_disk = count if with_weights else count - staying
         stored += on_disk * chunk_bytes(family, plan.elements, with_weights=with_weights)
     return StateMemory(

@@ -78,6 +78,7 @@ class NativeHandle:
         A failure in a background thread is raised as itself the first time.
         """
         if self._unreported is not None:
+            # The failure is the parent's: a forked child must not take it away.
             self._health.check_process()
             unreported, self._unreported = self._unreported, None
             raise unreported
@@ -100,6 +101,7 @@ class NativeHandle:
         if not failure[0]:
             return
         error = self._error_of(failure)
+        # The caller and a background thread may find one failure at the same time.
         with self._reporting:
             if not in_background:
                 self._unreported = None  # the caller sees it now

@@ -195,6 +195,7 @@ class UpdatePipeline:
             native = _native.Pipeline(engine, isa, self._alternate, self._team)
             self.handle.resources.native = native
             self.counters.begin()
+        # The native side takes a ring and chunks only while it is idle.
         self.wait_idle()
         if ring is not self._ring:
             plan = ring.plan
@@ -250,6 +251,7 @@ class UpdatePipeline:
         """
         with self.lock:
             native = self.handle.live()
+            # Writes of the last step go on after its end, and may have failed since.
             self.handle.check(native.failure())
             self.counters.update_lane = self._lanes[kind.caller]
             self.steps_begun += 1  # first: after an exception the step counts as begun
@@ -393,6 +395,7 @@ def _table_of(rows: Sequence[StepRow]) -> npt.NDArray[np.int64]:
         )
         for weight, gradient, *rest, backup in rows
     ]
+    # A table without rows keeps its columns.
     return np.array(table, dtype=np.int64).reshape(-1, 8)
 
 

@@ -58,6 +58,7 @@ class ScratchStorage:
         if self.engine is None:
             self.engine = engine_for(directories, self._policy)
         shares, sizes = drive_shares(directories), [0] * len(directories)
+        # The turns that `ScratchFiles` will take: each file gets just the bytes that it needs.
         turns = FileTurns(shares)
         for padded in (round_up(width, ALIGN) for width in widths):
             sizes[turns.next(padded)] += padded

@@ -72,6 +72,7 @@ class ChunkTransfers:
     ) -> Iterator[tuple[Chunk, Sequence[torch.Tensor]]]:
         """Yield each chunk's streams in memory, valid until the next iteration."""
         for chunk in chunks:
+            # After a resume a chunk that is to stay in RAM is on disk until it is used.
             if chunk.resident and self._stored.state(chunk) == "resident":
                 yield chunk, chunk.resident
                 continue
@@ -96,12 +97,14 @@ class ChunkTransfers:
 
     def keep(self, chunk: Chunk, ring: ChunkRing, streams: Sequence[torch.Tensor]) -> None:
         """Make the changed ``streams`` of ``in_memory`` the chunk's states."""
+        # `rewritten` copies the streams of the others to their own memory.
         if not chunk.resident:
             self.save(chunk, ring)
         self._stored.rewritten(chunk, streams)
 
 
 def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> None:
+    # The states alone: the ring's views may also have the weight.
     parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
     views = ring.parts(chunk, 0)
     futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
@@ -189,6 +192,7 @@ class StateStore:
         """Keep files and threads until ``close``, ``leave`` or ``abandon``."""
         held = self._finalizer.detach()
         if held is not None:
+            # The arguments of `_release`, which the finalizer would have called.
             _KEPT[id(self.pipeline.handle.resources)] = held[2]
 
     def abandon(self) -> None:
@@ -270,6 +274,7 @@ class StateStore:
             numbers = [i for i, f in enumerate(families) if f == family]
             group = max(spec.per for spec in family.specs)
             shares = split([sizes[i] for i in numbers], fraction, group=group)
+            # The parameters of a group have two spaces, one in RAM and one on disk, cut separately.
             for unit in dict.fromkeys(chunk_groups[i] for i in numbers):
                 in_ram, on_disk = (
                     lay_out(
@@ -284,6 +289,7 @@ class StateStore:
                 placed, streams_by_parameter = place_in_ram(
                     family, in_ram, capacity, kept_by(self._allocate, self.pipeline.memory)
                 )
+                # Views of a parameter whose states are partly on disk would show a part of them.
                 whole = {r.parameter for r in in_ram if r.count == sizes[r.parameter - first]}
                 views |= {p: s for p, s in streams_by_parameter.items() if p in whole}
                 chunks += placed
@@ -294,6 +300,7 @@ class StateStore:
                 moving = [Chunk(plan, family) for plan in cut(on_disk, size)]
                 mark_rows(moving, self._by_rows, with_weights=self.storage.durable)
                 chunks += moving
+        # The loops above go by family first, and chunks of one group must come together.
         place = {unit: index for index, unit in enumerate(dict.fromkeys(chunk_groups))}
 
         def rank(chunk: Chunk) -> tuple[int, int]:
@@ -327,6 +334,7 @@ class StateStore:
             with_weights=durable,
             at_home=len(placed) + len(share),
         )
+        # `plan_host` counts chunks that are not at home yet, from the first on.
         bought = movable[: plan.resident]
         allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.memory))
         self._budget_used += sum(c.family.state_bytes(c.plan.elements) for c in bought)
@@ -345,6 +353,7 @@ class StateStore:
             chunk.file_bytes = chunk_bytes(
                 chunk.family, chunk.plan.elements, with_weights=self.storage.durable
             )
+        # First, because a disk may be full: the pipeline does not know the chunks yet.
         reserved = self.storage.reserve([c.file_bytes for c in on_disk] * self._copies)
         places = dict(zip(on_disk, reserved, strict=False))
         # With commits a chunk has no place until a commit includes it.
@@ -354,6 +363,7 @@ class StateStore:
         self.pipeline.connect(self.storage.open_engine(), ring, chunks, stored, self.storage.path)
         for chunk, place in places.items():
             self.pipeline.stored.target(chunk, place)
+        # The second half is there if steps may be undone.
         for chunk, place in zip(on_disk, reserved[len(on_disk) :], strict=False):
             self.pipeline.stored.spare(chunk, place)
         self.chunks += chunks
@@ -401,6 +411,7 @@ class StateStore:
         with self.pipeline.lock:
             self.pipeline.before_reading()
             self.pipeline.wait_idle()
+            # No slot is in use by now, so the first one can take the chunks that are read.
             reseeded = {p for p in wanted if _is_reseeded(self, p)}
             chunks = [c for c in self.chunks if not wanted.isdisjoint(c.owners)]
             for chunk, streams in self._transfers.in_memory(chunks, self._ring):
@@ -423,6 +434,7 @@ class StateStore:
             for chunk in self.chunks:
                 named = [p for p in chunk.owners if p in states]
                 blank = self.pipeline.stored.state(chunk) == "blank"
+                # States that are not named become zero, which those of a blank chunk are.
                 if not named or (blank and not any(states[p] for p in named)):
                     continue
                 with poisoning(self.pipeline):
@@ -436,6 +448,7 @@ class StateStore:
                     if master is None:
                         native.forget_weight(number)  # the next update seeds it from the parameter
                     else:
+                        # The master stays if the next update finds this weight (ADR 0009).
                         weight = master.detach().reshape(-1).to("cpu", family.dtype)
                         native.record_weight(number, weight.data_ptr())
 
@@ -465,6 +478,7 @@ class StateStore:
     def leave(self) -> ChunkStorage:
         """Drop all states and buffers; return the disk space for another store."""
         with self.pipeline.lock:
+            # The storage goes to the caller open, so it is not released.
             self._finalizer.detach()
             self.pipeline.close()
             self.abandon()
@@ -477,6 +491,7 @@ class StateStore:
         with self.pipeline.lock:
             self.pipeline.close()
             self._finalizer()
+            # After `keep` the finalizer is detached and does nothing.
             resources = _KEPT.pop(id(self.pipeline.handle.resources), None)
             if resources is not None:
                 _release(*resources)
@@ -487,6 +502,7 @@ class StateStore:
 def _is_reseeded(store: StateStore, parameter: int) -> bool:
     """Return whether the weight is the master, because the user changed the weight."""
     family = store.families[parameter]
+    # With FP32 the master is stored whole, and can be read whatever the weight is.
     if family.format == StateFormat.FP32 or not family.has_master:
         return False
     weight = store.weights(parameter).detach().reshape(-1)

@@ -45,6 +45,7 @@ class StoreStorage:
         """Return a free extent for each of ``widths`` bytes; all or none."""
         places: list[FilePosition] = []
         try:
+            # extend() takes one extent at a time: if one is refused, the list has those before it.
             places.extend(self._hold(self.store.allocate(width)) for width in widths)
         except BaseException:
             for place in places:

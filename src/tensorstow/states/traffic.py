@@ -87,6 +87,7 @@ class TrafficCounters:
 
     def end_trace(self) -> None:
         """Stop logging events; those logged can still be read."""
+        # Before the flag is dropped: without it `trace` returns the last log.
         self._last_trace = self.trace()
         self._is_tracing = False
         if self._handle.native is not None:
