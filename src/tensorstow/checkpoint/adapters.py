@@ -184,6 +184,7 @@ def _initialize(layer: Any, adapter: str, kind: object) -> None:  # noqa: ANN401
     dtypes = [parameter.dtype for parameter in parameters]
     for parameter in parameters:
         swap_parameter(parameter, torch.empty(parameter.shape, device="cpu"))
+    # peft's modules draw values when they are made, and reset_lora_parameters() draws them again.
     for part in _parts_of(layer, adapter):
         part.normal_() if _is_alone(part) else part.reset_parameters()
     layer.reset_lora_parameters(adapter, kind)

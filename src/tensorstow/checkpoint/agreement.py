@@ -60,6 +60,7 @@ def choose(store: Store, which: str | int | None, ranks: Ranks) -> Generation | 
     else:
         _refuse_lost(store, generations, ranks)
         return None
+    # Each rank has its own number for that id.
     mine = next(g for g in generations[ranks.rank] if g.id == wanted)
     return store.generation(mine.number)
 
@@ -117,6 +118,7 @@ def common_ids(generations: Sequence[Sequence[RankGeneration]]) -> set[str | Non
 
 
 def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[RankGeneration]]:
+    # The other ranks wait in the gather: they learn of a damaged generation here.
     with ranks.reporting_errors(operation):
         mine = [astuple(exchanged(store.load(summary))) for summary in store.generations()]
     gathered: list[list[list[Any]]] = ranks.all_gather(operation, mine)
@@ -126,6 +128,7 @@ def _everyones(store: Store, operation: str, ranks: Ranks) -> list[list[RankGene
 def exchanged(generation: Generation) -> RankGeneration:
     """Return what ranks exchange of ``generation``."""
     hyper: Mapping[str, Any] = generation.hyper if isinstance(generation.hyper, dict) else {}
+    # Digests do not say who wrote the rows, so the values may be of any type: [Note: Bounds].
     commit_id, is_first = hyper.get(COMMIT), bool(hyper.get(FIRST))
     return RankGeneration(
         commit_id if isinstance(commit_id, str) else None,
@@ -221,6 +224,7 @@ def _refuse_lost(
 
     A crash may leave the first commit on some ranks. It stays until all ranks have made another.
     """
+    # A crash leaves nothing else than a first commit without a name, of a run that moved no rows.
     if any(k.names or not k.first or k.era for of_rank in generations for k in of_rank):
         steps = "; ".join(
             f"rank {rank}: {', '.join(str(k.step) for k in of_rank) or 'nothing'}"

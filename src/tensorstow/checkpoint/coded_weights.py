@@ -148,6 +148,7 @@ class BlockCodedWeight(CodedWeight):
             wanted[f"{name}.nested_quant_map"] = torch.float32, 256
         for source, (dtype, size) in wanted.items():
             entry = entries.get(source)
+            # Codes are counted in bytes, whatever integer dtype they are stored as.
             nbytes = size if source == name else size * dtype.itemsize
             if entry is None or (entry.dtype, entry.nbytes) != (dtype, nbytes):
                 actual = "absent" if entry is None else f"{NAME_OF[entry.dtype]} {entry.shape}"
@@ -158,6 +159,7 @@ class BlockCodedWeight(CodedWeight):
                 )
                 raise StoreFormatError(message)
         self.sources = (*wanted, name + STATE + kind)
+        # Copies, because `read` may return the mapped memory of a file.
         self._table = read(f"{name}.quant_map").clone()
         self._nested: NestedScales | None = None
         if is_nested:
@@ -178,6 +180,7 @@ class BlockCodedWeight(CodedWeight):
         """Return the codes and the scales of the blocks that the rows are in."""
         first, last, _ = self._blocks(start, stop)
         begin, count = first * self._block, math.prod(self.shape)
+        # A tensor with an odd number of elements uses half of its last byte.
         codes = (min(last * self._block, count) - begin + 1) // 2
         scales, dtype = f"{self.sources[0]}.{self._scales[0]}", self._scales[1]
         return [
@@ -235,6 +238,7 @@ def _facts(name: str, text: bytes) -> dict[str, Any]:
             sizes.append(facts["nested_blocksize"])
             float(facts["nested_offset"])
         is_whole = all(type(n) is int and n > 0 for n in (*shape, *sizes))
+        # A byte has two codes, so a block of an odd size would begin inside of one.
         is_possible = is_whole and len(shape) == 2 and facts["blocksize"] % 2 == 0
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         is_possible, facts = False, {"error": repr(error)}

@@ -43,6 +43,7 @@ def commit_to(
         storage.close()
         raise
     params.move_to(storage, offload_policy)
+    # Not released: `move_to` has closed the store that they are in.
     commits.extents.forget()
     resume(generation, params, groups, states, commits.module)
     commits.resumed(generation, params)

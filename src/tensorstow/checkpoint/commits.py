@@ -117,6 +117,7 @@ class Commits:
             )
             self._refused_worlds = True
         newest = store.generation()
+        # A run that begins anew may replace the first commit that not all ranks had made.
         if newest is not None and newest.number != self.generation:
             directory = params.store.storage.directories[0]
             message = (
@@ -189,6 +190,7 @@ class Commits:
             self._join(params)
 
     def _join(self, params: ParamTable) -> None:
+        # Again: a signal handler may have joined it since the wait ended.
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -228,6 +230,7 @@ class Commits:
         self, params: ParamTable, groups: Groups, states: States, *, commits: bool
     ) -> None:
         """Commit the step that was just taken, or keep what a commit after an exception needs."""
+        # First: if the commit raises an error, this is why none can follow for the step.
         self.step_end.forget("the commit of the last step failed")
         if commits:
             self.start(params, groups, states)
@@ -247,8 +250,10 @@ class Commits:
         """
         operation = f"the commit of step {self.step}"
         with self.ranks.reporting_errors(operation):
+            # The ranks that wait for this commit learn of an error of extra(), too.
             small = small or self.small_values(groups, None)
             gathered = self._gather(params, groups, states, small)
+        # The generation of before stays until all ranks have committed: [Note: Ranks].
         store, previous = storage_of(params).store, None if self.ranks.alone else self.generation
 
         def finish_together() -> Generation:
@@ -256,6 +261,7 @@ class Commits:
                 operation, lambda: store.commit(gathered(), keep=previous)
             )
             if not self.ranks.alone:
+                # All ranks have the new generation by now.
                 store.drop_older()
             return generation
 
@@ -338,6 +344,7 @@ class Commits:
         try:
             return self.ranks.run_on_all(operation, lambda: target.store.commit(content))
         finally:
+            # A generation refers to them if the commit was made; else they become free.
             for extent in content.extents():
                 target.store.release(extent)
 
@@ -357,10 +364,12 @@ class Commits:
 
     def resumed(self, generation: Generation, params: ParamTable) -> None:
         """Continue from a generation that was just loaded."""
+        # A request for a step that was undone stays: the property reads the old decision.
         self.requested, self._decided = self.is_requested, None
         self.ranks.restart()
         self.step = self.committed = generation.step
         self.generation = generation.number
+        # The caller may have set one above that of a snapshot that it goes back to (ADR 0060).
         self.era = max(self.era, era_of(generation))
         self.saved = None
         self._last = time.monotonic()

@@ -100,11 +100,13 @@ class CommittedExtents:
         if before is None or before[0] != mark:
             self._tensors[name] = (mark, storage.store.write_tensor("module", name, held))
             if before is not None:
+                # The last generation refers to it: it is released when the next one is durable.
                 self._temporary.append(before[1])
         return self._tensors[name][1]
 
     def retarget(self, store: StateStore, storage: StoreStorage) -> None:
         """Assign another extent for the next write to every chunk whose extent is now committed."""
+        # The new generation refers to those that it needs.
         for record in self._temporary:
             storage.store.release(record.extent)
         self._temporary.clear()
@@ -114,6 +116,7 @@ class CommittedExtents:
             if place != stored.target_of(chunk):
                 continue  # not written since the commit before: its other extent is still free
             before = self._places.get(chunk, NOWHERE)
+            # It stays in use if a snapshot refers to it.
             if before not in {NOWHERE, place}:
                 storage.release(before)
             self._places[chunk] = place

@@ -92,6 +92,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     shard = shard_of(tensor)
     if shard.layout != torch.strided or shard.is_meta or shard.is_quantized:
         return False
+    # torch refuses to copy into a tensor whose elements share an address.
     expanded = 0 in shard.stride() and shard.numel() > 1
     return not expanded and not is_traceable_wrapper_subclass(shard)
 

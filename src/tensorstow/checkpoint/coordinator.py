@@ -62,6 +62,7 @@ class Coordinator:
             if self.rank == 0:
                 self.put("session", str(uuid.uuid4()))
             self._session = self.wait_for("session", lambda _: True, operation)
+        # Each process counts gathers from 0, so the number needs a session to be unique.
         return f"{self._session}/{self._gathers}"
 
     def all_gather(self, operation: str, value: object = None) -> list[Any]:
@@ -89,8 +90,10 @@ class Coordinator:
             )
             self._store.add(f"{number}/read", 1)
             if self.rank == 0:
+                # A rank that has reported an error in place of a value does not read.
                 self._wait_for_readers(number, sum("value" in entry for entry in posted))
             self._delete(number - 1)
+            # Last: if rank 0 ends by the error, and the store with it, the others have read by now.
             _refuse_failures(operation, dict(enumerate(posted)))
         return [entry["value"] for entry in posted]
 
@@ -102,11 +105,13 @@ class Coordinator:
         posted = [json.loads(text) for text in self._store.multi_get(keys)]
         text = json.dumps(posted)
         pieces = [text[i : i + _PIECE] for i in range(0, len(text), _PIECE)]
+        # Every rank has read the last gather, because it has posted to this one.
         for key in self._pieces:
             self._store.delete_key(key)
         self._pieces = [f"{number}/all/{place}" for place in range(len(pieces))]
         for key, piece in zip(self._pieces, pieces, strict=True):
             self._store.set(key, piece)
+        # Last: whoever finds this key finds the pieces.
         self._store.set(f"{number}/all", str(len(pieces)))
         return posted
 
@@ -146,12 +151,14 @@ class Coordinator:
     def report_error(self, operation: str, error: BaseException) -> None:
         """Post ``error`` for the others' next gather to raise; does not wait for them."""
         self._post_failure(self._gathers, operation, error)
+        # The report stands for this rank's value in that gather.
         self._gathers += 1
 
     def _post_failure(self, number: int, operation: str, error: BaseException) -> None:
         failed = {"at": operation, "failed": f"{type(error).__name__}: {error}"}
         try:
             self._store.set(f"{number}/{self.rank}", json.dumps(failed))
+            # After the entry, which a rank that sees this key reads.
             self._store.set(f"{number}/trouble", "yes")
         except (
             RuntimeError
@@ -190,6 +197,7 @@ class Coordinator:
         # Errors of the store are ignored now: no rank is left to read it.
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "yes")
+            # After the key of the rank, which whoever sees this one looks for.
             self._store.set("left", "yes")
 
     def _post(self, operation: str, value: Mapping[str, Any]) -> int:
@@ -239,6 +247,7 @@ class Coordinator:
     def _naming_unreachable(self, operation: str) -> Iterator[None]:
         try:
             yield
+        # A RankError is a RuntimeError too, and needs no other message.
         except StowError:
             raise
         except RuntimeError as error:

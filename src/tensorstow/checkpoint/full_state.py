@@ -42,6 +42,7 @@ def read_full_states(
         places[key] = end
         end = round_up(end + _WIDTH * store.sizes[key[0]], TENSOR_ALIGN)
     directory = _roomiest(store.storage.directories, end)
+    # The generator holds the pipeline's lock until it is closed.
     with scratch_pieces(directory, end) as file, closing(store.pieces(numbers)) as pieces:
         for piece in pieces:
             for name, values in piece.states.items():

@@ -213,6 +213,7 @@ def _add_states(
     contents.elsewhere[param.number] = name
     for key in param.family.states:
         shape = tuple(parameter.shape)
+        # A state that the user has set is in memory, and has its entry already.
         contents.entries.setdefault(f"{name}.{key}", Entry(torch.float32, shape))
 
 
@@ -221,6 +222,7 @@ def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) ->
     listed = DigestList(path)
     with (
         new_safetensors(path, table, listed) as file,
+        # The generator holds the pipeline's lock until it is closed.
         closing(params.store.pieces(elsewhere)) as pieces,
     ):
         for name, tensor in contents.tensors.items():
@@ -236,6 +238,7 @@ def _write(path: Path, table: Table, contents: _Contents, params: ParamTable) ->
 def _by_owner(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     owners: dict[str, dict[str, torch.Tensor]] = {}
     for full, tensor in tensors.items():
+        # A parameter's name may have dots, and a state's has none.
         owner, _, state = full.rpartition(".")
         owners.setdefault(owner, {})[state] = tensor
     return owners

@@ -122,6 +122,7 @@ class PretrainedFiles:
 
         def read(start: int, stop: int) -> torch.Tensor:
             make, coded = origin.make, origin.coded
+            # A parameter of whole numbers takes the codes as they are.
             if coded is not None and like.is_floating_point():
                 return self._decoded(coded, start, stop, like.dtype)
             whole = self.stored(origin.sources[0]) if make is None else make(self._values)
@@ -334,9 +335,11 @@ def _convert_keys(
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     origins: dict[str, Origin] = {}
     parts: dict[str, list[tuple[str, str]]] = {}
+    # In transformers' order, in which converters join tensors, such as experts.
     for name in sorted(shapes, key=loading.dot_natural_key):
         prefix_and_names = (model.base_model_prefix, names)
         target, pattern = loading.rename_source_key(name, renamings, converters, *prefix_and_names)
+        # The model has this tensor by its name in the file, and none by the converted one.
         if target not in names and name in names:
             target, pattern = loading.rename_source_key(name, [], [], *prefix_and_names)
         if pattern is not None:
@@ -358,6 +361,7 @@ def _origins_by(
     """Return the origins of the tensors that ``converter`` makes of ``sources``."""
 
     def convert(read: Read) -> dict[str, torch.Tensor]:
+        # A converter collects the tensors that are added to it, so each conversion needs its own.
         fresh = deepcopy(converter)
         for name, pattern in sources:
             fresh.add_tensor(target, name, pattern, read(name))
@@ -369,6 +373,7 @@ def _origins_by(
 
     names = tuple(name for name, _ in sources)
     try:
+        # On the meta device: only the shapes of the results are wanted.
         alike = convert(lambda name: torch.empty(tuple(shapes[name]), device="meta"))
     except (RuntimeError, ValueError, IndexError) as error:
         shape_of = {name: tuple(shapes[name]) for name in names}

@@ -98,6 +98,7 @@ def quantize_folder(
         nbytes = _write_weights(files, folder, chosen, encoder)
         skipped = _kept_layers(model, files, chosen)
         _write_rest(source, folder, {**config, _QUANTIZED: _note_of(encoder, skipped)})
+        # In the block: a folder of files that were changed meanwhile gets no name.
         files.validate_unchanged()
     source_bytes = sum(entry.nbytes for entry in files.entries.values())
     return QuantizedFolder(target, len(chosen), source_bytes, nbytes, len(stacked - chosen))
@@ -159,6 +160,7 @@ def _chosen(
     ``stacked``: further names, beside those of linear layers' weights.
     """
     for name, parameter in model.named_parameters():
+        # Raises an error if the files lack the tensor, or have it in another shape.
         files.origin([name], parameter)
     if files.coded:
         message = (
@@ -246,6 +248,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     make_folder(target.parent)
     for left in target.parent.glob(f".{target.name}.{RANDOM}"):  # by processes that were killed
         with suppress(OSError):
+            # A younger one may be of a process that still writes.
             if left.lstat().st_mtime < time.time() - _DAY:
                 shutil.rmtree(left)
     folder = target.with_name(f".{target.name}.{os.urandom(8).hex()}")
@@ -253,6 +256,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
         folder.mkdir()
     try:
         yield folder
+        # Before the folder has its name, which says that it is complete.
         sync_directory(folder)
         with named("Folder", target):
             folder.rename(target)
@@ -286,6 +290,7 @@ def _write_weights(
                 values = files.stored(name)
                 write = encoder.write if name in chosen else copy_weight
                 write(name, values, copy.put)
+                # Else the pages that were read would hold the whole tensor in memory.
                 drop_pages(values)
     if len(paths) > 1:
         text = index_of(dict(sorted(shard_of.items())), total)

@@ -81,6 +81,7 @@ def quantize_to_int8(
             for name in files.entries:
                 write = _ENCODER.write if name in chosen else copy_weight
                 write(name, files.stored(name), copy.put)
+            # In the block, at whose end the copy replaces what was there.
             files.validate_unchanged()
         listed.write()
     return folder
@@ -93,6 +94,7 @@ def _locked(folder: Path) -> Iterator[None]:
     with named("A directory for a copy in int8,", folder):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # The lock ends with the descriptor.
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:

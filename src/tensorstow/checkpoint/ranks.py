@@ -132,6 +132,7 @@ class Ranks:
             if self._coordinator.take("asked") or due():
                 self._last_due = step
                 self._last_stop = self._coordinator.take("stop")
+            # By the number of restarts a rank that has resumed tells this decision from older ones.
             decision = f"{self._restarts} {step} {self._last_due} {self._last_stop or ''}"
             self._coordinator.put("due", decision)
             return self._decision(step, str(self._last_due), self._last_stop)

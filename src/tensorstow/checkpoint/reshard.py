@@ -76,6 +76,7 @@ def move_rows(
         content = move.content(worlds.next_era)
     try:
         with ranks.reporting_errors(_ASKED):
+            # What could refuse the resume is found before the commit (ADR 0060).
             check(content.as_generation(), params, groups, module)
         if ranks.rank == 0:
             logger.warning(
@@ -85,10 +86,12 @@ def move_rows(
                 format_count(source.size, "rank"),
                 worlds.base,
             )
+        # Now, because the id is that of the next gather, which ends the commit.
         content.hyper[COMMIT] = ranks.next_id()
         newest = max((summary.number for summary in store.generations()), default=None)
         ranks.run_on_all(_ASKED, lambda: store.commit(content, keep=newest))
     finally:
+        # A generation refers to them if the commit was made; else they become free.
         for extent in content.extents():
             store.release(extent)
 
@@ -111,6 +114,7 @@ class _Move:
     ) -> None:
         """Match the parameters; raise OptionError if they are others."""
         self._readers = readers
+        # What every old store has is read by the new ranks from different stores.
         self._nearest = readers[ranks.rank % len(readers)]
         self._store = store
         wholes = [reader.wholes() for reader in readers]
@@ -178,6 +182,7 @@ class _Move:
     def _checksums(self) -> dict[str, int]:
         """Return the checksums of frozen weights in the user's files, of this rank's rows."""
         return {
+            # Checksums of an old rank's rows cannot be compared with these rows (ADR 0060).
             name: checksum_of(self._others[name]) if self._is_cut(name) else checksum
             for name, checksum in read_checksums(self._nearest.generation.hyper).items()
             if name in self._others
@@ -202,6 +207,7 @@ class _Move:
         reads = self._read_ahead()
         try:
             for number, (chunk, shape) in enumerate(zip(self._chunks, shapes, strict=True)):
+                # The oldest write has the memory that comes next.
                 if len(writes) == 2:
                     writes.popleft().wait()
                 memory = arena.tensor(number % 2 * largest, shape.nbytes, torch.uint8)

@@ -93,10 +93,13 @@ def resume(
         ]
 
     try:
+        # Only parameters with a stored step count get an entry again.
         for param in params.all():
             states.pop(param.owner, None)
+        # `adopt` is a function: the optimizer's own extents are released first.
         params.restore(order, families, layout.chunks, adopt, update_on)
         _load_weights(generation, params, storage)
+        # Weights of an accelerator were read into their copies in host memory.
         params.update_router.upload()
         _load_module(buffers, storage)
         for group, value in zip(groups, values, strict=True):
@@ -320,6 +323,7 @@ def whole_facts(parameter: torch.Tensor) -> Facts:
 
 def _print(parameter: torch.Tensor) -> Facts:
     if is_lazy(parameter):
+        # No stored parameter is of this dtype, so `match` reports it as the difference.
         return (), "uninitialized: run a forward of the model first"
     parameter = shard_of(parameter)
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
@@ -348,6 +352,7 @@ def pinned_one_at_a_time() -> Iterator[Callable[[ManagedParam], None]]:
 
         def hold(param: ManagedParam) -> None:
             nonlocal last
+            # One pin serves all runs of a pager that follow each other.
             if param.pager is not last:
                 held.close()
                 last = param.pager
@@ -361,6 +366,7 @@ def _load_weights(generation: Generation, params: ParamTable, storage: StoreStor
         for chunk, weights in _read_weights(generation, params.store, storage):
             for run in chunk.plan.runs:
                 param = params.all()[run.parameter]
+                # A weight on disk is in memory only while it is pinned.
                 hold(param)
                 target = param.weight.detach().reshape(-1)
                 piece = weights[run.position : run.position + run.count]
@@ -509,6 +515,7 @@ def _begin(param: ManagedParam, store: StateStore, *, reseed: bool, states: Stat
     param.begun = "step" in states.get(param.owner, {})
     if reseed:
         store.pipeline.handle.live().forget_weight(param.number)
+        # Without a stamp the next step takes the weight for one that others have written.
         param.written = None
         return
     if param.family.dtype != torch.float32:

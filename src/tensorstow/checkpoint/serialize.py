@@ -88,6 +88,7 @@ def inflate(plain: object, tensor_at: Callable[[int], torch.Tensor]) -> Any:  # 
 
 
 def _plain(value: object, place: str, tensors: list[torch.Tensor], depth: int) -> Any:  # noqa: ANN401
+    # By type: a float64 of numpy is a float, and would come back as a plain one.
     if value is None or type(value) in {bool, int, float, str}:
         return value
     if isinstance(value, dict | list | tuple | set | frozenset):
@@ -108,6 +109,7 @@ def _plain(value: object, place: str, tensors: list[torch.Tensor], depth: int) -
 
 
 def _plain_leaf(value: object, place: str, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    # First: a bytes_ of numpy is bytes too.
     if isinstance(value, np.generic):
         return {_SCALAR: _scalar(value, place)}
     named = ((PurePath, _PATH), (torch.dtype, _DTYPE), (torch.device, _DEVICE))
@@ -120,6 +122,7 @@ def _plain_leaf(value: object, place: str, tensors: list[torch.Tensor]) -> dict[
         tensor_bytes(value)  # raises if there are none to keep
         tensors.append(value)
         return {_TENSOR: len(tensors) - 1}
+    # Other subclasses, such as masked arrays, have more than their elements.
     if isinstance(value, np.ndarray) and type(value) in {np.ndarray, np.memmap}:
         tensors.append(_array(value, place))
         return {_ARRAY: len(tensors) - 1}
@@ -134,6 +137,7 @@ def _plain_leaf(value: object, place: str, tensors: list[torch.Tensor]) -> dict[
 def _plain_dict(
     value: dict[Any, object], place: str, tensors: list[torch.Tensor], depth: int
 ) -> Any:  # noqa: ANN401
+    # A dict with a key that looks like a tag is kept as pairs.
     if all(type(key) is str for key in value) and _TAGS.isdisjoint(value):
         return {k: _plain(v, f"{place}[{k!r}]", tensors, depth + 1) for k, v in value.items()}
     pairs = [
@@ -160,6 +164,7 @@ def _scalar(value: np.generic, place: str) -> list[str]:
 def _array(value: np.ndarray[Any, Any], place: str) -> torch.Tensor:
     """Return the array as numpy writes it to files, with its dtype, order and shape."""
     descr = np.lib.format.dtype_to_descr(value.dtype)
+    # A dtype that numpy's files do not give back would return as another one.
     if value.dtype.hasobject or np.lib.format.descr_to_dtype(descr) != value.dtype:
         message = (
             f"{place} is a numpy array of dtype {value.dtype}: only plain elements are kept, for"

@@ -69,6 +69,7 @@ class StepEnd:
 
     def keep(self, params: ParamTable, groups: Groups, extra: Callable[[], Extra] | None) -> None:
         """Copy the values of the step that has just ended, with those of ``extra``, if cheap."""
+        # First, in case extra() does not return.
         self.forget("extra() was interrupted or raised an error at the end of the last step")
         start = time.monotonic()
         if extra is not None and _has_several_processes():
@@ -112,6 +113,7 @@ def _copies(
 ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.Tensor, Stamp]]]:
     """Return copies of the buffers, and the tensors that are not copied, with their stamps."""
     copies: dict[str, torch.Tensor] = {}
+    # These have no stamp of our last update to be compared with.
     never_updated = (p.owner for p in params.all() if p.written is None)
     uncopied = [(tensor, _stamp(tensor)) for tensor in never_updated]
     room = _MOST_BYTES
@@ -119,6 +121,7 @@ def _copies(
         if not has_bytes(tensor):
             continue
         shard = shard_of(tensor).detach()
+        # A frozen weight is not copied, whatever its size: its stamp shows whether it was written.
         if isinstance(tensor, torch.nn.Parameter) or shard.nbytes > room:
             uncopied.append((tensor, _stamp(tensor)))
         else:

@@ -145,6 +145,7 @@ def read_hyper(generation: Generation, parameters: int) -> StoredHyper:
 
 def _step_count(key: str, count: object, last: int) -> tuple[int, float]:
     is_number = key.isascii() and key.isdecimal() and len(key) <= len(str(MOST_STEPS))
+    # int() takes blanks, signs and digits of other scripts too.
     number = int(key) if is_number else -1
     check_whole(number, "a parameter", "step counts", 0, last)
     if type(count) not in {int, float} or not 0 <= count <= MOST_STEPS:  # type: ignore[operator]

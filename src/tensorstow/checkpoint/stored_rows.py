@@ -54,6 +54,7 @@ class StoredPiece:
     @property
     def blocks(self) -> ChunkShape:
         """Return the shape of the blocks."""
+        # Whole blocks, because a checksum is of one.
         begin, last = self.first_block * self.shape.block, self.position + self.count
         end = min(self.shape.elements, -(-last // self.shape.block) * self.shape.block)
         return replace(self.shape, elements=end - begin)
@@ -70,6 +71,7 @@ class StoredPiece:
         blocks, begin = self.blocks, self.first_block * self.shape.block
         places = list(zip(_streams(self.shape), _streams(blocks), strict=True))
         if self.record.blank:
+            # Only the weights of a blank chunk were written.
             memory[: blocks.weight_offset] = 0
             places = places[-1:]
         reads = []
@@ -114,6 +116,7 @@ class PieceRead:
     def copy_to(self, shape: ChunkShape, memory: torch.Tensor, position: int) -> None:
         """Copy all streams of the piece to ``position`` of a chunk of ``shape`` in ``memory``."""
         piece, blocks = self.piece, self.piece.blocks
+        # The first block may begin with elements of other pieces.
         first = piece.position - piece.first_block * blocks.block
         for (stream, source), (_, target) in zip(_streams(blocks), _streams(shape), strict=True):
             begin, at = source + stream.span(first), target + stream.span(position)
@@ -159,6 +162,7 @@ class RankReader:
                 place = _Run(run.start, run.count, number, run.position)
                 self._runs.setdefault(run.parameter, []).append(place)
         for runs in self._runs.values():
+            # `find` looks for the first run that ends after an element.
             runs.sort(key=_Run.end)
 
     def wholes(self) -> list[StoredParameter]:

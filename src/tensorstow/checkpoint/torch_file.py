@@ -16,6 +16,7 @@ def load_torch_file(path: Path, *, maps: bool = False) -> Any:  # noqa: ANN401  
     memory, and errors of any kind from ``torch.load`` if it is damaged.
     """
     check_regular(path)
+    # torch maps only files of its zip format.
     is_mapped = maps and is_zipfile(path)
     if not is_mapped:
         check_regular(path, most=memory_bytes())

@@ -99,6 +99,7 @@ def noted(name: str, remote: Remote, store: Store, ranks: Ranks) -> Iterator[Non
             write_note(directory, name, remote.url)
     try:
         yield
+    # An interrupt leaves the note: whether the snapshot was made is not known then.
     except Exception:
         if is_new:
             remove_note(directory, name)

@@ -89,6 +89,7 @@ class Nf4Encoder(Encoder):
     def write(self, name: str, values: torch.Tensor, put: Put) -> None:
         """Write codes of some blocks after the other, and then what belongs to all scales."""
         flat, scales = values.reshape(-1), []
+        # _PIECE is a multiple of BLOCK, which is even: no block and no byte is cut.
         for start in range(0, flat.numel(), _PIECE):
             piece = flat[start : start + _PIECE].float()
             _validate_finite(name, piece)

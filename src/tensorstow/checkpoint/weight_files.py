@@ -66,6 +66,7 @@ class SeenFile:
         self._is_reopened = fd is None
         with named("File", path):
             check_regular(path)
+            # O_PATH: the descriptor is only for fstat(), and needs no permission to read.
             self._fd = os.open(path, os.O_PATH | os.O_CLOEXEC) if fd is None else fd
         if fd is None:
             weakref.finalize(self, os.close, self._fd)
@@ -103,6 +104,7 @@ class SeenFile:
 
     def _has_digest(self) -> bool:
         """Return whether the contents are those of the list that was written with the file."""
+        # Its name may be another file's by now.
         opened = self.path if self._is_reopened else Path(f"/proc/self/fd/{self._fd}")
         return self._digest is not None and digest_of(opened) == self._digest
 
@@ -130,6 +132,7 @@ class WeightFile(SeenFile):
         weakref.finalize(self, self._file.close)
         super().__init__(path, self._file.fd)
         self.entries = read_table(path).entries if has_table else {}
+        # The path, by which the table was read, may have got another file since the open.
         self.validate_unchanged()
 
     def read(self, offset: int, into: torch.Tensor) -> IoFuture:

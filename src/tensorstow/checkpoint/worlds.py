@@ -132,6 +132,7 @@ def survey(store: Store, ranks: Ranks, which: str | int | None) -> Worlds | None
     ours = World(ranks.world, agreement.list_generations(store, ranks, _ASKED))
     with ranks.reporting_errors(_ASKED):
         rest = [World(size, _listed(stores), stores) for size, stores in sorted(paths.items())]
+    # Ranks may see different stores: the highest era that one of them sees decides for all.
     eras = ranks.all_gather(_ASKED, max((world.era for world in rest), default=-1))
     is_elsewhere = isinstance(which, str) and ours.find(which) is None
     with ranks.reporting_errors(_ASKED):
