@@ -26,6 +26,7 @@ _INTO_A_HOLE = 0x100000  # MAP_FIXED_NOREPLACE: Linux 4.17
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _libc = ctypes.CDLL(None)
 _ADDRESS, _LENGTH, _NUMBER = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+# Without types ctypes would cut addresses to 32 bits.
 _libc.mremap.argtypes = (_ADDRESS, _LENGTH, _LENGTH, _NUMBER, _ADDRESS)
 _libc.mmap.argtypes = (_ADDRESS, _LENGTH, _NUMBER, _NUMBER, _NUMBER, ctypes.c_ssize_t)
 _libc.mremap.restype = _libc.mmap.restype = _ADDRESS
@@ -67,6 +68,7 @@ class Arena:
         self.address = start + self._skip
         prefer_own_node(self.address, self.nbytes)
         if not on_demand and _native.memory_limit():
+            # After the choice of the node: a page lies where its first touch puts it.
             ctypes.memset(self.address, 0, self.nbytes)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -122,6 +124,7 @@ def read_ahead(
     ``start`` begins the read of a piece, by its number, into memory of its size. The memory is
     yielded with the read, and is valid until the next one is asked for.
     """
+    # One slot more than reads ahead: the caller has the piece that was yielded last.
     largest, slots = max(sizes, default=0), ahead + 1
     arena = Arena(slots * largest, in_children=False)
     reads: deque[tuple[_Read, torch.Tensor]] = deque()

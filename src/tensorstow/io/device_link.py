@@ -223,6 +223,7 @@ class DeviceMemory:
     def __init__(self, nbytes: int, link: DeviceLink) -> None:
         """Allocate them."""
         self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=link.device)
+        # Kernels of the caller that used this memory before may not be over.
         self.last_use: DeviceEvent = link.record_event()
         """The next copy to it waits for this."""
 

@@ -104,6 +104,7 @@ class DigestList:
     @contextmanager
     def stream(self, file: NewFile) -> Iterator[BinaryIO]:
         """Yield a stream to a new file; seal it after the block, and note its digest."""
+        # A copy of the descriptor: the stream closes its own, and ``seal`` syncs by the other.
         raw = _DigestedFile(os.dup(file.fd))
         with named("File", file.path), io.BufferedWriter(raw, 1 << 20) as opened:
             yield opened
@@ -163,6 +164,7 @@ def verify_each(mains: Mapping[Path, Sequence[Path]], ranks: LocalRanks | None =
     ``mains`` has, by each file, the files that it may have been listed with. The rest is as of
     ``verify``.
     """
+    # Sorted: every rank must cut the same list.
     for file, places in _share_of(sorted(mains.items()), ranks):
         path = _list_of(places)
         wanted = None if path is None else _read(path).get(file.name)
@@ -174,6 +176,7 @@ def verify_each(mains: Mapping[Path, Sequence[Path]], ranks: LocalRanks | None =
 
 def _share_of(items: Sequence[_Item], ranks: LocalRanks | None) -> Sequence[_Item]:
     """Return the items that this rank reads."""
+    # A rank whose number is not known reads all.
     local = LocalRanks() if ranks is None or ranks.rank is None else ranks
     return items[local.rank :: local.count]
 
@@ -247,6 +250,7 @@ def _compare(file: Path, wanted: Digest, path: Path) -> None:
 
 
 def _encoded(digests: dict[str, Digest]) -> bytes:
+    # One layout, byte for byte: ``_read`` compares the file with it.
     rows = [f"  {json.dumps(name)}: {[*digest]}" for name, digest in sorted(digests.items())]
     files, running = ",\n".join(rows), RunningDigest()
     running.add(files.encode())
@@ -261,6 +265,7 @@ def _read(path: Path) -> dict[str, Digest]:
         digests = {str(k): Digest(*map(int, v)) for k, v in json.loads(text)["files"].items()}
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError):
         digests = {}
+    # Encoding again compares the checksum and every other byte, whatever JSON let pass.
     if not digests or _encoded(digests) != text:
         message = (
             f"{path}, which has the digests of a checkpoint's files, is damaged, cut short or of a"

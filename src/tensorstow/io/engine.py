@@ -89,6 +89,7 @@ def open_engine(
     machine's used the same. ``drives``: how many its files are on. ``said_by``: what users call the
     depth. ``node``: where its threads run.
     """
+    # Before the engine: each of its threads is bound when it starts.
     bind_threads(node)
     if depth is None:
         local = local_ranks()

@@ -90,6 +90,7 @@ def cut_runs(runs: Sequence[Run], begin: int, end: int) -> Iterator[Run]:
 
     ``runs`` are in the order of the buffer.
     """
+    # The last run that begins at or before ``begin`` may reach past it.
     first = max(0, bisect_right(runs, begin, key=lambda run: run.at) - 1)
     for run in islice(runs, first, None):
         if run.at >= end:

@@ -187,6 +187,7 @@ def create_file(engine: _native.Engine, path: Path) -> File:
     try:
         # As open() does: the umask decides who may read it.
         fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    # An OSError too, with a message that says already what is wrong with the file.
     except DirectoryError:
         raise
     except OSError as error:
@@ -239,6 +240,7 @@ def compare_with_drive(path: Path, start: int) -> None:
 
 
 def _first_difference(path: Path, direct: int, at: int) -> int | None:
+    # Direct reads need aligned memory: a mapping begins at a page.
     with regular_stream(path) as cached, mmap.mmap(-1, _COMPARED_BYTES) as block:
         while wanted := os.pread(cached.fileno(), len(block), at):
             if os.preadv(direct, [block], at) != len(wanted) or block[: len(wanted)] != wanted:
@@ -275,6 +277,7 @@ def open_unnamed(directory: Path) -> int:
     """Return the descriptor of a new file in ``directory`` that has no name."""
     with named("A scratch file in", directory):
         fd, path = open_new(directory)
+        # A filesystem without O_TMPFILE gave it a name.
         if path is not None:
             os.unlink(path)
     return fd
@@ -345,6 +348,7 @@ def _moves_a_block(fd: int) -> bool:
     if os.fstat(fd).st_size < ALIGN:
         return True  # an empty file has no block to try
     with mmap.mmap(-1, ALIGN) as block:
+        # Only new files come here, so zeros are written over zeros.
         return os.pwritev(fd, [block], 0) == ALIGN and os.preadv(fd, [block], 0) == ALIGN
 
 

@@ -59,6 +59,7 @@ def share_here(
     nodes = within(read_nodes(), frozenset(os.sched_getaffinity(0)))
     if local is None and is_bound():
         alone = LocalRanks(1, 0)
+        # Without nodes a share names no cores, so the launcher's binding stays.
         return share_cores(() if node is None else nodes, fair_threads(), alone, near=node)
     total, local = process_cores(), local or local_ranks()
     if node is not None or len(nodes) < 2:
@@ -69,6 +70,7 @@ def share_here(
     device_nodes = tuple(
         number for number in accelerators.nodes[: local.count] if number is not None
     )
+    # Ranks have the devices of their numbers: each knows which others are on its node.
     if accelerators.current == local.rank and len(device_nodes) == local.count:
         return share_cores(nodes, total, local, devices=device_nodes)
     return share_cores(nodes, total, local, near=accelerators.nodes[accelerators.current])

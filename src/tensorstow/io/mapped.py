@@ -49,9 +49,11 @@ class PieceFile:
 
     def write(self, values: torch.Tensor, offset: int) -> None:
         """Write a tensor in host memory at byte ``offset``; raise TransferError if it fails."""
+        # As bytes: NumPy has no bfloat16.
         view = values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(view):
+            # The system may write less than it is given.
             done += self._write_some(view[done:], offset + done)
         if self._running is not None:
             self._running.add(view, offset)
@@ -151,6 +153,7 @@ class NewSafetensors(PieceFile):
     def __init__(self, file: NewFile, table: Table, running: RunningDigest | None = None) -> None:
         """Reserve the bytes of the whole file, and write its table."""
         self._table = table
+        # A copy of the descriptor: this file closes its own, and ``seal`` needs the other.
         super().__init__(os.dup(file.fd), file.path, table.nbytes, running)
         with self._closed_on_error():
             self.write(torch.frombuffer(bytearray(table.header), dtype=torch.uint8), 0)
@@ -174,5 +177,6 @@ def new_safetensors(path: Path, table: Table, listed: DigestList) -> Iterator[Ne
         with named("File", path):
             listed.note(path, digest_of_descriptor(new_file.fd))
         new_file.seal()
+        # Before the file has its name: an older list would call it damaged.
         listed.remove()
         new_file.publish()

@@ -61,6 +61,7 @@ class PinnedBlock:
         """What of it is pinned for an accelerator."""
         self._bytes = memory.bytes
         memory.owner = os.getpid()
+        # A finalizer keeps its arguments alive: they are the memory, and not the block.
         weakref.finalize(self, _release, synchronize, memory)
 
     def tensor(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

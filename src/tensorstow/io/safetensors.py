@@ -114,6 +114,7 @@ def read_table(path: Path) -> Table:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 0 < length <= _LONGEST else b""
             nbytes = os.fstat(file.fileno()).st_size
+    # An OSError too, with a message that says already what is there.
     except DirectoryError:
         raise
     except OSError as error:
@@ -144,6 +145,7 @@ def _object(value: object, name: str) -> dict[str, Any]:
 def _entry(row: Mapping[str, Any], base: int) -> Entry:
     begin, end = row["data_offsets"]
     shape = tuple(row["shape"])
+    # Not isinstance: JSON's true and false are ints in Python.
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         message = f"{row} has something else than whole numbers"
         raise ValueError(message)
@@ -157,6 +159,7 @@ def _entry(row: Mapping[str, Any], base: int) -> Entry:
 def _check_extent(path: Path, entries: Mapping[str, Entry], base: int, nbytes: int) -> None:
     """Raise OptionError unless the tensors fill the file from the table to its end."""
     end = base
+    # By bytes too: an empty tensor has the offset of the one that follows it.
     for entry in sorted(entries.values(), key=lambda e: (e.offset, e.nbytes)):
         if entry.offset != end:
             raise _malformed(path, "its tensors overlap or leave gaps")

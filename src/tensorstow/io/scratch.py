@@ -67,10 +67,12 @@ class StripedFiles:
 
         Raises DirectoryError if a disk is full.
         """
+        # Files are due their shares of all bytes so far: errors of rounding do not add up.
         total, begin, last = sum(self._ends) + nbytes, 0, len(self._shares) - 1
         stripes = []
         for file, share in enumerate(self._shares):
             missing = nbytes - begin
+            # The last file takes the rest; a file that is ahead of its share gets nothing.
             due = missing if file == last else share * total - self._ends[file]
             end = begin + min(max(round(due / ALIGN), 0) * ALIGN, missing)
             if end > begin:
