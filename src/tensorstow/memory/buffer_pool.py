@@ -209,6 +209,7 @@ class BufferPool:
         self._files = StripedFiles(directories, nbytes)
         self.directory = self._files.directories[0]
         self._where = ", ".join(map(str, self._files.directories))
+        # A finalizer keeps what it calls alive: that is the files, and not the pool.
         weakref.finalize(self, self._files.close)
         self.memory, self._least = BoundedBytes(capacity), least
         """The bytes of the buffers in memory."""
@@ -273,6 +274,7 @@ class BufferPool:
     def expect(self, buffers: Sequence[PooledBuffer]) -> None:
         """Read ``buffers``, which are used next in this order, as soon as there is room."""
         with self._poisoning():
+            # Two lists: buffers leave ``_unread`` as they are read.
             self._expected, self._unread = list(buffers), list(buffers)
             self._read_expected()
 
@@ -281,6 +283,7 @@ class BufferPool:
 
         Raises BudgetError, and changes nothing, if the limit of memory has no room for them.
         """
+        # If it does not fit, others leave for it, and the process takes no more memory.
         is_new = not buffer.is_in_memory and self.memory.fits(buffer.nbytes)
         if is_new and not _fits_limit(self._recent, buffer.nbytes):
             with self._lock:  # hold no more than now: others leave for it
@@ -288,8 +291,10 @@ class BufferPool:
                 if self.memory.held < self._least or leaving < buffer.nbytes:
                     check_memory_limit(buffer.nbytes)
                 self.memory.capacity = self.memory.held
+        # Waits without the lock, so others may take the room meanwhile: each try begins anew.
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
+        # A write under way only reads the memory: readers share it, and a writer waits.
         if buffer.state is ByteState.READING or (for_write and buffer.transfers):
             self._wait(buffer)
             with self._poisoning():
@@ -326,6 +331,7 @@ class BufferPool:
                     return busy
                 self._bring(buffer)
             buffer.pins += 1
+            # To the end: the order of ``_recent`` is that of use.
             self._recent.pop(buffer)
             self._recent[buffer] = None
         return None
@@ -352,6 +358,7 @@ class BufferPool:
         if dirty and len(buffer.present) < len(buffer.pieces):
             with self._poisoning():
                 raise OptionError(_WROTE_TO_PIECES)
+        # Waits for the last write here: ``_settle`` below would wait with the lock held.
         if dirty and buffer.transfers:
             self._wait(buffer)
         with self._poisoning():
@@ -362,6 +369,7 @@ class BufferPool:
                 if buffer.is_in_files:
                     _leave_files(self._files, buffer)
                 buffer.dirty = False
+                # No pin is left, so nobody writes to the bytes between the checksum and the write.
                 buffer.checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
                 buffer.begun, buffer.seen_over = time.monotonic(), None
                 writes = self._files.write(buffer.stripes, buffer.bytes)
@@ -398,6 +406,7 @@ class BufferPool:
                 self._make_room(buffer.nbytes, keep=nearer)
                 if not self.memory.fits(buffer.nbytes):
                     return
+                # Pages of evicted buffers are moved or freed: they make room below the limit.
                 if not self._evicted and not _fits_limit(self._recent, buffer.nbytes):
                     return
                 self._bring(buffer)
@@ -406,6 +415,8 @@ class BufferPool:
     def _bring(self, buffer: PooledBuffer) -> None:
         self._recent[buffer] = None
         self.memory.take(buffer.nbytes)
+        # Before the read, which would fill new pages. A buffer that was never written must be
+        # zeros, so it takes no other's pages.
         _reuse_pages(self._evicted, buffer if buffer.is_stored else None)
         if not buffer.is_stored:
             buffer.move(ByteState.PRESENT)
@@ -417,6 +428,7 @@ class BufferPool:
         """Settle transfers that are over; raise their errors, and those of what was read."""
         if buffer.state not in {ByteState.READING, ByteState.WRITING}:
             return
+        # End and name are taken first: ``settle`` changes the state, and its check takes time.
         end = time.monotonic() if buffer.seen_over is None else buffer.seen_over
         name = f"weights {_operation(buffer)}"
         buffer.settle(
@@ -434,6 +446,7 @@ class BufferPool:
         is_awaited = bool(buffer.transfers) and buffer.seen_over is None
         with self._failing():
             buffer.wait()
+        # Read once: without the lock another thread may end the log.
         log = self._log
         if log is not None and is_awaited:
             log.add(LoggedTransfer("stall", name, since, time.monotonic()))
@@ -478,6 +491,7 @@ class BufferPool:
         with self._lock:
             self._health.check()
             now = time.monotonic()
+            # A transfer without a wait ends, for the log, at the first call that sees it over.
             for buffer in () if self._log is None else self._recent:
                 if buffer.transfers and buffer.seen_over is None and buffer.is_over():
                     buffer.seen_over = now
@@ -530,6 +544,7 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
     """Raise DamageError unless the bytes that were read are those that were written."""
     for file in {run.file for run in buffer.runs}:
         file.validate_unchanged()
+    # No checksum was taken of the user's files: only a later write to them can be seen.
     if buffer.is_in_files:
         buffer.decode()
         return
@@ -554,6 +569,7 @@ def _fits_limit(held: Iterable[PooledBuffer], nbytes: int) -> bool:
     """Return whether the limit of memory has room beside what reads under way will fill."""
     if memory_limit() is None:
         return True
+    # A copy: ``pin`` asks without the lock, and others may add buffers meanwhile.
     reading = sum(buffer.nbytes for buffer in list(held) if buffer.state is ByteState.READING)
     return fits_memory_limit(nbytes + reading)
 

@@ -98,6 +98,7 @@ class UnitBuffers(Generic[U, B]):
         try:
             self._settle(unit, buffer)
         finally:
+            # After an error too: ``memory`` counts the buffer until it is given back.
             self._free.append((unit.nbytes, buffer))
 
     def _free_buffer(self, nbytes: int) -> B:
