@@ -46,6 +46,7 @@ class HostBlocks:
             self._unused_bytes -= padded
             return self._idle[device, padded].pop()
         if self._is_too_much(padded):
+            # All idle blocks are of other sizes or devices, and cannot be used here.
             self._unused_bytes -= sum(n * len(blocks) for (_, n), blocks in self._idle.items())
             self._idle.clear()
         if device.type == "cpu":

@@ -132,6 +132,7 @@ class ActivationOffload:
         for module in modules:
             self._register(module, self._enter, self._leave)
             for part in module.modules():
+                # At each call: a unit of FSDP2 has its gathered parameters only then.
                 self._handles.append(part.register_forward_pre_hook(self._note_parameters))
 
     def nbytes(self) -> ActivationBytes:
@@ -152,6 +153,7 @@ class ActivationOffload:
         stack = self._stack()
         while stack:  # in a forward, or after one that Ctrl-C ended, when torch runs no hook
             hooks = stack.pop()[1]
+            # torch removes the innermost hooks, whoever's they are.
             if hooks is not None and (_hooks_in_force() or (None,))[0] == self._pack:
                 hooks.__exit__()
         self._finalizer.detach()
@@ -178,6 +180,7 @@ class ActivationOffload:
     ) -> None:
         before, after = partial(apart_from_graphs, enter), partial(apart_from_graphs, leave)
         self._handles.append(module.register_forward_pre_hook(before))
+        # Called after an error in forward too, which would leave the hooks in force.
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def _enter_model(self, model: nn.Module, _: object) -> None:

@@ -121,12 +121,14 @@ class ActivationPool:
             self._settle()
             nbytes = 0 if key in self._by_key else source.nbytes()
         with self._room(nbytes):  # forward itself holds these bytes until now
+            # Looked up again: ``_room`` gives up the lock while it waits.
             storage = self._by_key.get(key)
             if storage is None:
                 storage = self._take_over(tensor, source)
             else:
                 if storage.sources:
                     storage.sources.append(tensor)  # an alias may have its own version counter
+                # The lists are sorted by number: the storage leaves them before that changes.
                 for storages in (self._needed, self._unwritten, self._written, self._absent):
                     storages.discard(storage)
                 storage.number = self._next  # backward needs it for this tensor first
@@ -142,6 +144,7 @@ class ActivationPool:
                 int(tensor.storage_offset()),
                 self._released,
             )
+        # The new storage may take those not on disk past half of the budget: writes begin.
         with self._room(0):
             return saved
 
@@ -154,6 +157,7 @@ class ActivationPool:
             version_of(tensor),
             StorageIdentity(source),
         )
+        # The whole storage, of which the tensor may be a part: others may share it.
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source)
         if tensor.is_cpu:
             storage.host = whole
@@ -254,6 +258,7 @@ class ActivationPool:
                 return saved.over(data)
         except BaseException:
             with self._lock:
+                # Backward did not get it, so it may leave memory again.
                 storage.is_used = was_used
                 self._list(storage)
             raise
@@ -293,6 +298,7 @@ class ActivationPool:
     def _bring_ahead(self, storage: SavedStorage) -> None:
         """Read the next storages of backward as far as there is room, and copy the first ones."""
         for other in self._absent.before(storage.number):
+            # No smaller one is read in its place: backward needs this one first.
             if not self._used.fits(other.nbytes):
                 break
             self._read_back(other)
@@ -368,6 +374,7 @@ class ActivationPool:
                 self._by_key.pop(storage.key, None)
                 self._needed.discard(storage)
                 self._ending.append(storage)
+        # Once each: ``_drop`` puts those back whose transfers go on.
         for _ in range(len(self._ending)):
             self._drop(self._ending.popleft())
 

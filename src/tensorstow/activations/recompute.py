@@ -32,6 +32,7 @@ class Recompute:
             was_set = "forward" in vars(module)  # on the object, by another wrapper
             untyped: Any = module  # mypy rejects an assignment to a method
             wrapper: Any = partial(_run, self._switch, module.forward)
+            # Callers look at the names of forward's arguments; a partial shows those of ``_run``.
             wrapper.__signature__ = inspect.signature(module.forward)
             untyped.forward = wrapper
             self._wrapped.append((module, wrapper, was_set))
