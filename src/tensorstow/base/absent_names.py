@@ -41,8 +41,10 @@ def _is_import() -> bool:
     frame = sys._getframe(2)  # noqa: SLF001  # the one that called refuse()
     while frame.f_back is not None and frame.f_code.co_name in _GETTERS:
         frame = frame.f_back
+    # importlib asks a package for the names of an import before the bytecode takes them.
     if frame.f_code.co_name == "_handle_fromlist":
         return True
+    # A module that is no package is asked by the bytecode itself.
     at = frame.f_lasti
     return at >= 0 and frame.f_code.co_code[at] == _IMPORT_FROM
 
@@ -82,6 +84,7 @@ def refuse_other_modules(package: str, guide: str) -> None:
         package: The ``__name__`` of a package with the interface of another project.
         guide: The page that lists what the package has.
     """
+    # A package that is imported again has one finder still.
     finders = [f for f in sys.meta_path if not (isinstance(f, _Last) and f.package == package)]
     sys.meta_path[:] = [*finders, _Last(package, guide)]
 
@@ -106,6 +109,7 @@ def is_wanted(fullname: str) -> bool:
     that begin with "_" are Python's, as ``__main__``.
     """
     is_pythons = fullname.rpartition(".")[2].startswith("_")
+    # Frames from here: this function, the finder's ``find_spec``, importlib's ``_find_spec``.
     caller = sys._getframe(3).f_code.co_name  # noqa: SLF001
     return caller.startswith("_find_and_load") and not is_pythons
 
@@ -115,6 +119,7 @@ class _AbsentModule(ModuleType):
 
     def __init__(self, name: str, instead: str) -> None:
         super().__init__(name, f"Not here: {instead}.")
+        # As of a package: Python looks for submodules in ``__path__``, which raises the error.
         self.__spec__ = ModuleSpec(name, None, is_package=True)
         self.__path__ = _NoSubmodules(name, instead)
         self._instead = instead

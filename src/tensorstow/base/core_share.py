@@ -69,6 +69,7 @@ def share_cores(
         mine = groups[local.rank]
         beside, turn = groups.count(mine), groups[: local.rank].count(mine)
     cores = tuple(sorted(core for node in mine for core in node.cores))
+    # A rank that has all nodes is bound to none.
     if len(mine) == len(nodes):
         return CoreShare(fair)
     return CoreShare(

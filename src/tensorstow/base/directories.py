@@ -128,6 +128,7 @@ def resolve_path(path: str | os.PathLike[str]) -> Path:
     try:
         return expand_path(path).resolve()
     except (OSError, RuntimeError) as error:
+        # ``expand_path`` raises it, with its own message.
         if isinstance(error, DirectoryError):
             raise
         raise _no_path(path, error) from error
@@ -269,6 +270,7 @@ def path_inside(directory: Path, name: object, source: Path, *, links: bool = Fa
     """
     if isinstance(name, str) and name and "\0" not in name:
         path, root = directory / name, Path(os.path.realpath(directory))
+        # Hugging Face's cache has links from snapshots/REVISION to files in blobs, next to it.
         if root.parent.name == "snapshots":
             root = root.parent.parent
         is_plain = not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -247,6 +247,7 @@ def _instance(kind: type[T], value: object) -> T:
 
 def _one_of(choices: Iterable[object], value: object) -> object:
     for choice in choices:
+        # Types are compared too: True equals 1, and 1.0 does.
         if type(value) is type(choice) and value == choice:
             return choice
     raise _NotTakenError
@@ -260,6 +261,7 @@ def _member(kind: type[Enum], value: object) -> Enum:
 
 
 def _whole(value: object) -> int:
+    # A bool is an Integral, and is meant as no number.
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise _NotTakenError
     number = int(value)

@@ -33,6 +33,7 @@ def is_gone(process: dict[str, Any]) -> bool | None:
         LookupError, TypeError, ValueError: It is not of ``process_id()``.
     """
     machine, pid, began = list(process["machine"]), int(process["pid"]), str(process["began"])
+    # Another process may have the number by now: when it began tells them apart.
     return _began(pid) != began if machine == _machine_and_pids() else None
 
 

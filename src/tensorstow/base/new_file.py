@@ -61,6 +61,7 @@ class NewFile:
         with named("File", self.path):
             if not self._is_sealed:
                 os.fsync(self.fd)
+            # A file that has a name is published by a rename, which needs no descriptor.
             if self._made is not None:
                 self._close()
         self._is_sealed = True
@@ -69,6 +70,7 @@ class NewFile:
         """Seal it and give it a name next to ``path``, under which a later failure leaves it."""
         self.seal()
         with named("File", self.path):
+            # Not a name like ``_MAKING``: the next writer would remove such a file after a day.
             self._made = self._have_name().rename(
                 self.path.with_name(f".{self.path.name}.{os.urandom(8).hex()}")
             )
@@ -78,6 +80,7 @@ class NewFile:
         """Seal it and give it its name, durably."""
         self.seal()
         with named("File", self.path):
+            # A link gets a name that is free; only a rename replaces another file.
             if self._made is not None or not self._links(self.path):
                 self._have_name().replace(self.path)
                 self._made = None

@@ -159,6 +159,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         exact = '"forward", or "backward" if parameters are updated on the device'
+        # Before the check of fields, whose error would not say why.
         refuse_delayed(self.overlap, "in a plan", f"Use {exact}, which are exact.")
         check_fields(self)
         self._check_update_on()

@@ -102,6 +102,7 @@ def read_regular(path: str | os.PathLike[str], most: int, flags: int = os.O_RDON
     Arguments and errors are ``open_regular``'s.
     """
     with regular_stream(path, flags, most=most) as stream:
+        # One byte more than is plausible, and no more: a file that grows is not read to its end.
         data = stream.read(most + 1)
         _check(path, os.fstat(stream.fileno()), most)  # it may have grown meanwhile
     return data

@@ -60,10 +60,12 @@ class SignalsDeferred:
         except BaseException:
             self._put_back()
             raise
+        # Last: until all are replaced, a signal goes to its handler.
         self._deferring = True
 
     def __exit__(self, *exc: object) -> None:
         """Restore the handlers, and run those whose signals were received."""
+        # First: a signal that comes from here on goes to its handler at once.
         self._deferring = False
         raised = self._put_back()
         for number in dict.fromkeys(self._came):
@@ -190,7 +192,9 @@ class StopHandlers:
         if threading.current_thread() is not threading.main_thread():
             return
         for number, before in self._before.items():
+            # Runs may end in any order: handlers of those that have ended are not put back.
             while isinstance(before, StopHandlers) and before._is_closed:  # noqa: SLF001
                 before = before._before[number]  # noqa: SLF001, PLW2901
             if signal.getsignal(number) is self:
+                # None: a handler that was not set from Python, which Python cannot put back.
                 signal.signal(number, signal.SIG_DFL if before is None else before)

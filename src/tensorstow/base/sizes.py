@@ -118,5 +118,6 @@ def _parse_text(text: str, name: str) -> int:
         problem = f"the unit {abbreviated(match['unit'])}" if unit else "no unit"
         message = f"{name}={abbreviated(text)} has {problem}. Give one of {units}."
         raise OptionError(message)
+    # In decimals, which are exact: a product of floats may lie just below its value.
     size: int = math.floor(number * _FACTORS[unit])
     return size
