@@ -220,6 +220,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
         wanted = layout.placements
         if gradient.placements != wanted:
             with torch.no_grad():
+                # It stays in ``.grad``, so that a later call needs no collective.
                 parameter.grad = gradient = gradient.redistribute(placements=wanted)
     elif isinstance(layout, RankShare):  # set by the user, or to create states before loading
         return None if is_unreduced(gradient) else layout.rows(gradient)
@@ -229,6 +230,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
 
 def set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Set ``parameter.grad`` to a gradient of any dtype: sums are wider than weights."""
+    # None lifts torch's check that a gradient has its parameter's dtype.
     parameter.grad_dtype = None
     parameter.grad = gradient
 
@@ -384,6 +386,7 @@ def groups_of(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
         return []
     mesh = layout.device_mesh
     dims = [i for i, _ in _in_order_of_cuts(layout.placements) if mesh.size(i) > 1]
+    # By mesh dimension: sums over several groups are added in this order.
     return [mesh.get_group(i) for i in sorted(dims)]
 
 
@@ -412,6 +415,7 @@ def fsum_over_shards(parameters: Sequence[torch.Tensor], parts: Sequence[Sequenc
     for groups, values in sharded.items():
         mine = _exact_sum(values)
         for group in groups:
+            # Padded, because all ranks must send as many numbers.
             by_rank = numbers_of_ranks(group, [*mine, *[0.0] * (_MOST_TERMS - len(mine))])
             mine = _exact_sum([term for terms in by_rank for term in terms])
         total += mine
@@ -423,6 +427,7 @@ def _exact_sum(values: Sequence[float]) -> list[float]:
     terms: list[float] = []
     while (rest := math.fsum([*values, *(-term for term in terms)])) != 0.0:
         terms.append(rest)
+        # An infinity or NaN leaves no rest of 0, and the loop would not end.
         if not math.isfinite(rest):
             break
     return terms

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# Keys are compared by identity: ``==`` of tensors compares their elements.
 _SHARES: Any = WeakIdKeyDictionary()
 _UNREDUCED: Any = WeakIdKeyDictionary()
 """Gradients of this rank alone, which stay in ``.grad`` until those of the last micro-batch."""
