@@ -35,6 +35,7 @@ def quantize_first(m: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = scale.float()[:, None]
     part = groups.abs() * 0.5  # halves: magnitude + scale may be more than fp32 holds
     t = part / (part + wide * 0.5).clamp(min=_LEAST) * 254.0  # at least: not 0 / 0
+    # Codes of a group that is not finite are 0: its scale is NaN, and so are all its values.
     t = t.nan_to_num(0.0) * wide.isfinite()
     low = t.trunc()
     if chance is None:
@@ -55,6 +56,7 @@ def dequantize_first(code: Tensor, scale: Tensor) -> Tensor:
 
 def quantize_second(v: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return fp32 second moments as uint8 codes of their roots and bf16 scales per group."""
+    # Through float64: torch's float32 square root is not correctly rounded on every CPU.
     root = _grouped(v).double().sqrt().float()
     scale = _scale_above(root, _LARGEST_ROOT)
     wide = scale.float()[:, None]

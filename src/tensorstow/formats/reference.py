@@ -187,6 +187,7 @@ def _fused_multiply_add(a: Tensor, b: float, c: Tensor) -> Tensor:
     """Return ``a * b + c``, rounded to float32 once; ``b`` is exact in float32."""
     product, c = a.double() * b, c.double()  # 48 bits: exact
     total = product + c
+    # The error of the sum, exactly, by Knuth's two-sum.
     back = total - product
     error = (product - (total - back)) + (c - back)
     # To odd, so that float32 is not decided by a number that was rounded to its midpoint.

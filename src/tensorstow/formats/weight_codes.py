@@ -103,6 +103,7 @@ class Blocks:
 def dequantize_blocks(blocks: Blocks, into: Tensor, skip: int = 0) -> None:
     """Compute the values of blocks from element ``skip`` on, rounded to the dtype of ``into``."""
     table = blocks.table.float()
+    # Both values of each byte, as one int64: one look-up decodes two elements.
     pairs = torch.stack([table.repeat_interleave(16), table.repeat(16)], 1).view(torch.int64)
     codes, target, done = blocks.codes.reshape(-1), into.view(-1), 0
     count = max(1, _PIECE // blocks.block) * blocks.block
