@@ -52,6 +52,7 @@ class ChunkedLoss:
         self._model.loss_function = self._loss
         self._handles = [
             self._model.register_forward_pre_hook(self._note_labels, with_kwargs=True),
+            # First of all hooks: the others get the output without the placeholder.
             self._model.register_forward_hook(self._drop_logits, prepend=True, always_call=True),
             self._head.register_forward_pre_hook(self._skip_product),
             self._head.register_forward_hook(self._stand_in, prepend=True),
@@ -117,6 +118,7 @@ class ChunkedLoss:
             keywords |= {"num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
             return self._before(logits, labels, vocab_size, ignore_index=ignore_index, **keywords)
         if shift_labels is None:
+            # As transformers does: each position predicts the next token, the last one none.
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         hidden = logits.hidden
         loss = chunked_cross_entropy(

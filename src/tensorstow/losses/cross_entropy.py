@@ -203,6 +203,7 @@ class _Pass:
         self._weight, self._bias = layer
         self._layer = _OutputLayer(*layer, kind)
         self.counts = labels != kind.ignore_index
+        # Rows that do not count get any valid class: ``gather`` takes no ``ignore_index``.
         self._labels = labels.where(self.counts, 0)
         self.losses = hidden.new_empty(len(hidden), dtype=kind.sum_dtype)
 
@@ -236,6 +237,7 @@ class _Pass:
             if slope is not None:
                 d_logits *= slope
             if d_bias is not None:
+                # Before ``gradient_operand``, which scales ``d_logits`` in place.
                 d_bias += d_logits.sum(0)
             d_operand = layer.gradient_operand(d_logits)
             if d_hidden is not None:
@@ -262,12 +264,14 @@ class _Pass:
         if slope is None or self._kind.softcap is None:
             return
         logits.div_(self._kind.softcap).tanh_()
+        # The derivative of tanh is one minus its square; the factors of the cap cancel.
         torch.mul(logits, logits, out=slope).neg_().add_(1)
         logits.mul_(self._kind.softcap)
 
     def _losses_of(self, rows: slice, logits: torch.Tensor) -> torch.Tensor:
         """Store the losses of some rows; leave exp(logits - max) and return its sum per row."""
         logits -= logits.amax(1, keepdim=True)  # no exponential overflows
+        # Before the exponentials, which are written over the logits.
         chosen = logits.gather(1, self._labels[rows, None])
         smoothing = self._kind.smoothing
         if smoothing:
@@ -286,6 +290,7 @@ class _Pass:
         d_logits = exponentials.mul_(factor / totals)
         if smoothing:
             d_logits -= factor * (smoothing / exponentials.shape[1])
+        # The buffer of logits becomes their gradient: softmax, less the target at each label.
         at_label = d_logits.gather(1, labels) - factor * (1 - smoothing)
         return d_logits.scatter_(1, labels, at_label)
 
@@ -341,6 +346,7 @@ class _CrossEntropyFunction(torch.autograd.Function):
         gradients, count = ctx.gradients
         # If no row counts, gradients are 0 and only the loss is nan, as in torch.
         scale = gradient if count is None else gradient / count.clamp(min=1)
+        # With ``retain_graph`` a second backward needs the gradients as forward left them.
         is_kept = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
         if not is_kept:
             ctx.gradients = None
