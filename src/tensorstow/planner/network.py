@@ -89,6 +89,7 @@ def traffic_of(plan: Plan, sizes: Sizes, network: Network) -> NetworkTraffic:
         backward = {name: often * nbytes for name, nbytes in reduced.items()}
         return NetworkTraffic({}, backward, {ALL_GATHER: int(sharded * trained)})
     backward = {name: times * nbytes for name, nbytes in reduced.items()}
+    # Units in ``unsharded`` are still whole when backward needs them.
     backward[ALL_GATHER] = times * int(sharded * (weights - held_bytes))
     return NetworkTraffic({ALL_GATHER: times * int(sharded * weights)}, backward, {})
 

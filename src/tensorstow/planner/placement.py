@@ -448,6 +448,7 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     yield from _on_the_link(plan, sizes, conditions)
     if conditions.commits:
         frozen = sizes.share_bytes - sum(unit.gradient_bytes for unit in sizes.units)
+        # ``file_bytes`` has every place of a chunk, and a commit keeps one of them.
         places = 2 if plan.timing.can_undo else 1
         chunks = memory.file_bytes // places
         yield Item(Tier.DISK, "two commits", 2 * (chunks + max(frozen, 0)))
@@ -475,6 +476,7 @@ def _on_the_link(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[I
     families = _families(sizes, plan, conditions)
     lines = tuple((families[d], tuple(n), tuple(on_device[d])) for d, n in counts.items())
     policy = PipelinePolicy()
+    # Chunks in host memory are larger here: Python sends the gradients of each one.
     chunk = policy.linked_chunk if plan.states == Tier.HOST else policy.chunk
     staged, slots = _buffers_of(lines, chunk)
     if reaches_host(plan.update_on):

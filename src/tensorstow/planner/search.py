@@ -396,6 +396,7 @@ def _best_of_order(
 ) -> tuple[_Rank, Alternative]:
     """Return the best plan with the first of ``units`` on the tier of ``plan.parameters``."""
     tried: dict[int, tuple[_Rank, Alternative]] = {}
+    # At least one unit is on either tier: all on one tier is a placement of its own.
     most = len(units) - 1
     counts = {1 + part * (most - 1) // _GRID for part in range(_GRID + 1)}
     while counts:
@@ -431,8 +432,10 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
         yield _try(spent, request)
     free = spent or plan
     if request.overlap is None:
+        # "forward" is what "auto" means with units on disk, and updates on the device refuse it.
         late = on_disk or reaches_device(plan.update_on)
         overlaps: tuple[Overlap, ...] = ("backward",) if late else ("forward", "backward")
+        # ``candidates`` has "backward" already for a plan with all parameters on disk.
         if not on_disk or plan.parameter_units:
             for overlap in overlaps:
                 yield _try(free.but(overlap=overlap), request)
@@ -479,6 +482,7 @@ def _spend(plan: Plan, request: PlanRequest) -> Plan | None:
 
 def _try(plan: Plan, request: PlanRequest) -> Alternative:
     conditions, machine, batch = request.conditions, request.machine, request.batch
+    # What "auto" means decides the timing, by which bytes and seconds are counted.
     plan = plan.settled()
     fitted = fit(plan, request.sizes, request.budget, conditions)
     if not isinstance(fitted, Plan):

@@ -181,6 +181,7 @@ def work_of(plan: Plan, sizes: Sizes, conditions: Conditions) -> StepWork:
         # Steps alternate direction over the chunks: those still in the ring are not read.
         read = max(0, written - memory.ring_bytes)
     away = not conditions.device_is_host
+    # In vertical order (``micro_batches``) fp32 sums come down in place of gradients.
     sums = 4 * sum(elements for _, elements in sizes.trained)
     down = plan.accumulation_steps * (sums if plan.micro_batches > 1 else sizes.gradient_bytes)
     if reaches_device(plan.update_on):  # gradients are summed on the device
@@ -335,6 +336,7 @@ def _disk_seconds(work: StepWork, machine: MachineRates) -> tuple[float, float, 
         )
         raise OptionError(message)
     both = min(work.state_read, work.state_written)
+    # Bytes that are read and written pass at the mixed rate, which counts both ways.
     states = 2 * both / disk.mixed + (work.state_written - both) / disk.write
     return work.parameters_read / disk.read, work.parameters_written / disk.write, states
 
