@@ -33,6 +33,7 @@ def placement_in(source: Source, args: transformers.TrainingArguments) -> dict[s
     pairs = _pairs(args)
     _refuse_sections(written)
     _refuse_mismatches(written, pairs)
+    # Without ``train_batch_size``, which follows from the others.
     fill = {path: value for path, (value, _) in pairs.items() if path != "train_batch_size"}
     clipped = {"gradient_clipping": args.max_grad_norm, **written}
     settings = read_settings(clipped, args.world_size, fill=fill)

@@ -131,6 +131,7 @@ class StowStrategy(ModelParallelStrategy):
         replaced_names = self._unshared(path) if replaces else []
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
         self._snapshots[path] = names
+        # After the new file is written: until then the old one needs its snapshots.
         self._drop([None if name in names else name for name in replaced_names])
 
     def refuse_whole_checkpoints(self) -> None:

@@ -112,6 +112,7 @@ class Stowed(transformers.Trainer):
             self._save(str(folder), _adapter_tensors(model))
         else:
             save_safetensors(model, folder)
+        # For adapters the Trainer's ``_save`` has written these.
         if self.args.should_save and not has_adapters:
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
@@ -122,6 +123,7 @@ class Stowed(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # Here, on every rank: the Trainer asks rank 0 alone for the optimizer's state dict.
         if self._durable and self.args.world_size > 1:
             take_snapshot(self._optimizer(), self.state.global_step)
         super()._save_optimizer_and_scheduler(output_dir)
@@ -146,6 +148,7 @@ class Stowed(transformers.Trainer):
         if hasattr(self.model, "peft_config"):
             super()._load_best_model()
             return
+        # An update that still runs would write over the weights that are read.
         self._optimizer().wait()
         model: Any = self.model
         copy_from_files(model, str(self.state.best_model_checkpoint))

@@ -123,6 +123,7 @@ class StowedOptimizers(OptimizersContainer):
                 init_optim_state(optimizer)
                 entries |= get_flat_optim_state_dict(optimizer)
             else:
+                # First: the state dict then refers to this snapshot, which every rank has.
                 self._name_snapshot(optimizer)
                 entries[key] = _packed(optimizer.state_dict())
         return entries

@@ -81,6 +81,7 @@ class DropSnapshots(transformers.TrainerCallback):
     ) -> None:
         """Drop the snapshots whose checkpoints the Trainer has just removed."""
         optimizer = _inner(trainer_values["optimizer"])
+        # First: copies of a checkpoint that is gone name its snapshot, too.
         self._note_checkpoints(args)
         gone = [folder for folder in self._snapshots if not folder.is_dir()]
         names = {folder: self._snapshots.pop(folder) for folder in sorted(gone)}
@@ -114,6 +115,7 @@ class DropSnapshots(transformers.TrainerCallback):
         if limit is None or limit <= 0 or new not in order:  # not noted during this save
             return set()
         protected = {new, *map(Path, filter(None, [state.best_model_checkpoint]))}
+        # As the Trainer, which keeps the new checkpoint and the best one whatever the limit.
         excess = max(0, len(order) - max(limit, len(protected)))
         return set([folder for folder in order if folder not in protected][:excess])
 
