@@ -66,6 +66,7 @@ def configure(  # upstream's
     refuse_model_parallel(mpu_, mpu_=mpu_)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
         checkpoint_in_cpu = values_of(given_keys(load(deepspeed_config)), {})[_IN_CPU]
+    # A new module: the hooks of an earlier call stay with the old one.
     reset()
     _now.is_configured = True
     if checkpoint_in_cpu:

@@ -125,6 +125,7 @@ def _share_values(model: nn.Module) -> None:
     if group is None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
+        # The group's collectives are of host memory.
         values = tensor.detach().cpu().contiguous()
         dist.broadcast(values, 0, group)
         tensor.copy_(values)

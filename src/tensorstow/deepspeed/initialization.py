@@ -127,6 +127,7 @@ def initialize(
     if settings.log_level is not None:
         set_log_level_from_string(settings.log_level)
     make = maker_of(settings.optimizer, optimizer, model, model_parameters)
+    # Before the model is changed, as all checks of arguments.
     stops = _stop_point(make, stop_signals, on_stop)
     with _named_as_configured(settings):
         placed, placed_optimizer = _placed(model, make, settings, overlap)
@@ -152,6 +153,7 @@ def _placed(
     if make is None:
         return place_for_evaluation(model, settings), None
     if isinstance(make, OtherMaker):
+        # Checks the user's overlap: classes other than Adam step in ``step()`` alone.
         make = make.for_settings(settings, world_size(), overlap, current_device())
         overlap = "none"
     plan = plan_of(settings, device_is_host=current_device().type == "cpu", overlap=overlap)
@@ -166,6 +168,7 @@ def _placed(
 
     # The directory is for parameters on disk only, so the states are scratch.
     make_scratch = partial(make_placed, durability="none")
+    # Both are made before ``stow``, which replaces the parameters.
     before = PlacedParameters(model)
     master_weights = MasterWeights(model, dtype_of(settings))
     blocks = blocks_to_gather(model) if plan.stage == 3 else None

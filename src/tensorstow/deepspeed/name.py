@@ -64,6 +64,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of this package in the place of ``module``."""
+        # An import returns what ``sys.modules`` has once the module was executed.
         sys.modules[module.__name__] = importlib.import_module(_ours(module.__name__))
 
 

@@ -70,6 +70,7 @@ class MasterWeights:
 
         Parameters on the meta device have no values: their master weights start as their weights.
         """
+        # Values in host memory are not copied: the cast gives the parameters other memory.
         self._values = {
             name: parameter.detach().cpu()
             for name, parameter in model.named_parameters()
@@ -87,6 +88,7 @@ class MasterWeights:
         named = dict(model.named_parameters())
         begun = {}
         for name in owned_names(model, optimizer):
+            # Popped and copied, so that the whole values of each parameter are freed in turn.
             values = self._values.pop(name, None)
             if values is not None:
                 master = part_of(values, named[name], name).clone()
@@ -128,6 +130,7 @@ def drop_unused_masters(optimizer: PlacedOptimizer) -> None:
 
 def watch_loads(module: nn.Module, optimizer: PlacedOptimizer) -> None:
     """Drop such master weights at each ``load_state_dict`` of the module."""
+    # Weak: the module keeps the hook, which would keep the optimizer alive.
     reference = weakref.ref(optimizer)
 
     def loaded(*_: object) -> None:

@@ -67,6 +67,7 @@ def main(args: Namespace) -> None:
     for written in target.rglob("*.pt"):
         listed.note(written, digest_of(written))
     listed.write()
+    # Last, so that it never names half a checkpoint.
     write_tag(target.parent / LATEST_UNIVERSAL, target.name)
 
 

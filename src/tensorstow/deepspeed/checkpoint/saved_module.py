@@ -141,6 +141,7 @@ class SavedModule(ConfiguredModule):
         client_state = on_every_rank(check, f"check {folder}")
         self._begin_step_again()
         on_every_rank(partial(saved.load_module, self.module), f"load the weights in {folder}")
+        # Before the states are loaded, whose master weights may be unused by a step, too.
         if self.optimizer is not None:
             drop_unused_masters(self.optimizer)
         if load_module_only:

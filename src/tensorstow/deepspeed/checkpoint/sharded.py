@@ -92,6 +92,7 @@ def save(
     steps, numbers = _take_numbers(states, named)
     for name, entry in states.items():
         for state, values in entry.items():
+            # States that are not elementwise (Adafactor's rows) are whole on every rank.
             cut = to_local(values).shape == shard_of(named[name]).shape
             whole = host_dtensor(values, named[name]) if cut else values
             tensors[f"{_OPTIMIZER}{name}.{state}"] = whole

@@ -231,6 +231,7 @@ class AioHandle:
             raise DirectoryError(message) from error
         if not direct:
             return File(self._engine, fd, path, direct=False, cached=True)
+        # The file exists now, and is opened again past the page cache, where that works.
         os.close(fd)
         return open_file(self._engine, path)
 

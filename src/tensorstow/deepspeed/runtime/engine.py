@@ -110,6 +110,7 @@ class DeepSpeedEngine(SavedModule):
         self._loss = 0.0
         if optimizer is not None:
             zero = settings.zero
+            # Held here, because the registry refers to it weakly.
             self._placed = register(
                 RegisteredModel(module, optimizer, zero.stage, zero.enable_sanity_checks)
             )
@@ -119,6 +120,7 @@ class DeepSpeedEngine(SavedModule):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Not set yet: asking ``self.module`` for it would recur without end.
             if name == "module":
                 raise
             return getattr(self.module, name)
@@ -200,6 +202,7 @@ class DeepSpeedEngine(SavedModule):
             self._micro_batches.tell()
         with self._timer.measure("backward"), self._direct.engines_own(), more:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        # Only if it is written: reading a loss waits for the device.
         if self.monitor.enabled:
             self._loss += float(loss.detach())
         self._backwards += 1

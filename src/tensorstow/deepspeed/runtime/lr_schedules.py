@@ -61,6 +61,7 @@ class LRSchedule(LRScheduler):
         """Set the rates of the first step, or of the one after ``last_batch_iteration``."""
         self._share = share
         self.min_lrs, self.max_lrs = lrs
+        # torch's constructor calls ``get_lr`` already.
         super().__init__(optimizer)
         if last_batch_iteration != -1:
             self.load_state_dict({"last_batch_iteration": last_batch_iteration})
