@@ -270,6 +270,7 @@ def update_on_accelerator(
         [shard_of(s["max_exp_avg_sq"]) for s in entries] if group["amsgrad"] else [],
         [s["step"] for s in entries],
         fused=True,
+        # The fused kernel divides gradients by ``grad_scale``.
         grad_scale=None
         if factor == 1.0
         else torch.tensor(factor, dtype=torch.float32, device=due[0].device).reciprocal(),

@@ -133,6 +133,7 @@ class CheckpointCalls:
         for file in _listed(main) if main.name.endswith(_INDEX) else [main]:
             saved |= _read(file, torch.Tensor)
         tied, absent = _tied(module), module_state.keys() - saved.keys()
+        # A tied weight may be saved by another one of its names.
         missing = {name for name in absent if not tied.get(name, set()) - absent}
         unexpected = saved.keys() - module_state.keys()
         if strict:
@@ -302,6 +303,7 @@ def _write_shards(
     with NewFiles() as new_files:
         for file, content in alone.values():
             write(file, content)
+        # All ranks gather, which is collective; those that do not write keep nothing.
         sized = ((key, value if _writes() else None, _bytes_of(value)) for key, value in items)
         for part in parts_within(sized, most, itemgetter(2)):
             number += 1
@@ -363,6 +365,7 @@ def _main_of(path: Path, *alone: str) -> Path:
     """
     if _is_saved(path):
         return path
+    # An index that is gone but has a list of digests counts: its check then says what is lost.
     listed = {file.with_suffix("") for file in path.glob(f"*{_INDEX}{SUFFIX}")}
     indices = sorted({*path.glob(f"*{_INDEX}"), *listed})
     if len(indices) > 1:

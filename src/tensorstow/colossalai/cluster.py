@@ -104,6 +104,7 @@ class DistCoordinator:
         try:
             yield
         finally:
+            # After an error too: the other ranks wait for this one.
             if first:
                 self.block_all(process_group)
 

@@ -120,6 +120,7 @@ class GeminiStates(OptimizerWrapper):
 def _from_rank_0(states: Mapping[int, Mapping[str, Any]]) -> Mapping[int, Mapping[str, Any]]:
     """Return rank 0's states if ``only_rank_0`` left a rank without any, else this rank's."""
     group = host_group()
+    # Asked on every rank: all take part in the broadcasts below, or none.
     if group is None or not any(from_every_rank(any(not entry for entry in states.values()))):
         return states
     broadcast = {}

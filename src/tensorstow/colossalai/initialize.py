@@ -136,6 +136,7 @@ def set_seed(seed: int) -> None:
 
 def _launch_by(variable: str, host: str, port: int, backend: str, seed: int, verbose: bool) -> None:
     """Join the process group of the ranks of the launcher that sets ``variable``."""
+    # Variables of this launcher alone: ``launched`` prefers those of one inside of it.
     prefix = variable.partition("_")[0]
     place = launched({name: value for name, value in os.environ.items() if name.startswith(prefix)})
     if not place.source:

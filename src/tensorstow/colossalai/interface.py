@@ -73,6 +73,7 @@ class ModelWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Not set yet: asking ``unwrap`` for it would recur without end.
             if name == "module":
                 raise
             return getattr(self.unwrap(), name)
@@ -105,6 +106,7 @@ class OptimizerWrapper(Optimizer):
         """Whether a backward of ours has scaled the gradients."""
 
     def __getattr__(self, name: str) -> Any:
+        # Not set yet: asking ``self.optim`` for it would recur without end.
         if name == "optim":
             raise AttributeError(name)
         return getattr(self.optim, name)

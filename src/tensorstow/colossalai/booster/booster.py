@@ -96,6 +96,7 @@ class Booster(CheckpointCalls):
                 " a signal handler of your own."
             )
             raise OptionError(message)
+        # Before the model is changed, as all checks of arguments.
         stops = None if optimizer is None else stop_point(self._stop_signals, self._on_stop)
         placed = self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if stops is not None:

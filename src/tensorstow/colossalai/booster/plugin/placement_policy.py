@@ -126,6 +126,7 @@ def nearest(sizes: Mapping[str, int], wanted: float) -> set[str]:
         sums.append(sums[-1] | sums[-1] << count)
     aim = min(max(wanted / step, 0), sum(steps))
     at = min(_bits_beside(sums[-1], int(aim)), key=lambda n: (abs(n - aim), n))
+    # From the largest down: a name is taken if those before it reach the rest of the sum.
     chosen = set()
     for number in reversed(range(len(names))):
         if at >= steps[number] and sums[number] >> (at - steps[number]) & 1:
