@@ -295,10 +295,11 @@ class BufferPool:
         while (busy := self._begin_pin(buffer)) is not None:
             self._wait(busy)
         # A write under way only reads the memory: readers share it, and a writer waits.
-        if buffer.state is ByteState.READING or (for_write and buffer.transfers):
+        while buffer.state is ByteState.READING or (for_write and buffer.transfers):
             self._wait(buffer)
             with self._poisoning():
-                self._settle(buffer)
+                if buffer.is_over():  # else another thread has begun a read meanwhile
+                    self._settle(buffer)
         if whole:
             self.read(buffer, range(len(buffer.pieces)))
 

@@ -9,8 +9,9 @@ import torch
 
 from tensorstow.base.errors import DamageError, DirectoryError, PoisonedError
 from tensorstow.io.arena import Arena
+from tensorstow.io.file_runs import Run
 from tensorstow.io.files import IoFuture
-from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer
+from tensorstow.memory.buffer_pool import BufferPool, PooledBuffer, _begin_read
 
 SIZE = 1 << 20
 
@@ -147,3 +148,58 @@ def test_all_leaves_memory_once_it_is_written(
     assert pool.memory.held == SIZE
     pool.resize(4 * SIZE)
     assert pool.memory.capacity == 4 * SIZE
+
+
+class LateRead:
+    """A read that is over once it has been waited for."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def done(self) -> bool:
+        return self.is_over
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+class LateFile:
+    """A file of zeros whose reads are late."""
+
+    path = Path("late")
+
+    def read(self, offset: int, into: torch.Tensor) -> LateRead:
+        del offset
+        into.zero_()
+        return LateRead()
+
+    def validate_unchanged(self) -> None:
+        """Nobody writes to it."""
+
+
+def test_a_pin_settles_no_read_that_another_thread_has_begun_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = BufferPool([tmp_path], 2 * SIZE, SIZE)
+    runs = [Run(LateFile(), at, at, SIZE // 2) for at in (0, SIZE // 2)]
+    buffer = pool.add(SIZE, runs, pieces=[[run] for run in runs])
+    buffer.upcoming = frozenset({0})
+    wait, settle, waits = pool._wait, pool._settle, []
+
+    def wait_while_another_reads(awaited: PooledBuffer) -> None:
+        wait(awaited)
+        waits.append(awaited)
+        if len(waits) == 1:  # as `read` does
+            settle(awaited)
+            _begin_read(pool._files, awaited, [1])
+
+    def settle_what_is_over(settled: PooledBuffer) -> None:
+        assert settled.is_over()
+        settle(settled)
+
+    monkeypatch.setattr(pool, "_wait", wait_while_another_reads)
+    monkeypatch.setattr(pool, "_settle", settle_what_is_over)
+    buffer.pin(whole=False)
+    assert buffer.present == {0, 1}
+    assert len(waits) == 2
+    buffer.unpin()
