@@ -272,6 +272,20 @@ def test_a_checkpoint_is_removed_without_running_what_is_in_it(
 
 
 @pytest.mark.usefixtures("_own_group")
+def test_a_checkpoint_that_is_there_has_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be killed between the two: then a snapshot is left, which costs its place."""
+    made, path = Optimizers(tmp_path / "run"), tmp_path / "a.ckpt"
+    made.save(path, epoch=1)
+    monkeypatch.setattr(made.strategy, "_drop", lambda names: seen.append((path.exists(), names)))
+    seen: list[tuple[bool, list[str]]] = []
+    made.strategy.remove_checkpoint(path)
+    assert seen == [(False, made.names())]
+    made.optimizer.close()
+
+
+@pytest.mark.usefixtures("_own_group")
 @pytest.mark.parametrize("is_later_process", [False, True])
 def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(
     tmp_path: Path, *, is_later_process: bool
