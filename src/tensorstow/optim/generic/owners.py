@@ -50,7 +50,7 @@ class Round:
         jobs = [replace(job, leaf=leaf) for job, leaf in zip(self.jobs, leaves, strict=True)]
         try:
             yield jobs
-        except Exception:
+        except BaseException:  # an interrupt too
             # The other ranks wait in this exchange, and learn from it that the step failed.
             scatter(self.matrices, None)
             raise
@@ -66,8 +66,12 @@ class MatrixOwners:
     """Bytes that each rank owns."""
 
     def assign(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Choose owners of sharded parameters that have none; every rank gives the same."""
+        """Choose owners of sharded parameters that have none; every rank gives the same.
+
+        Parameters that ``refuse_cut`` refuses get none.
+        """
         new = [p for p in parameters if id(p) not in self._matrices and groups_of(p)]
+        new = [p for p in new if _can_be_gathered(p)]
         for parameter in sorted(new, key=lambda p: -p.numel() * p.element_size()):
             (group,) = groups_of(parameter)
             loads = self._loads.setdefault(group, [0] * dist.get_world_size(group))
@@ -132,6 +136,12 @@ class MatrixOwners:
         return rounds
 
 
+def _can_be_gathered(parameter: torch.Tensor) -> bool:
+    placements: tuple[Any, ...] = tuple(getattr(layout_of(parameter), "placements", ()))
+    is_summed = any(p.is_partial() or hasattr(p, "split_factor") for p in placements)
+    return len(groups_of(parameter)) == 1 and not is_summed
+
+
 def refuse_cut(stepper: Stepper, parameter: torch.Tensor, name: str) -> None:
     """Raise OptionError for a sharded parameter that cannot be gathered, or begin elsewhere."""
     groups, class_name = groups_of(parameter), stepper.optimizer_class.__name__
@@ -144,8 +154,8 @@ def refuse_cut(stepper: Stepper, parameter: torch.Tensor, name: str) -> None:
             " a class that creates them in its first step, one rank, or stage 0."
         )
         raise OptionError(message)
-    placements: tuple[Any, ...] = tuple(getattr(layout_of(parameter), "placements", ()))
-    if len(groups) > 1 or any(p.is_partial() or hasattr(p, "split_factor") for p in placements):
+    if not _can_be_gathered(parameter):
+        placements = getattr(layout_of(parameter), "placements", ())
         message = (
             f"{class_name} is not known to be elementwise, and {name} of shape"
             f" {tuple(parameter.shape)} is sharded as {placements}: a matrix is gathered from the"

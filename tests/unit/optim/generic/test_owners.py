@@ -163,7 +163,14 @@ def refusals() -> list[str]:
         with pytest.raises(OptionError) as error:
             StowedOptimizer(kind, [parameter], states="host", per_parameter=True)
         said.append(str(error.value))
-    return said
+    cut_twice.requires_grad_(requires_grad=False)
+    ours = StowedOptimizer(torch.optim.Muon, [cut_twice], states="host", per_parameter=True)
+    cut_twice.requires_grad_()
+    cut_twice.grad = torch.ones_like(cut_twice)
+    with pytest.raises(OptionError) as error:
+        ours.step()
+    ours.close()
+    return [*said, str(error.value)]
 
 
 class BeginsWithStates(torch.optim.Optimizer):
@@ -187,7 +194,8 @@ class BeginsWithStates(torch.optim.Optimizer):
 
 
 def test_what_cannot_be_gathered_is_refused(ranks: "Ranks") -> None:
-    for twice, turned, begins in ranks(4).run(refusals):
+    for twice, turned, begins, unfrozen in ranks(4).run(refusals):
+        assert unfrozen.endswith(twice.partition("Parameter 0")[2])
         assert "Muon is not known to be elementwise, and Parameter 0 of group 0" in twice
         assert "gathered from the ranks of one mesh dimension" in twice
         assert "is sharded and not contiguous, and Muon steps it gathered" in turned
