@@ -112,10 +112,10 @@ class Transactions:
         """Run a transaction that drops the generations ``gone``, and free their extents."""
         try:
             result = act()
-            for number in gone:
-                self._space.extents.forget(number)
             with self._manifest.second.copying():
                 self._write_heads()
+            for number in gone:  # now: until here the copy may be what the store is opened by
+                self._space.extents.forget(number)
         except (CommitError, StoreFormatError, OptionError):
             raise  # rolled back
         except SyncError as error:

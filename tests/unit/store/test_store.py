@@ -153,6 +153,21 @@ def test_ranks_that_must_agree_keep_one_more(store: Store) -> None:
     assert [s.number for s in store.generations()] == [3]
 
 
+def test_extents_are_free_once_both_manifests_have_dropped_them(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(store, 1)
+    store.commit(make_content(store, 2), keep=1)
+    transactions, used = store._transactions, []
+    write_heads = transactions._write_heads
+    noting = lambda: (used.append(used_bytes(store)), write_heads())  # noqa: E731
+    monkeypatch.setattr(transactions, "_write_heads", noting)
+    before = used_bytes(store)
+    store.drop_older()
+    assert used == [before]
+    assert used_bytes(store) < before
+
+
 def test_what_was_never_committed_is_free_after_reopening(store: Store) -> None:
     content = commit(store, 1)
     for _ in range(5):
