@@ -33,7 +33,7 @@ from tensorstow.checkpoint.resume import check, family_of, match, whole_facts
 from tensorstow.checkpoint.stored_rows import PieceRead, RankReader, StoredPiece, refuse_cut
 from tensorstow.checkpoint.worlds import Worlds
 from tensorstow.io.arena import Arena, read_ahead
-from tensorstow.io.files import IoFuture
+from tensorstow.io.files import IoFuture, wait_for_all
 from tensorstow.states.chunks import Chunk
 from tensorstow.step.param_table import ParamTable
 from tensorstow.step.step_plan import Groups
@@ -224,8 +224,7 @@ class _Move:
                     weight_checksums(shape, at + shape.weight_offset),
                 )
         finally:
-            while writes:  # nothing may be written to an extent that the caller releases
-                writes.popleft().wait()
+            wait_for_all(writes)  # nothing may be written to an extent that the caller releases
 
     def _read_ahead(self) -> Iterator[tuple[int, PieceRead]]:
         """Yield the pieces of all chunks in turn, read, with their positions.

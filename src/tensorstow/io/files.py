@@ -273,6 +273,18 @@ def backend_for(directories: Iterable[Path], wanted: str | None = None) -> str |
     return wanted if all(accepts_direct(directory) for directory in directories) else "threads"
 
 
+def wait_for_all(transfers: Iterable[IoFuture]) -> None:
+    """Wait for every one of some transfers; raise the first error when all are over."""
+    failure: OSError | None = None
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except OSError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
 def open_unnamed(directory: Path) -> int:
     """Return the descriptor of a new file in ``directory`` that has no name."""
     with named("A scratch file in", directory):

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tensorstow.io.files import IoFuture
+from tensorstow.io.files import IoFuture, wait_for_all
 
 
 class ByteState(Enum):
@@ -62,14 +62,7 @@ class MovingBytes:
 
     def wait(self) -> None:
         """Wait for every transfer; raise the first error, also when called again."""
-        failure: OSError | None = None
-        for transfer in tuple(self.transfers):  # another thread may settle them meanwhile
-            try:
-                transfer.wait()
-            except OSError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        wait_for_all(tuple(self.transfers))  # another thread may settle them meanwhile
 
     def settle(self, check: Callable[[], object] | None = None) -> None:
         """Wait for the transfers, if any are under way, and call ``check``; then be PRESENT.

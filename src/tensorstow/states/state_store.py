@@ -15,7 +15,7 @@ from tensorstow.base.directories import make_directories
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import IN_STEP, UpdateTiming
 from tensorstow.formats.state_format import StateFormat
-from tensorstow.io.files import IoFuture
+from tensorstow.io.files import IoFuture, wait_for_all
 from tensorstow.states.chunks import (
     Allocate,
     Chunk,
@@ -108,8 +108,7 @@ def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> No
     parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
     views = ring.parts(chunk, 0)
     futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
-    for future in futures:
-        future.wait()
+    wait_for_all(futures)
 
 
 @dataclass(frozen=True, slots=True)

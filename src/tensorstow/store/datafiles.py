@@ -22,7 +22,7 @@ import torch
 
 from tensorstow.base.errors import DamageError, StoreFormatError
 from tensorstow.base.regular_file import is_there, open_regular, regular_stream
-from tensorstow.io.files import File, IoFuture
+from tensorstow.io.files import File, IoFuture, wait_for_all
 from tensorstow.store.durability import SystemDisk
 from tensorstow.store.records import HEADER_BYTES, PAGE
 
@@ -206,8 +206,7 @@ def sync_heads(disk: SystemDisk, files: Sequence[File], head: Head) -> None:
         # extend() takes one write at a time: after an error the list has those that have begun.
         futures.extend(file.write(page, _slot_at(head.transaction)) for file in files)
     finally:
-        for future in futures:  # all read from the page, which ends with this function
-            future.wait()
+        wait_for_all(futures)  # all read from the page, which ends with this function
     for file in files:
         disk.sync_file(file)
 

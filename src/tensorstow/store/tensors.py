@@ -7,7 +7,7 @@ import torch
 
 import tensorstow._native as _native
 from tensorstow.base.errors import DamageError, DTypeError, StoreFormatError
-from tensorstow.io.files import File, IoFuture
+from tensorstow.io.files import File, IoFuture, wait_for_all
 from tensorstow.store.checksums import PIECE_BYTES
 from tensorstow.store.records import Extent, TensorRecord
 
@@ -59,7 +59,8 @@ def write_tensor(file: File, offset: int, tensor: torch.Tensor) -> int:
             if len(futures) == _IN_FLIGHT:
                 futures.popleft().wait()
     finally:
-        _drain(futures)  # on an error the caller releases the extent: nothing may write to it then
+        # On an error the caller releases the extent: nothing may write to it then.
+        wait_for_all(futures)
     return seed
 
 
@@ -124,9 +125,4 @@ def copy_bytes(source: File, extent: Extent, target: File, offset: int) -> None:
             source.read(piece, extent.offset + start).wait()
             writes.append(target.write(piece, offset + start))
     finally:
-        _drain(writes)
-
-
-def _drain(futures: "deque[IoFuture]") -> None:
-    while futures:
-        futures.popleft().wait()
+        wait_for_all(writes)

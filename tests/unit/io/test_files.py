@@ -26,6 +26,7 @@ from tensorstow.io.files import (
     reads_direct,
     scratch_file,
     transfer_error,
+    wait_for_all,
 )
 
 MIB = 1 << 20
@@ -356,3 +357,20 @@ def test_an_opened_file_without_direct_io_warns_once(
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(DirectoryError, match=r"absent was requested: No such file"):
         open_file(open_engine(), tmp_path / "absent")
+
+
+def test_all_transfers_are_waited_for_before_the_first_error_is_raised() -> None:
+    over = []
+
+    class Transfer:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def wait(self) -> None:
+            over.append(self.number)
+            if self.number:
+                raise OSError(codes.EIO, str(self.number))
+
+    with pytest.raises(OSError, match="1"):
+        wait_for_all(map(Transfer, range(3)))  # type: ignore[arg-type]
+    assert over == [0, 1, 2]
