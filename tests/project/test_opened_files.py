@@ -136,3 +136,10 @@ def test_files_are_removed_by_one_helper_or_the_reason_is_known() -> None:
     files = {str(p.relative_to(SOURCE)): p.read_text() for p in SOURCE.rglob("*.py")}
     found = {file for file, code in files.items() if re.search(r"\.unlink\(|os\.remove\(", code)}
     assert found == REMOVING.keys()
+
+
+def test_no_error_is_taken_for_a_name_that_is_free() -> None:
+    """``os.path.lexists`` and ``exists`` do: ``is_there`` raises them."""
+    code = {str(p.relative_to(SOURCE)): p.read_text() for p in SOURCE.rglob("*.py")}
+    found = {file for file, text in code.items() if re.search(r"os\.path\.l?exists\(", text)}
+    assert found == {"store/remote.py"}  # of a place that may be an address

@@ -7,6 +7,7 @@ without waiting, and looked at again by its descriptor, as another one may have 
 Code that has files opened by a library (SQLite, safetensors, torch) calls ``check_regular`` first.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -38,14 +39,19 @@ def remove_file(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether ``path`` is the name of anything; raise OSError if that cannot be said.
+    """Return whether ``path`` is the name of anything; raise DirectoryError if it cannot be said.
 
     ``os.path.lexists`` takes any error for a no.
     """
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
+    with named("File", path):
+        try:
+            path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:  # nothing can have this name
+                return False
+            raise
     return True
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from tensorstow.base.core_share import LocalRanks
 from tensorstow.base.directories import expand_path, path_inside
 from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError, named
-from tensorstow.base.regular_file import check_regular
+from tensorstow.base.regular_file import check_regular, is_there
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.checkpoint.coded_weights import (
@@ -68,7 +68,7 @@ class PretrainedFiles:
             file: (file, file.with_name(INDEX)) for file in files
         }
         """The files that are verified, and with which others each may be listed."""
-        if Path(os.path.realpath(path)).is_dir() and os.path.lexists(index):
+        if Path(os.path.realpath(path)).is_dir() and is_there(index):
             self._mains[index] = (index,)
         for file in files:
             with _readable(file):
@@ -225,9 +225,9 @@ def _mapped(file: Path, entry: Entry) -> torch.Tensor:
 def _files_of(path: Path) -> list[Path]:
     index = path / INDEX
     with named("Weights in", path):
-        if os.path.lexists(path) and not path.is_dir():
+        if is_there(path) and not path.is_dir():
             return [path]
-        has_index = os.path.lexists(index)
+        has_index = is_there(index)
         files = sorted(path.glob("*.safetensors"))
     if has_index:
         return _files_of_index(index)

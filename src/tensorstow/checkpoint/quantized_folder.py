@@ -21,7 +21,7 @@ from torch import nn
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.new_file import RANDOM, new_stream, sync_directory
-from tensorstow.base.regular_file import regular_stream
+from tensorstow.base.regular_file import is_there, regular_stream
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.coded_weights import STATE
 from tensorstow.checkpoint.pretrained import PretrainedFiles
@@ -129,7 +129,7 @@ def _config_of(source: Path) -> dict[str, Any]:
 
 
 def _validate_target(target: Path) -> None:
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+    if is_there(target) and not (target.is_dir() and not any(target.iterdir())):
         message = (
             f"OUT={str(target)!r} exists: nothing is overwritten. Name a new folder, or remove"
             " this one."

@@ -26,7 +26,7 @@ from tensorstow.base.directories import make_folder, path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.fields import PositiveFloat, read_value
 from tensorstow.base.new_file import NewFiles
-from tensorstow.base.regular_file import check_regular, remove_file
+from tensorstow.base.regular_file import check_regular, is_there, remove_file
 from tensorstow.base.sizes import parts_within
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
@@ -342,7 +342,7 @@ def _write(path: Path, content: object) -> None:
 
 def _read(path: Path, kind: type = object) -> dict[Any, Any]:
     """Return the dict in a file, whose values have one type; a file of tensors is mapped."""
-    if not os.path.lexists(path):
+    if not is_there(path):
         message = f"{path} does not exist: nothing was saved under that name."
         raise StoreFormatError(message)
     with reading(path), named("File", path):
@@ -383,8 +383,8 @@ def _main_of(path: Path, *alone: str) -> Path:
 
 def _is_saved(path: Path) -> bool:
     """Return whether a file has this name, of whatever kind, or a list of digests is for it."""
-    is_file = os.path.lexists(path) and not path.is_dir()
-    return is_file or os.path.lexists(DigestList(path).path)
+    is_file = is_there(path) and not path.is_dir()
+    return is_file or is_there(DigestList(path).path)
 
 
 def _listed(index: Path, *alone: str) -> list[Path]:

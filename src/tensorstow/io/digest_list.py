@@ -22,7 +22,13 @@ from tensorstow.base.core_share import LocalRanks
 from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import DamageError, named
 from tensorstow.base.new_file import NewFile, new_stream
-from tensorstow.base.regular_file import check_regular, open_regular, read_regular, remove_file
+from tensorstow.base.regular_file import (
+    check_regular,
+    is_there,
+    open_regular,
+    read_regular,
+    remove_file,
+)
 
 logger = logging.getLogger("tensorstow")
 
@@ -150,7 +156,7 @@ def verify(main: Path, ranks: LocalRanks | None = None) -> None:
     some files. Raises DirectoryError if a file cannot be read.
     """
     path = DigestList(main).path
-    if not os.path.lexists(path):
+    if not is_there(path):
         _warn_unlisted(main)
         return
     for name, wanted in _share_of(sorted(_read(path).items()), ranks):
@@ -193,7 +199,7 @@ def _warn_unlisted(main: Path) -> None:
 
 def _list_of(mains: Iterable[Path]) -> Path | None:
     lists = (DigestList(main).path for main in mains)
-    return next((path for path in lists if os.path.lexists(path)), None)
+    return next((path for path in lists if is_there(path)), None)
 
 
 def listed_digest(file: Path, mains: Iterable[Path]) -> Digest | None:

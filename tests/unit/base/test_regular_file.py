@@ -1,3 +1,4 @@
+import errno
 import os
 import socket
 from pathlib import Path
@@ -7,6 +8,7 @@ import pytest
 from tensorstow.base.errors import DirectoryError
 from tensorstow.base.regular_file import (
     check_regular,
+    is_there,
     memory_bytes,
     open_regular,
     read_regular,
@@ -112,3 +114,18 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 def test_the_memory_is_that_of_the_machine() -> None:
     total = Path("/proc/meminfo").read_text().split()[1]
     assert memory_bytes() == pytest.approx(int(total) << 10, rel=0.02)
+
+
+def test_a_name_whose_file_cannot_be_looked_at_is_not_taken_for_a_free_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_there(tmp_path)
+    assert not is_there(tmp_path / "none")
+    assert not is_there(tmp_path / ("x" * 300))
+
+    def broken(path: Path) -> None:
+        raise OSError(errno.EIO, "input/output error", str(path))
+
+    monkeypatch.setattr(Path, "lstat", broken)
+    with pytest.raises(DirectoryError, match="nput/output error"):
+        is_there(tmp_path)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.base.new_file import NewFile
-from tensorstow.base.regular_file import check_regular
+from tensorstow.base.regular_file import check_regular, is_there
 from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.checkpoint.torch_file import load_torch_file
@@ -178,7 +178,7 @@ def latest_tag(directory: Path, name: str = LATEST) -> str | None:
     """
     file = directory / name
     verify(file)
-    if not os.path.lexists(file):
+    if not is_there(file):
         return None
     tag = read_text(file, errors="replace").strip()
     path_inside(directory, tag, file, links=True)
@@ -197,7 +197,7 @@ def read_common(folder: Path, check: Callable[[Path], None] = verify) -> dict[st
     """
     file = folder / _KEPT
     check(file)
-    if not os.path.lexists(file):
+    if not is_there(file):
         message = (
             f"{folder} has no {_KEPT}: it is not a checkpoint. Pass a directory that"
             " save_checkpoint() wrote to, this engine's or DeepSpeed's, and a tag in it."
@@ -457,7 +457,7 @@ def _metadata(folder: Path) -> dict[str, Any]:
             part = path_inside(folder, info.relative_path, file)
             ends[part] = max(info.offset + info.length, ends.get(part, 0))
     for part, end in ends.items():
-        nbytes = check_regular(part).st_size if os.path.lexists(part) else 0
+        nbytes = check_regular(part).st_size if is_there(part) else 0
         if nbytes != end:
             message = (
                 f"{part} is gone, was cut short or is another file: it has {nbytes} bytes, and by"

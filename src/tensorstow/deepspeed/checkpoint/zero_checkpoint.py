@@ -4,7 +4,6 @@ Every rank maps the files of all ranks. One parameter at a time is put together,
 keeps its elements.
 """
 
-import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError, StoreFormatError
+from tensorstow.base.regular_file import is_there
 from tensorstow.deepspeed.checkpoint.saved_values import (
     check_options,
     check_states,
@@ -66,7 +66,7 @@ class ZeroCheckpoint:
         Raises StoreFormatError for a layout that is not known.
         """
         files, ours = model_files(folder), DigestList(folder / UNIVERSAL_MAIN)
-        verify_together(ours.main if os.path.lexists(ours.path) else files[0])
+        verify_together(ours.main if is_there(ours.path) else files[0])
         self._folder = folder
         self.path = files[0]
         """The file of the values that are the same on every rank."""
