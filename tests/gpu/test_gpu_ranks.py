@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from compare import assert_same
 from parity.cover import feasible_pairs
-from ranks import blocks
+from ranks import blocks, meshes
 from ranks.matrix import ON_DEVICE, allowed, configs
 from ranks.ordered import ordered
 from ranks.pool import Ranks
@@ -50,6 +50,12 @@ def test_each_unit_is_gathered_behind_its_new_weights(
     got = ranks.run(blocks.trained, "forward", stage, 64)
     for ours, theirs in zip(got, want, strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+def test_shards_in_host_memory_are_in_the_order_of_the_mesh(
+    device_ranks: Callable[[int], Ranks],
+) -> None:
+    assert device_ranks(4).run(meshes.put_together_on_host) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 4
 
 
 ORDERED = [

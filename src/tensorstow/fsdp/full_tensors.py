@@ -4,12 +4,12 @@ import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,6 +25,10 @@ _SLOTS = ("_local_tensor", "_spec")
 _INSIDE: dict[int, torch.Tensor] = {}
 """The tensor with the shard of each parameter that is whole now, by the parameter's ``id``."""
 
+_HOST_MESHES: "weakref.WeakKeyDictionary[Any, dict[DeviceMesh, DeviceMesh]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""The meshes of tensors in host memory, by the default group and the mesh of an accelerator."""
 _RECORDS: Any = WeakIdKeyDictionary()
 """Weak references to FSDP2's records of sharded parameters, by parameter."""
 
@@ -118,13 +122,14 @@ def copy_from_files(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _on_host(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the same ranks for tensors in host memory."""
-    return mesh if mesh.device_type == "cpu" else _host_mesh(tuple(mesh.shape))
-
-
-@cache
-def _host_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
+    """Return the same ranks, in the same order, for tensors in host memory."""
+    if mesh.device_type == "cpu":
+        return mesh
+    # Another default group has other groups of the same ranks.
+    of_group = _HOST_MESHES.setdefault(dist.group.WORLD, {})
+    if mesh not in of_group:
+        of_group[mesh] = DeviceMesh("cpu", mesh.mesh)
+    return of_group[mesh]
 
 
 # --- whole in place ---
