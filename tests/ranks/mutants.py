@@ -15,7 +15,7 @@ from tensorstow.fsdp import sharding
 from tensorstow.fsdp.gradient_offload import HostGradient
 from tensorstow.fsdp.shard_storage import ShardStorage
 from tensorstow.fsdp.unshard import MicroBatches
-from tensorstow.optim import stowed_adam
+from tensorstow.step import norms
 from tensorstow.step.disk_feed import UnitPins
 
 Mutant = Callable[[ExitStack], None]
@@ -45,7 +45,7 @@ def own_norm(patches: ExitStack) -> None:
     def alone(_: object, parts: list[float]) -> list[float]:
         return list(parts)
 
-    patches.enter_context(patch.object(stowed_adam, "sum_over_shards", alone))
+    patches.enter_context(patch.object(norms, "sum_over_shards", alone))
 
 
 def old_weights(patches: ExitStack) -> None:
