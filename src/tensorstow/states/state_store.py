@@ -217,7 +217,7 @@ class StateStore:
             chunks, views = self._cut(
                 first, sizes, families, capacity, chunk_groups or [None] * len(sizes)
             )
-            self._connect(chunks, self._plan_ring(chunks))
+            self._add(chunks)
             self.sizes += sizes
             self.families += families
             self._views |= views
@@ -238,7 +238,7 @@ class StateStore:
         with self.pipeline.lock:
             self._by_rows.update(by_rows)
             mark_rows(chunks, self._by_rows, with_weights=self.storage.durable)
-            self._connect(chunks, self._plan_ring(chunks), stored)
+            self._add(chunks, stored)
             self.sizes += sizes
             self.families += families
 
@@ -308,8 +308,16 @@ class StateStore:
 
         return sorted(chunks, key=rank), views
 
-    def _plan_ring(self, new: Sequence[Chunk]) -> ChunkRing:
-        """Return the ring for all chunks, and allocate memory for new chunks that stay in RAM."""
+    def _add(self, chunks: Sequence[Chunk], stored: Sequence[StoredChunk] = ()) -> None:
+        ring, nbytes = self._plan_ring(chunks)
+        self._connect(chunks, ring, stored)
+        self._budget_used += nbytes  # not earlier: a disk that is full leaves the budget as it is
+
+    def _plan_ring(self, new: Sequence[Chunk]) -> tuple[ChunkRing, int]:
+        """Allocate memory for new chunks that stay in RAM.
+
+        Return the ring for all chunks, and the bytes of the budget that the new ones take.
+        """
         durable = self.storage.durable
         share = list(share_in_ram(new, self.placement.disk_fraction)) if durable else []
         shared = set(share)
@@ -336,9 +344,10 @@ class StateStore:
         # `plan_host` counts chunks that are not at home yet, from the first on.
         bought = movable[: plan.resident]
         allocate_resident([*share, *bought], kept_by(self._allocate, self.pipeline.memory))
-        self._budget_used += sum(c.family.state_bytes(c.plan.elements) for c in bought)
-        ring = replace(small, slots=plan.ring.slots, slot_bytes=plan.ring.slot_bytes)
-        return self._ring if ring == self._ring.plan else ChunkRing(ring, self._allocate)
+        nbytes = sum(c.family.state_bytes(c.plan.elements) for c in bought)
+        plan_of_all = replace(small, slots=plan.ring.slots, slot_bytes=plan.ring.slot_bytes)
+        is_same = plan_of_all == self._ring.plan
+        return self._ring if is_same else ChunkRing(plan_of_all, self._allocate), nbytes
 
     def streams_at(self, chunk: Chunk, slot: int) -> Sequence[torch.Tensor]:
         """Return the streams of a chunk in a slot of the ring, or (-1) in its own memory."""

@@ -215,6 +215,24 @@ def test_too_little_budget_is_refused_before_anything_is_made(tmp_path: Path) ->
     assert store.storage.directories == ()
 
 
+def test_a_full_disk_leaves_the_budget_to_what_comes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, fresh = (store_at(tmp_path, budget=6 << 20) for _ in range(2))
+
+    def full(_: object) -> list[object]:
+        raise DirectoryError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(store.storage, "reserve", full)
+        with pytest.raises(DirectoryError, match="full"):
+            store.extend([1_000_000], [FP32])
+    for extended in (store, fresh):
+        extended.extend([1_000_000], [FP32])
+    assert store.memory() == fresh.memory()
+    assert any(chunk.resident for chunk in fresh.chunks)
+
+
 def test_a_failed_write_poisons_and_names_the_place(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.extend([50_000], [FP32])
