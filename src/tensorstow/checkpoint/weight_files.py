@@ -131,9 +131,7 @@ class WeightFile(SeenFile):
         self._file = open_file(files.engine, path, access=os.O_RDONLY)
         weakref.finalize(self, self._file.close)
         super().__init__(path, self._file.fd)
-        self.entries = read_table(path).entries if has_table else {}
-        # The path, by which the table was read, may have got another file since the open.
-        self.validate_unchanged()
+        self.entries = read_table(path, self._file.fd).entries if has_table else {}
 
     def read(self, offset: int, into: torch.Tensor) -> IoFuture:
         """Start filling ``into``, bytes in host memory, from byte ``offset``."""

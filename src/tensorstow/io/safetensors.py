@@ -104,13 +104,14 @@ def lay_out(tensors: Mapping[str, Entry], metadata: Mapping[str, str] = METADATA
     return Table(entries, dict(metadata), len(text).to_bytes(8, "little") + text, base + end)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path, descriptor: int | None = None) -> Table:
     """Return the table of a file; raise OptionError if it is gone, cut short or of another kind.
 
-    Raises DirectoryError for a pipe, a device or a directory.
+    ``descriptor``: the file is open, and its name may be another's by now. Raises DirectoryError
+    for a pipe, a device or a directory.
     """
     try:
-        with regular_stream(path) as file:
+        with regular_stream(path if descriptor is None else f"/proc/self/fd/{descriptor}") as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 0 < length <= _LONGEST else b""
             nbytes = os.fstat(file.fileno()).st_size

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from tensorstow import save_safetensors
 from tensorstow.base.errors import DamageError, TransferError
+from tensorstow.checkpoint import weight_files
 from tensorstow.checkpoint.weight_files import SeenFile, WeightFile, WeightFiles
 from tensorstow.io.digest_list import DigestList
+from tensorstow.io.files import File
 
 TENSORS = {"a": torch.arange(5000.0), "b": torch.arange(300, dtype=torch.bfloat16)}
 
@@ -124,6 +127,24 @@ def test_a_file_that_another_replaced_is_still_read(opened: WeightFile, tmp_path
     os.close(fd)
     with pytest.raises(DamageError, match="was changed"):  # its last name is lost once
         opened.validate_unchanged()
+
+
+def test_the_table_is_that_of_the_open_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    save_file({"a": torch.zeros(3)}, tmp_path / "other")
+    open_file = weight_files.open_file
+
+    def replaced_meanwhile(*given: Any, **options: Any) -> File:  # noqa: ANN401
+        file = open_file(*given, **options)
+        (tmp_path / "other").rename(path)
+        return file
+
+    monkeypatch.setattr(weight_files, "open_file", replaced_meanwhile)
+    file = WeightFiles([path]).by_path[path]
+    assert torch.equal(read(file, "a"), TENSORS["a"])
 
 
 @pytest.mark.parametrize("is_written", [True, False])
