@@ -132,6 +132,9 @@ def peek(directory: Path) -> Iterator[str | None]:
         is_free = _lock(fd, fcntl.LOCK_SH, path)
         yield _holder_elsewhere(fd, directory) if is_free else read_holder(path)
     finally:
+        with contextlib.suppress(OSError):
+            # A child that another thread has forked meanwhile has a copy of the descriptor.
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

@@ -52,6 +52,23 @@ def test_one_who_looks_is_waited_for(tmp_path: Path) -> None:
     thread.join()
 
 
+def test_a_child_that_is_forked_while_one_looks_keeps_no_lock(tmp_path: Path) -> None:
+    DirectoryLock(tmp_path).release()
+    ends, goes_on = os.pipe()
+    with peek(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(goes_on)
+            os.read(ends, 1)
+            os._exit(0)
+    try:
+        DirectoryLock(tmp_path).release()
+    finally:
+        os.close(ends)
+        os.close(goes_on)
+        os.waitpid(child, 0)
+
+
 def test_a_lock_that_was_removed_meanwhile_is_not_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
