@@ -217,7 +217,7 @@ class StateStore:
             chunks, views = self._cut(
                 first, sizes, families, capacity, chunk_groups or [None] * len(sizes)
             )
-            self._add(chunks)
+            self._connect(chunks, *self._plan_ring(chunks))
             self.sizes += sizes
             self.families += families
             self._views |= views
@@ -238,7 +238,7 @@ class StateStore:
         with self.pipeline.lock:
             self._by_rows.update(by_rows)
             mark_rows(chunks, self._by_rows, with_weights=self.storage.durable)
-            self._add(chunks, stored)
+            self._connect(chunks, *self._plan_ring(chunks), stored)
             self.sizes += sizes
             self.families += families
 
@@ -308,11 +308,6 @@ class StateStore:
 
         return sorted(chunks, key=rank), views
 
-    def _add(self, chunks: Sequence[Chunk], stored: Sequence[StoredChunk] = ()) -> None:
-        ring, nbytes = self._plan_ring(chunks)
-        self._connect(chunks, ring, stored)
-        self._budget_used += nbytes  # not earlier: a disk that is full leaves the budget as it is
-
     def _plan_ring(self, new: Sequence[Chunk]) -> tuple[ChunkRing, int]:
         """Allocate memory for new chunks that stay in RAM.
 
@@ -354,7 +349,11 @@ class StateStore:
         return chunk.resident if slot < 0 else self._ring.streams(chunk, slot)
 
     def _connect(
-        self, chunks: Sequence[Chunk], ring: ChunkRing, stored: Sequence[StoredChunk] = ()
+        self,
+        chunks: Sequence[Chunk],
+        ring: ChunkRing,
+        budget_bytes: int,
+        stored: Sequence[StoredChunk] = (),
     ) -> None:
         on_disk = [c for c in chunks if self.storage.durable or not c.resident]
         for chunk in on_disk:
@@ -375,6 +374,7 @@ class StateStore:
         for chunk, place in zip(on_disk, reserved[len(on_disk) :], strict=False):
             self.pipeline.stored.spare(chunk, place)
         self.chunks += chunks
+        self._budget_used += budget_bytes
         self._ring = ring
 
     def memory(self) -> StateMemory:
