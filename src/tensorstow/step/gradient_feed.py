@@ -344,7 +344,7 @@ class StepFeeds:
             message = "A gradient in host memory was offered to a step that updates on the device."
             raise StowError(message)
         self.arriving_bytes += gradient.nbytes
-        # Gradients are taken in the order in which they came: behind a copy others wait.
+        # Gradients are taken in the order in which they came: others wait for a copy before them.
         if copied is None and not self._arriving:
             self._take(param, gradient)
             return
