@@ -95,13 +95,13 @@ StopSignals = str | Mapping[str, int] | None
 
 def read_stop_signals(value: object) -> dict[int, int]:
     """Return exit statuses by the numbers of signals; raise OptionError for other values."""
-    levels: object = {value: 0} if isinstance(value, str) else value
-    if isinstance(levels, Mapping) and all(
+    status_of: object = {value: 0} if isinstance(value, str) else value
+    if isinstance(status_of, Mapping) and all(
         type(status) is int and 0 <= status <= 255 and _number(name) is not None
-        for name, status in levels.items()
+        for name, status in status_of.items()
     ):
-        statuses = {int(_number(name) or 0): status for name, status in levels.items()}
-        if len(statuses) == len(levels):  # else two names are of one signal
+        statuses = {int(_number(name) or 0): status for name, status in status_of.items()}
+        if len(statuses) == len(status_of):  # else two names are of one signal
             return statuses
     message = (
         f'stop_signals={abbreviated(value)} was given: use the name of a signal ("SIGTERM"), or a'

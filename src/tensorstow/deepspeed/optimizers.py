@@ -290,7 +290,7 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
     """
     kind = type(optimizer)
     if kind is DeepSpeedCPUAdagrad:
-        kind = torch.optim.Adagrad
+        kind = torch.optim.Adagrad  # the class that it extends, by the same groups
     refuse_class(kind)
     if any(not _is_first(entry) for entry in optimizer.state.values()):
         message = (
@@ -298,6 +298,7 @@ def of_object(optimizer: Optimizer, model: nn.Module) -> OtherMaker:
             " it was placed. Pass a new one, and call load_state_dict() of the one returned."
         )
         raise OptionError(message)
+    # Steps go by the plain loop over tensors, and the placed model has names of its own.
     groups = [
         {k: v for k, v in g.items() if k not in {*IMPLEMENTATION, "param_names"}}
         for g in optimizer.param_groups

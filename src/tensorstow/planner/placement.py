@@ -195,6 +195,7 @@ def _activations_beside(
     if conditions.device_is_host and not several:
         beside = min(_large_gradients(plan, sizes), gradients)
         beside += max(held.large_beside_gradients, copied)
+        # The heap keeps the pages of small activations: large tensors do not use them.
         apart = held.small + max(held.large, beside)
         return max(held.beside_gradients, copied, held.peak - gradients, apart - gradients)
     if conditions.device_is_host:
