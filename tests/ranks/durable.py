@@ -1,10 +1,11 @@
 """A run of several ranks with a directory: what tests of commits call in each of them."""
 
+import errno
 import hashlib
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from stopped import stop
 from tensorstow.base.errors import CommitError, OptionError, RankError, StowError
 from tensorstow.checkpoint import ranks as tensorstow_ranks
 from tensorstow.checkpoint.run import Interval
+from tensorstow.optim import stowed_adam
 from tensorstow.store.records import Content, Generation
 from tensorstow.store.store import Store
 
@@ -237,12 +239,23 @@ def with_snapshots(directory: Path) -> list[Any]:
     return [names, back, same, left]
 
 
-def after_an_earlier_snapshot(directory: Path) -> int | None:
-    """Return the last commit of a run that goes back, where rank 0 decides late."""
+def _raising(*_: object) -> None:
+    raise CommitError(errno.EIO, "a drive that fails once")
+
+
+def after_an_earlier_snapshot(directory: Path, fails_on: int | None) -> int | None:
+    """Return the last commit of a run that goes back, where rank 0 decides late.
+
+    Before it does, one rank fails to.
+    """
     run = DurableRun(directory, commit_every=2)
     run.train(1)
     run.optimizer.snapshot("one")
     run.train(5)
+    if fails_on is not None:
+        loads = stowed_adam.resume if dist.get_rank() != fails_on else _raising
+        with patched(stowed_adam, "resume", loads), suppress(StowError):
+            run.resume("one")
     run.resume("one")
     decide = tensorstow_ranks.Ranks.decide
 

@@ -55,6 +55,11 @@ class Coordinator:
         self._pieces: list[str] = []
         """The keys under which rank 0 has posted the last gather."""
 
+    @property
+    def gathers(self) -> int:
+        """How many gathers there were: the same on all ranks, between two."""
+        return self._gathers
+
     def next_id(self) -> str:
         """Return an id of the next gather: the same on all ranks, and never used twice."""
         operation = "the first gather"

@@ -42,7 +42,8 @@ class Ranks:
         self.rank, self.world = (
             (0, 1) if coordinator is None else (coordinator.rank, coordinator.world)
         )
-        self._restarts = 0
+        self._resumed_at = 0
+        """How many gathers there were then: ranks may have resumed differently often."""
         self._last_due = -1
         self._last_stop: str | None = None
 
@@ -133,14 +134,14 @@ class Ranks:
                 self._last_due = step
                 self._last_stop = self._coordinator.take("stop")
             # By the number of restarts a rank that has resumed tells this decision from older ones.
-            decision = f"{self._restarts} {step} {self._last_due} {self._last_stop or ''}"
+            decision = f"{self._resumed_at} {step} {self._last_due} {self._last_stop or ''}"
             self._coordinator.put("due", decision)
             return self._decision(step, str(self._last_due), self._last_stop)
 
         # Rank 0 may be ahead, but never past a step that commits: there it waits for all.
         def is_enough(value: str) -> bool:
-            restarts, newest, *_ = value.split()
-            return (int(restarts), int(newest)) >= (self._restarts, step)
+            resumed_at, newest, *_ = value.split()
+            return (int(resumed_at), int(newest)) >= (self._resumed_at, step)
 
         value = self._coordinator.wait_for(
             "due", is_enough, f"the decision whether step {step} commits"
@@ -148,8 +149,10 @@ class Ranks:
         return self._decision(step, *value.split()[2:])
 
     def restart(self) -> None:
-        """Forget decisions: every rank goes on from another step, which may be an earlier one."""
-        self._restarts, self._last_due = self._restarts + 1, -1
+        """Forget decisions: the run goes on from another step, which may be an earlier one."""
+        self._last_due = -1
+        if self._coordinator is not None:
+            self._resumed_at = self._coordinator.gathers
 
     @staticmethod
     def _decision(

@@ -98,10 +98,11 @@ def test_snapshots_are_of_all_ranks(tmp_path: Path, ranks: Pools) -> None:
         assert found == [[("two",), ("four",)], 2, True, [("two",)]]
 
 
+@pytest.mark.parametrize("fails_on", [None, 0, 1])
 def test_decisions_of_later_steps_do_not_count_after_an_earlier_snapshot(
-    tmp_path: Path, ranks: Pools
+    tmp_path: Path, ranks: Pools, fails_on: int | None
 ) -> None:
-    assert ranks(2).run(after_an_earlier_snapshot, tmp_path / "run") == [2, 2]
+    assert ranks(2).run(after_an_earlier_snapshot, tmp_path / "run", fails_on) == [2, 2]
 
 
 def test_another_number_of_ranks_must_resume(tmp_path: Path, ranks: Pools) -> None:
