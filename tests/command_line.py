@@ -15,9 +15,8 @@ class CommandLine:
         self._capsys = capsys
 
     def __call__(self, *words: object, status: int = 0) -> str:
-        """Return what is printed, or the error of a command that prints nothing else."""
-        out, err = self._run(words, status)
-        return out or err
+        """Return what is printed; with status 2 the error, and nothing is printed beside it."""
+        return _said(*self._run(words, status), status)
 
     def json(self, *words: object, status: int = 0) -> Any:  # noqa: ANN401  # any of JSON
         """Return the value that is printed with ``--json``."""
@@ -28,10 +27,16 @@ class CommandLine:
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, words)))
         assert ended.value.code == status
-        out, err = self._capsys.readouterr()
-        return out or err
+        return _said(*self._capsys.readouterr(), status)
 
     def _run(self, words: tuple[object, ...], status: int) -> tuple[str, str]:
         self._capsys.readouterr()
         assert main(list(map(str, words))) == status
         return self._capsys.readouterr()
+
+
+def _said(out: str, err: str, status: int) -> str:
+    if status == 1:
+        return out or err  # what was found, or an error of the user's own code
+    assert not (status and out)
+    return err if status else out

@@ -52,10 +52,14 @@ def test_each_unit_is_gathered_behind_its_new_weights(
         assert all(map(torch.equal, ours, theirs))
 
 
+@pytest.mark.parametrize("in_rows", [False, True])
 def test_shards_in_host_memory_are_in_the_order_of_the_mesh(
-    device_ranks: Callable[[int], Ranks],
+    device_ranks: Callable[[int], Ranks], *, in_rows: bool
 ) -> None:
-    assert device_ranks(4).run(meshes.put_together_on_host) == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 4
+    assert (
+        device_ranks(4).run(partial(meshes.put_together_on_host, in_rows=in_rows))
+        == [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 4
+    )
 
 
 ORDERED = [

@@ -93,7 +93,7 @@ def save_safetensors(
         for at in range(0, len(shards), writers):
             files = shards[at : at + writers]
             on_every_rank(partial(_write, weights, files, rank, listed, new_files), task)
-        # The new files are durable before the older ones go: one of both sets is always on disk.
+        # The new files are complete before the older ones go: one of both sets is always on disk.
         on_every_rank(new_files.keep, task)
         _on_rank_0(partial(_remove_older, folder, len(shards)), task)
         on_every_rank(new_files.publish, task)

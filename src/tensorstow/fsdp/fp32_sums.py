@@ -73,7 +73,7 @@ def widen_gradient(parameter: torch.Tensor) -> None:
 
 
 def keep_averages(model: nn.Module) -> None:
-    """Leave averages over ranks in the dtype in which FSDP2 reduces them.
+    """Leave averages of 16-bit gradients over ranks in fp32, in which FSDP2 reduces them.
 
     It rounds them to the dtype of the parameters. So updates in backward, which take them from
     there, would have other bits than updates by ``.grad``.
@@ -88,11 +88,13 @@ def _keep_averages_of(group: Any) -> None:  # noqa: ANN401  # FSDP2's
 
     def decide_and_keep() -> None:
         decide_dtypes()
-        if group._reduce_dtype is not None:  # noqa: SLF001
-            # FSDP2 casts what it has reduced to ``_orig_dtype``.
-            group._orig_dtype = group._reduce_dtype  # noqa: SLF001
-            for record in group.fsdp_params:
-                # torch then takes a gradient of another dtype than the parameter's, without a cast.
-                record.sharded_param.grad_dtype = None
+        narrow = [record for record in group.fsdp_params if record.orig_dtype.itemsize == 2]
+        if narrow:
+            # FSDP2 decides nothing for a group that is frozen now, and may be trained later.
+            if group._reduce_dtype is None:  # noqa: SLF001
+                group._reduce_dtype = narrow[0].reduce_dtype  # noqa: SLF001
+            group._orig_dtype = torch.float32  # noqa: SLF001
+        for record in narrow:
+            record.sharded_param.grad_dtype = None
 
     group._init_mp_dtypes = decide_and_keep  # noqa: SLF001

@@ -125,11 +125,14 @@ def _on_host(mesh: DeviceMesh) -> DeviceMesh:
     """Return the same ranks, in the same order, for tensors in host memory."""
     if mesh.device_type == "cpu":
         return mesh
+    # A row of a larger mesh: all ranks make the groups of all rows, in one order.
+    root = mesh._get_root_mesh()  # noqa: SLF001  # nothing public does
     # Another default group has other groups of the same ranks.
     of_group = _HOST_MESHES.setdefault(dist.group.WORLD, {})
-    if mesh not in of_group:
-        of_group[mesh] = DeviceMesh("cpu", mesh.mesh)
-    return of_group[mesh]
+    if root not in of_group:
+        of_group[root] = DeviceMesh("cpu", root.mesh, mesh_dim_names=root.mesh_dim_names)
+    names = mesh.mesh_dim_names
+    return of_group[root] if mesh is root or names is None else of_group[root][names]
 
 
 # --- whole in place ---

@@ -361,8 +361,8 @@ def _place_sharded(request: StowRequest, mesh: DeviceMesh) -> PlacedOptimizer:
         sharding.h2d_prefetcher.register(model, optimizer)
         request.links.append(sharding.h2d_prefetcher.link)
         if plan.timing.begins_early:
-            # Sums over micro-batches, or over ranks in order, are fp32.
-            wide = plan.micro_batches > 1 or ordered is not None
+            # Sums over micro-batches, or over ranks in order, and averages of sums are fp32.
+            wide = plan.micro_batches > 1 or ordered is not None or request.reduces_wide
             nbytes = (4 * u.trained_elements if wide else u.gradient_bytes for u in sizes)
             optimizer._expect_units_of(max(nbytes, default=0))  # noqa: SLF001  # a hook of the engine
     if whole is not None:

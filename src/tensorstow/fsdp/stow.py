@@ -187,14 +187,15 @@ def stow(  # noqa: PLR0913  # the one function for everything
     empty_cache()  # budgets are of what is free
     directories, device = read_paths(dir, "dir"), current_device()
     make = with_options(optimizer, optimizer_options, keyword_only(stow))
-    values = InitialValues(model, weights, init)
     if make is None:
         refuse_given(WITHOUT_OPTIMIZER, dir=dir, mesh=mesh, tokens=tokens, batch=batch)
+        values = InitialValues(model, weights, init)
         fixed = None if plan == "auto" else plan
         options = ReadOptions(fixed, budget, compute_dtype, units, device)
         _PLANS[model] = stow_read_only(model, values, options)
         return model, None
     parts, step = units_of(model, units), None
+    values = InitialValues(model, weights, init)
     if plan == "auto":
         undecided = plan_request(parts, device, mesh, make, directories, values)
         example = ExampleBatch(model, parts, batch, compute_dtype, tokens)

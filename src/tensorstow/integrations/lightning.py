@@ -161,8 +161,13 @@ class StowStrategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, and the snapshots that its snapshot references alone name."""
         names = self._unshared(Path(filepath).absolute()) if self.is_global_zero else []
-        super().remove_checkpoint(filepath)
-        self._drop(names)  # now: a checkpoint that outlived its snapshots could not be loaded
+        # First: a checkpoint that outlives its snapshots cannot be loaded.
+        try:
+            super().remove_checkpoint(filepath)
+        except BaseException:
+            self._drop([])  # the other ranks wait for the names
+            raise
+        self._drop(names)
 
     def _drop(self, names: list[str | None]) -> None:
         """Drop a snapshot of each optimizer; None: of that one, none; rank 0's names count."""

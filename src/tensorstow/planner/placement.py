@@ -401,7 +401,7 @@ def _gradients(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Ite
     """
     several = plan.accumulation_steps > 1
     wide = plan.micro_batches > 1 or (plan.ordered_reduce is not None and sizes.ranks > 1)
-    wide |= several and plan.stage <= 1 and sizes.ranks > 1
+    wide |= several and plan.stage <= 1 and not is_whole(plan, sizes, conditions)
     in_backward = not plan.timing.allows_clipping
     away = not conditions.device_is_host
     units: Sequence[UnitSizes] = sizes.units

@@ -107,8 +107,12 @@ def _move(chunk: Chunk, ring: ChunkRing, start: Transferring, offset: int) -> No
     # The states alone: the ring's views may also have the weight.
     parts = parts_of(chunk.family, chunk.plan.elements)[:-1]
     views = ring.parts(chunk, 0)
-    futures = [start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False)]
-    wait_for_all(futures)
+    futures: list[IoFuture] = []
+    try:
+        # One by one: after an error the list has those that have begun.
+        futures.extend(start(v, offset + p.file_at) for v, p in zip(views, parts, strict=False))
+    finally:
+        wait_for_all(futures)
 
 
 @dataclass(frozen=True, slots=True)

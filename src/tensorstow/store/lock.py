@@ -119,7 +119,7 @@ def peek(directory: Path) -> Iterator[str | None]:
 
     Nothing is written, and several readers may peek at once.
     """
-    path = directory / LOCK_NAME
+    path, owner = directory / LOCK_NAME, os.getpid()
     try:
         with at_fork.guard:
             fd = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW, most=_MOST_BYTES)
@@ -132,9 +132,10 @@ def peek(directory: Path) -> Iterator[str | None]:
         is_free = _lock(fd, fcntl.LOCK_SH, path)
         yield _holder_elsewhere(fd, directory) if is_free else read_holder(path)
     finally:
-        with contextlib.suppress(OSError):
-            # A child that another thread has forked meanwhile has a copy of the descriptor.
-            fcntl.flock(fd, fcntl.LOCK_UN)
+        # A child that was forked meanwhile has a copy of the descriptor, and may not unlock it.
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
 

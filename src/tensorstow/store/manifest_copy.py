@@ -152,9 +152,9 @@ def find_copy_damage(path: Path) -> str | None:
     killed process left it in the middle of a write: opening the store makes it anew.
     """
     copy = path.with_name(COPY_NAME)
+    if not is_there(copy) or with_suffix(copy, "-journal").exists():
+        return None
     try:
-        if not is_there(copy) or with_suffix(copy, "-journal").exists():
-            return None
         with closing(connect_to_read(copy, is_still=True)) as connection:
             _check_copy(connection, copy)
     except (StowError, sqlite3.Error) as error:

@@ -17,7 +17,7 @@ from tensorstow.base.errors import DamageError, OptionError
 from tensorstow.store.records import ChunkRecord, Content, Extent, Generation, Summary, TensorRecord
 
 SqlRow = Sequence[Any]
-# Each statement has an order, so that equal rows have one digest.
+# Statements of several rows have an order, so that equal rows have one digest.
 _SEALED = (
     "SELECT type, name, tbl_name, sql FROM sqlite_master ORDER BY type, name",
     "SELECT key, value FROM meta WHERE key <> 'seal' ORDER BY key",

@@ -17,7 +17,7 @@ class Extents:
     """Every extent of a store: held by the caller, referred to by generations, or free.
 
     An extent that is held or referred to is never handed out; one that is neither is free at once.
-    Any thread may change them, also during a commit.
+    Any thread may change them, also during a commit; who grows files or allocates holds ``lock``.
     """
 
     def __init__(self, sizes: Iterable[int], generations: Mapping[int, Iterable[Extent]]) -> None:

@@ -50,7 +50,7 @@ class Round:
         jobs = [replace(job, leaf=leaf) for job, leaf in zip(self.jobs, leaves, strict=True)]
         try:
             yield jobs
-        except BaseException:  # an interrupt too
+        except Exception:  # an interrupt reaches the other ranks too, which may not come here
             # The other ranks wait in this exchange, and learn from it that the step failed.
             scatter(self.matrices, None)
             raise
@@ -68,7 +68,7 @@ class MatrixOwners:
     def assign(self, parameters: Iterable[torch.Tensor]) -> None:
         """Choose owners of sharded parameters that have none; every rank gives the same.
 
-        Parameters that ``refuse_cut`` refuses get none.
+        Parameters that cannot be gathered get none: ``refuse_cut`` refuses them by name.
         """
         new = [p for p in parameters if id(p) not in self._matrices and groups_of(p)]
         new = [p for p in new if _can_be_gathered(p)]
