@@ -15,7 +15,7 @@ class CommandLine:
         self._capsys = capsys
 
     def __call__(self, *words: object, status: int = 0) -> str:
-        """Return what is printed; with status 2 the error, and nothing is printed beside it."""
+        """Return what is printed, or the error of a command that prints nothing else."""
         return _said(*self._run(words, status), status)
 
     def json(self, *words: object, status: int = 0) -> Any:  # noqa: ANN401  # any of JSON
@@ -36,7 +36,5 @@ class CommandLine:
 
 
 def _said(out: str, err: str, status: int) -> str:
-    if status == 1:
-        return out or err  # what was found, or an error of the user's own code
-    assert not (status and out)
-    return err if status else out
+    assert err or status < 2  # errors are printed there
+    return (out or err) if status else out
