@@ -155,9 +155,9 @@ MUTATIONS = (
     ),
     # --- weights of a model that is only read ---
     Mutation(
-        "memory/moving_bytes.py",
-        "                transfer.wait()",
-        "                pass",
+        "io/files.py",
+        "            transfer.wait()",
+        "            pass",
         "unit/memory/test_moving_bytes.py::test_memory_is_left_when_no_transfer_uses_it",
     ),
     Mutation(
