@@ -54,7 +54,7 @@ def loss_of(model: Tied, number: int, device: torch.device) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def ordered(
+def ordered(  # noqa: PLR0913  # what a run may differ in
     plan: Plan | None,
     *,
     steps: int = 3,
@@ -64,6 +64,7 @@ def ordered(
     scalar: bool = False,
     branches: bool = False,
     frozen: bool = False,
+    unfrozen_at: int = -1,
     **options: Any,  # noqa: ANN401  # AdamW's
 ) -> dict[str, str]:
     """Train on this rank's micro-batches of each step; return digests, and the last norm."""
@@ -78,6 +79,8 @@ def ordered(
     norms = []
     start = optimizer.resume() if "dir" in options else 0
     for step in range(start or 0, steps):
+        if step == unfrozen_at:
+            model.blocks[0].requires_grad_()
         for turn in range(per_rank):
             number = (step * per_rank + turn) * ranks + rank
             (loss_of(model, number, device) / divisor).backward()

@@ -90,9 +90,6 @@ def _keep_averages_of(group: Any) -> None:  # noqa: ANN401  # FSDP2's
         decide_dtypes()
         narrow = [record for record in group.fsdp_params if record.orig_dtype.itemsize == 2]
         if narrow:
-            # FSDP2 decides nothing for a group that is frozen now, and may be trained later.
-            if group._reduce_dtype is None:  # noqa: SLF001
-                group._reduce_dtype = narrow[0].reduce_dtype  # noqa: SLF001
             group._orig_dtype = torch.float32  # noqa: SLF001
         for record in narrow:
             record.sharded_param.grad_dtype = None

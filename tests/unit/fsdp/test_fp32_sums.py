@@ -85,4 +85,6 @@ def test_averages_of_ranks_have_the_same_bits_with_every_overlap(ranks: Pool, st
 
 
 def _trained(plan: Plan) -> dict[str, str]:
-    return ordered(plan, steps=2, micro_batches=4, dtype=torch.bfloat16)
+    first = ordered(plan, steps=2, micro_batches=4, dtype=torch.bfloat16)
+    then = ordered(plan, micro_batches=4, dtype=torch.bfloat16, frozen=True, unfrozen_at=1)
+    return first | {f"{name}, unfrozen": value for name, value in then.items()}

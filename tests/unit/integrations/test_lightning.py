@@ -286,6 +286,30 @@ def test_a_checkpoint_that_is_there_has_its_snapshot(
 
 
 @pytest.mark.usefixtures("_own_group")
+def test_a_checkpoint_that_cannot_be_removed_keeps_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, path = Optimizers(tmp_path / "run"), tmp_path / "a.ckpt"
+    made.save(path, epoch=1)
+    sent: list[list[str]] = []
+
+    def broadcast(names: list[str]) -> list[str]:
+        sent.append(names)
+        return names
+
+    def refuse(_: object) -> None:
+        raise PermissionError(str(path))
+
+    made.strategy.broadcast = broadcast
+    monkeypatch.setattr(made.strategy.checkpoint_io, "remove_checkpoint", refuse)
+    with pytest.raises(PermissionError):
+        made.strategy.remove_checkpoint(path)
+    assert sent == [[]]  # the other ranks wait for it
+    assert len(made.names()) == 1
+    made.optimizer.close()
+
+
+@pytest.mark.usefixtures("_own_group")
 @pytest.mark.parametrize("is_later_process", [False, True])
 def test_a_snapshot_goes_with_the_last_checkpoint_that_names_it(
     tmp_path: Path, *, is_later_process: bool
