@@ -199,7 +199,7 @@ def test_a_drive_that_fails_ends_the_store(store: Store, disk: Disk, tmp_path: P
 
 def test_what_the_drive_lost_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
-    path.write_bytes(os.urandom(300_000))
+    path.write_bytes(bytes(300_000))
     with path.open("rb") as file:
         os.fsync(file.fileno())
     disk = SystemDisk()
