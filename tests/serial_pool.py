@@ -20,6 +20,7 @@ class SerialPool:
         self._is_dirty = [False] * len(sizes)
         self._expected: list[int] = []
         self._unread: list[int] = []
+        self._kept: dict[int, tuple[int, bool]] = {}
 
     @property
     def held(self) -> int:
@@ -44,6 +45,23 @@ class SerialPool:
             self.bytes_written += self.sizes[buffer]
             self._is_stored[buffer], self._is_dirty[buffer] = True, False
         self._read_expected()
+
+    def keep(self, buffer: int) -> None:
+        self._kept[buffer] = self.numbers[buffer], self._is_stored[buffer]
+
+    def confirm(self, buffer: int) -> None:
+        self._kept.pop(buffer, None)
+
+    def put_back(self, buffer: int) -> None:
+        kept = self._kept.pop(buffer, (self.numbers[buffer], self._is_stored[buffer]))
+        self.numbers[buffer], self._is_stored[buffer] = kept
+        if buffer not in self.recent:
+            return
+        self.unused.discard(buffer)
+        if not self.pins[buffer]:
+            self.recent.remove(buffer)
+        elif self._is_stored[buffer]:
+            self.bytes_read += self.sizes[buffer]
 
     def expect(self, buffers: Sequence[int]) -> None:
         self._expected, self._unread = list(buffers), list(buffers)

@@ -160,7 +160,7 @@ struct PyPipeline {
       const std::vector<HyperTuple>& table, std::vector<nb::object> weights,
       std::vector<nb::object> gradients, bool open, bool capture, bool resident_first,
       bool newest_first, bool undoable, const std::string& caller) {
-    if (rows.shape(1) != 8) throw std::invalid_argument("begin: rows have eight columns");
+    if (rows.shape(1) != 9) throw std::invalid_argument("begin: rows have nine columns");
     if (weights.size() != rows.shape(0) || gradients.size() != rows.shape(0)) {
       throw std::invalid_argument("begin: an owner for each row's weight and gradient");
     }
@@ -173,7 +173,8 @@ struct PyPipeline {
                        rows(i, 3) != 0,
                        static_cast<std::int32_t>(rows(i, 4)),
                        static_cast<std::uint64_t>(rows(i, 5)),
-                       at<void>(static_cast<Address>(rows(i, 7)))};
+                       at<void>(static_cast<Address>(rows(i, 8))),
+                       rows(i, 7) != 0};
       expected[i] = rows(i, 6) != 0;
     }
     set_hypers(table);

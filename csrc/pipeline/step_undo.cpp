@@ -15,8 +15,10 @@ void StepUndo::check(const std::vector<StepParameter>& parameters, const StepSpe
   }
   for (const auto& chunk : data_.chunks) {
     for (const Segment& segment : chunk->spec.segments) {
-      if (expected.at(segment.parameter) && parameters[segment.parameter].backup == nullptr) {
-        throw std::invalid_argument("begin: an undoable step needs backups of all weights");
+      const StepParameter& parameter = parameters[segment.parameter];
+      const bool is_kept = parameter.keeps_weight || parameter.backup != nullptr;
+      if (expected.at(segment.parameter) && !is_kept) {
+        throw std::invalid_argument("begin: an undoable step needs the old weights kept");
       }
     }
     chunk->undo.is_taken = false;
@@ -65,6 +67,7 @@ void StepUndo::put_back_weights(const PipelineChunk& chunk) {
       const Segment& segment = chunk.spec.segments[piece.segment];
       if (chunk.gradients[piece.segment].data == nullptr) continue;
       const StepParameter& parameter = data_.step.parameters()[segment.parameter];
+      if (parameter.keeps_weight) continue;  // it may have no memory now
       const std::int64_t first = (segment.parameter_offset + piece.offset) * width;
       std::memcpy(static_cast<char*>(parameter.param) + first,
                   static_cast<const char*>(parameter.backup) + first, piece.count * width);

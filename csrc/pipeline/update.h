@@ -16,7 +16,8 @@ struct StepParameter {
   bool seed_master;
   std::int32_t hyper;
   std::uint64_t key;       // of the random bits that inexact formats round with
-  void* backup = nullptr;  // where an update puts the old weight first; null: nowhere
+  void* backup = nullptr;     // where an update puts the old weight first; null: nowhere
+  bool keeps_weight = false;  // the caller keeps the old weight, and puts it back after `undo`
 };
 
 // The gradient of one segment, from the segment's first element on. `data` null: there is none.

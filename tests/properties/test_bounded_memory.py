@@ -62,6 +62,24 @@ class PoolMachine(RuleBasedStateMachine):
         self.buffers[buffer].unpin(dirty=True)
         self.serial.unpin(buffer, number)
 
+    @rule(buffer=BUFFERS)
+    def keep(self, buffer: int) -> None:
+        if self.buffers[buffer].dirty:  # no step begins while others write
+            return
+        self.buffers[buffer].keep()
+        self.serial.keep(buffer)
+
+    @rule(buffer=BUFFERS)
+    def confirm(self, buffer: int) -> None:
+        self.buffers[buffer].confirm()
+        self.serial.confirm(buffer)
+
+    @rule(buffer=BUFFERS)
+    def put_back(self, buffer: int) -> None:
+        if not self.buffers[buffer].dirty:  # nobody writes to it
+            self.buffers[buffer].put_back()
+            self.serial.put_back(buffer)
+
     @rule(buffers=st.lists(BUFFERS, unique=True))
     def expect(self, buffers: list[int]) -> None:
         self.pool.expect([self.buffers[buffer] for buffer in buffers])

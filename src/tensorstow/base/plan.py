@@ -244,7 +244,6 @@ class Plan:
             return
         obstacles = {
             "states in host memory": self.states != Tier.DISK,
-            "parameters on disk": Tier.DISK in self.parameter_tiers,
             keyword_of(self.update_on): reaches_device(self.update_on),
         }
         refuse_undo(obstacles)

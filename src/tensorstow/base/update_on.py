@@ -156,7 +156,7 @@ def refuse_undo(obstacles: Mapping[str, bool]) -> None:
     if present:
         message = (
             f'overlap="speculative" was given with {present}: an update is undone from a second'
-            " copy of its states on disk, by the host, and its weight stays in memory. Use"
+            " copy of its states on disk, by the host. Use"
             ' overlap="forward", which is exact under clipping too.'
         )
         raise OptionError(message)

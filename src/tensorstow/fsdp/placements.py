@@ -505,6 +505,8 @@ def _make_disk_pool(
         # What is read from the user's files, or decoded, takes no room in the pool's own.
         in_files = bool(read.runs) or read.decoder is not None
         total += round_up(stored, ALIGN) + (0 if in_files else round_up(read.nbytes, ALIGN))
+        # Updates that may be undone write to a second place.
+        total += round_up(stored, ALIGN) if plan.timing.can_undo and is_kept else 0
     sizes, around = [unit.share_bytes for unit in units], bytes_around(units)
     least = least_in_memory(sizes, around)
     capacity = int(plan.weight_ram_budget or 0) or most_in_memory(sizes, plan.prefetch, around)

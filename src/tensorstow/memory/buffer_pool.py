@@ -24,6 +24,10 @@ upcoming, the buffer is read ahead.
 
 [Note: Decoders] Files may have weights as codes. A decoder computes the values, in the same buffer,
 when a read is settled. Codes that stay in host memory need no read.
+
+[Note: Kept bytes] An update that may be undone must leave the old weight somewhere. ``keep`` leaves
+it on disk: the next writes go to a second place, and the two places change roles in ``confirm``.
+So keeping takes no memory, and no time unless the bytes are put back, which reads them again.
 """
 
 import logging
@@ -32,6 +36,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -83,32 +88,41 @@ class Decoder(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Where the bytes of a buffer are when they have no memory."""
+
+    stripes: Sequence[FileStripe] = ()
+    """Parts of the pool's files."""
+    runs: Sequence[Run] = ()
+    """Bytes of files that are only read; none: they are in the pool's files."""
+    decoder: Decoder | None = None
+    """Computes values of what was read; None: they are read as they are."""
+    pieces: Sequence[Sequence[Run]] = ()
+    """The reads of each piece ([Note: Pieces]); none: it is read as one."""
+    checksum: int | None = None
+    """The checksum of bytes in the pool's files; None: they were never written."""
+
+    @property
+    def is_in_files(self) -> bool:
+        """Return whether the bytes are of files that are only read."""
+        return bool(self.runs) or self.decoder is not None
+
+
 class PooledBuffer(MovingBytes):
     """Tensors that move as one: on disk, and in memory while they are pinned."""
 
-    def __init__(
-        self,
-        pool: "BufferPool",
-        nbytes: int,
-        stripes: Sequence[FileStripe] = (),
-        runs: Sequence[Run] = (),
-        decoder: Decoder | None = None,
-        pieces: Sequence[Sequence[Run]] = (),
-    ) -> None:
-        """Take ``stripes`` of the pool's files; hold none of its memory yet.
-
-        ``runs``: where its bytes are in other files; then it takes nothing of the pool's.
-        """
+    def __init__(self, pool: "BufferPool", nbytes: int, place: StoredBytes) -> None:
+        """Have the bytes of ``place``; hold none of the pool's memory yet."""
         super().__init__()
         self.nbytes = nbytes
-        self.stripes = stripes
-        """Where it is in the pool's files."""
-        self.runs = tuple(runs)
-        """Bytes of files that are only read; none: they are in the pool's files."""
-        self.decoder = decoder
-        """Computes values of what was read; None: they are read as they are."""
-        self.pieces = tuple(pieces)
-        """The reads of each piece ([Note: Pieces]); none: it is read as one."""
+        self.place = place
+        self.is_keeping = False
+        """Whether the next writes go to another place ([Note: Kept bytes])."""
+        self.old: StoredBytes | None = None
+        """The place of the bytes that are kept; None: nothing was written since ``keep``."""
+        self.spare: Sequence[FileStripe] = ()
+        """The second place, when nobody uses it; none: it has none yet."""
         self.present: set[int] = set()
         """The pieces that are in memory, or are being read."""
         self.upcoming: frozenset[int] = frozenset()
@@ -126,23 +140,31 @@ class PooledBuffer(MovingBytes):
         """When it was seen to be over."""
         self.moving = 0
         """The bytes of the last transfer."""
-        self.checksum: int | None = None
-        """The checksum of the bytes on disk; None: never written, or written by others."""
+
+    @property
+    def pieces(self) -> Sequence[Sequence[Run]]:
+        """Return the reads of each piece ([Note: Pieces]); none: it is read as one."""
+        return self.place.pieces
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """Return what computes the values of what was read; None: they are read as they are."""
+        return self.place.decoder
 
     @property
     def is_in_files(self) -> bool:
         """Return whether the bytes are of files that are only read."""
-        return bool(self.runs) or self.decoder is not None
+        return self.place.is_in_files
 
     @property
     def file_bytes(self) -> int:
         """Return the bytes that are read from files that are only read, each time."""
-        return sum(run.nbytes for run in self.runs)
+        return sum(run.nbytes for run in self.place.runs)
 
     @property
     def is_stored(self) -> bool:
         """Return whether there is something to read."""
-        return self.is_in_files or self.checksum is not None
+        return self.is_in_files or self.place.checksum is not None
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor over the bytes from ``at``, to be used while pinned alone.
@@ -185,6 +207,25 @@ class PooledBuffer(MovingBytes):
     def unpin(self, *, dirty: bool = False) -> None:
         """End a pin; ``dirty``: the bytes are to be written back."""
         self.pool.unpin(self, dirty=dirty)
+
+    def keep(self) -> None:
+        """Keep the bytes on disk as they are now, until ``put_back`` or ``confirm``.
+
+        Nobody may be writing to the bytes in memory. Bytes that were kept before are given up.
+        """
+        self.confirm()
+        self.is_keeping = True
+
+    def put_back(self) -> None:
+        """Have the bytes again that ``keep`` has kept, also where the buffer is pinned.
+
+        Nobody may be writing to them. Raises the errors of ``pin``.
+        """
+        self.pool.put_back(self)
+
+    def confirm(self) -> None:
+        """Keep the new bytes and not the old ones. No-op if none are kept."""
+        self.pool.confirm(self)
 
     def drop_pages(self) -> None:
         """Give the memory back."""
@@ -266,7 +307,8 @@ class BufferPool:
         padded = round_up(nbytes, ALIGN)
         is_own = not runs and decoder is None
         stripes = self._files.allocate(padded) if is_own else []
-        buffer = PooledBuffer(self, padded, stripes, runs, decoder, pieces)
+        place = StoredBytes(stripes, tuple(runs), decoder, tuple(pieces))
+        buffer = PooledBuffer(self, padded, place)
         self.total_bytes += buffer.nbytes
         self._buffers.append(buffer)
         return buffer
@@ -367,17 +409,60 @@ class BufferPool:
             buffer.dirty |= dirty
             if buffer.pins == 0 and buffer.dirty:
                 self._settle(buffer)
-                if buffer.is_in_files:
-                    _leave_files(self._files, buffer)
                 buffer.dirty = False
-                # No pin is left, so nobody writes to the bytes between the checksum and the write.
-                buffer.checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
-                buffer.begun, buffer.seen_over = time.monotonic(), None
-                writes = self._files.write(buffer.stripes, buffer.bytes)
-                buffer.moving = buffer.nbytes
-                buffer.begin(ByteState.WRITING, *writes)
-                self.bytes_written += buffer.nbytes
+                self._write(buffer)
             self._read_expected()
+
+    def put_back(self, buffer: PooledBuffer) -> None:
+        """Have the bytes again that ``keep`` has kept; those in memory were changed."""
+        self._wait(buffer)
+        with self._poisoning():
+            self._settle(buffer)
+            buffer.is_keeping = buffer.dirty = False
+            if buffer.old is not None:
+                buffer.spare, buffer.place, buffer.old = buffer.place.stripes, buffer.old, None
+            if not buffer.is_in_memory:
+                return
+            if not buffer.pins:
+                self._drop(buffer)
+                buffer.drop_pages()
+                return
+            # It was pinned for a reader, which finds the old bytes.
+            if not buffer.is_stored:
+                buffer.bytes.zero_()
+                return
+            self.bytes_read += _begin_read(self._files, buffer, range(len(buffer.pieces)))
+        self._wait(buffer)
+        with self._poisoning():
+            self._settle(buffer)
+
+    def confirm(self, buffer: PooledBuffer) -> None:
+        """Keep the new bytes of a buffer and not the old ones."""
+        with self._lock:
+            buffer.is_keeping = False
+            if buffer.old is not None:
+                buffer.spare, buffer.old = buffer.old.stripes, None
+
+    def _write(self, buffer: PooledBuffer) -> None:
+        """Begin writing a buffer that nobody has pinned, so nobody changes it meanwhile."""
+        stripes, is_kept = buffer.place.stripes, buffer.is_keeping and buffer.old is None
+        if is_kept or buffer.is_in_files:
+            stripes, buffer.spare = buffer.spare or self._files.allocate(buffer.nbytes), ()
+        if is_kept:
+            buffer.old = buffer.place
+        if buffer.is_in_files:
+            logger.info(
+                "%s of weights that were frozen were written to: they are copied from %s to %s",
+                *(format_bytes(buffer.nbytes), _source_of(buffer)),
+                ", ".join(map(str, self._files.directories)),
+            )
+        checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
+        buffer.place = StoredBytes(stripes, checksum=checksum)
+        buffer.begun, buffer.seen_over = time.monotonic(), None
+        writes = self._files.write(stripes, buffer.bytes)
+        buffer.moving = buffer.nbytes
+        buffer.begin(ByteState.WRITING, *writes)
+        self.bytes_written += buffer.nbytes
 
     def synchronize(self) -> None:
         """Return when nothing is under way; raises what failed."""
@@ -433,7 +518,7 @@ class BufferPool:
         end = time.monotonic() if buffer.seen_over is None else buffer.seen_over
         name = f"weights {_operation(buffer)}"
         buffer.settle(
-            partial(_check_read, buffer, self._files.describe(buffer.stripes))
+            partial(_check_read, buffer, self._files.describe(buffer.place.stripes))
             if buffer.state is ByteState.READING
             else None
         )
@@ -516,12 +601,12 @@ def _begin_read(files: StripedFiles, buffer: PooledBuffer, pieces: Sequence[int]
     """Begin reading a buffer as a whole; of one with pieces, these. Return the bytes."""
     runs = [run for piece in pieces for run in buffer.pieces[piece]]
     if not buffer.pieces:
-        runs = list(buffer.runs)
+        runs = list(buffer.place.runs)
     buffer.begun, buffer.seen_over = time.monotonic(), None
     if buffer.is_in_files:
         reads = [r.file.read(r.offset, buffer.bytes[r.at : r.at + r.nbytes]) for r in runs]
     else:
-        reads = files.read(buffer.stripes, buffer.bytes)
+        reads = files.read(buffer.place.stripes, buffer.bytes)
     nbytes = sum(run.nbytes for run in runs) if buffer.is_in_files else buffer.nbytes
     buffer.moving = nbytes if buffer.pieces else buffer.nbytes
     buffer.fresh = pieces
@@ -530,26 +615,15 @@ def _begin_read(files: StripedFiles, buffer: PooledBuffer, pieces: Sequence[int]
     return nbytes
 
 
-def _leave_files(files: StripedFiles, buffer: PooledBuffer) -> None:
-    """Give a buffer that was read from files room in the pool's files, for bytes that differ."""
-    buffer.stripes = files.allocate(buffer.nbytes)
-    logger.info(
-        "%s of weights that were frozen were written to: they are copied from %s to %s",
-        *(format_bytes(buffer.nbytes), _source_of(buffer)),
-        ", ".join(map(str, files.directories)),
-    )
-    buffer.runs, buffer.decoder, buffer.pieces = (), None, ()
-
-
 def _check_read(buffer: PooledBuffer, place: str) -> None:
     """Raise DamageError unless the bytes that were read are those that were written."""
-    for file in {run.file for run in buffer.runs}:
+    for file in {run.file for run in buffer.place.runs}:
         file.validate_unchanged()
     # No checksum was taken of the user's files: only a later write to them can be seen.
     if buffer.is_in_files:
         buffer.decode()
         return
-    if _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.checksum:
+    if _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes) != buffer.place.checksum:
         message = (
             f"read of {buffer.nbytes} bytes {place} gave other weights"
             " than were written there: their checksum does not fit. Look at `dmesg` and the drive's"
@@ -559,7 +633,8 @@ def _check_read(buffer: PooledBuffer, place: str) -> None:
 
 
 def _source_of(buffer: PooledBuffer) -> str:
-    return str(buffer.runs[0].file.path.parent) if buffer.runs else "codes in memory"
+    runs = buffer.place.runs
+    return str(runs[0].file.path.parent) if runs else "codes in memory"
 
 
 def _operation(buffer: PooledBuffer) -> str:

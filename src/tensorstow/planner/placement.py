@@ -444,7 +444,10 @@ def _states(plan: Plan, sizes: Sizes, conditions: Conditions) -> Iterable[Item]:
     memory = states_of(plan, sizes, conditions)
     yield Item(Tier.HOST, "states", memory.ram_bytes)
     if plan.timing.can_undo:
-        yield Item(Tier.HOST, "old weights", sum(unit.gradient_bytes for unit in sizes.units))
+        on_disk = sum(unit.gradient_bytes for unit in units_on(Tier.DISK, plan, sizes))
+        trained = sum(unit.gradient_bytes for unit in sizes.units)
+        yield Item(Tier.HOST, "old weights", trained - on_disk)
+        yield Item(Tier.DISK, "old weights", on_disk)
     yield Item(Tier.HOST, "ring of states", memory.ring_bytes)
     yield from _on_the_link(plan, sizes, conditions)
     if conditions.commits:

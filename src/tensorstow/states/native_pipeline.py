@@ -106,6 +106,8 @@ class StepRow(NamedTuple):
     """Key of the random bits that inexact formats round with."""
     expected: bool = False
     """Whether the gradient may follow, in an open step."""
+    keeps_weight: bool = False
+    """Whether the caller keeps the old weight, and puts it back after ``undo``."""
     backup: torch.Tensor | None = None
     """Where the update puts the old weight first, in an undoable step."""
 
@@ -396,7 +398,7 @@ def _table_of(rows: Sequence[StepRow]) -> npt.NDArray[np.int64]:
         for weight, gradient, *rest, backup in rows
     ]
     # A table without rows keeps its columns.
-    return np.array(table, dtype=np.int64).reshape(-1, 8)
+    return np.array(table, dtype=np.int64).reshape(-1, 9)
 
 
 def _address(tensor: torch.Tensor | None) -> int:

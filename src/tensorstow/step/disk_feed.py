@@ -16,6 +16,10 @@ room, and returns. A wait for a weight passes on the chunks up to it; ``move_on`
 that can without waiting. So one unit is updated while the one before it computes, and a forward
 finds each weight in memory, where the update has left it. Each wait leaves room for one unit more,
 which the forward pins; so the pins of both stay within the memory of three units.
+
+[Note: Old weights] In a step that may be undone the old weights stay on disk, and the new ones go
+to a second place. A chunk whose states are in memory is passed on after ``confirm``: it would wait
+for that with its unit pinned, and others need the room.
 """
 
 from collections import deque
@@ -129,10 +133,11 @@ class UnitPins:
             if not self._end_one(()):
                 return
 
-    def end(self) -> None:
-        """End every pin: the step is over."""
+    def end(self, *, is_undone: bool = False) -> None:
+        """End every pin: the step is over. What an undone step has changed is not written."""
         self._chunks.clear()
         for key in list(self._pins):
+            self._pins[key].changed &= not is_undone
             self._unpin(key)
 
     # --- inside ---
@@ -212,6 +217,10 @@ class DiskFeed(GradientFeed):
         """Called when a closed step has no more chunks to pass on."""
         self._parts_of: dict[int, list[_DiskChunk]] = {}
         self._pins = UnitPins(pipeline)
+        self._kept: dict[int, Pager] = {}
+        """The units whose old weights are kept ([Note: Old weights])."""
+        self._changed: dict[int, Pager] = {}
+        """Those of them that updates have changed."""
 
     # --- a step ---
 
@@ -247,6 +256,10 @@ class DiskFeed(GradientFeed):
             for key in self._keys(part.owners):
                 left[key] = left.get(key, 0) + 1
         self._pins.begin(left)
+        self._changed.clear()
+        self._kept = self._keys(self._due) if self.undoable else {}
+        for pager in self._kept.values():
+            pager.keep()
         for update in plan.updates:
             if update.gradient is not None and update.param.number in self._due:
                 self.offer(update.param, update.gradient)
@@ -257,8 +270,10 @@ class DiskFeed(GradientFeed):
 
     def send(self, chunk: int) -> None:
         """Pin the weights of a chunk that awaits no more gradients, and pass its gradients on."""
-        if chunk in self._parts:
-            self._pin_chunk(self._parts[chunk])
+        part = self._parts.get(chunk)
+        if part is None or (self.undoable and part.chunk.resident):
+            return  # it has no weights on disk, or waits for ``confirm``
+        self._pin_chunk(part)
 
     def move_on(self) -> None:
         """End the pins of chunks that the step is done with; pass on those that need no wait."""
@@ -294,6 +309,30 @@ class DiskFeed(GradientFeed):
         """End every pin: the step is over."""
         self._rest.clear()
         self._pins.end()
+
+    def confirm(self) -> None:
+        """Give the old weights up."""
+        super().confirm()
+        for pager in self._kept.values():
+            pager.confirm()
+        self._kept = {}
+
+    def abort(self) -> None:
+        """Free the memory of the step, and give the old weights up: its weights are lost."""
+        super().abort()
+        self.confirm()
+
+    def undo(self) -> None:
+        """End every pin, and put the old weights back."""
+        self._rest.clear()
+        self._gradients.clear()
+        self._pins.end(is_undone=True)
+        for key, pager in self._kept.items():
+            if key in self._changed:
+                pager.put_back()
+            else:
+                pager.confirm()
+        self._kept = {}
 
     # --- inside ---
 
@@ -344,6 +383,7 @@ class DiskFeed(GradientFeed):
         # The pipeline may use the weights as soon as it has the gradients: pins come first.
         self._pins.add(part.chunk.number, needed, of, crosses=part.crosses, write=write)
         self._pins.mark_changed(self._keys(changed))
+        self._changed |= self._keys(changed)
         self._pipeline.add_chunk_gradients(part.chunk.number, pieces)
 
     def _needed(self, part: _DiskChunk) -> dict[int, Pager]:

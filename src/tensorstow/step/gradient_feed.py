@@ -77,6 +77,8 @@ class GradientFeed:
     """Whether the feed updates chunks in the pipeline's place: then ``close`` ends the step."""
     newest_first = False
     """Whether the step that begins uses the newest gradients first."""
+    undoable = False
+    """Whether the step that begins may be undone, until ``confirm``."""
     staging_bytes = 0
     """Pinned memory that gradients pass through."""
     device_bytes = 0
@@ -145,6 +147,10 @@ class GradientFeed:
 
     def pass_on(self) -> None:
         """Pass on what can be before an undoable step is closed; wait for gradients."""
+
+    def confirm(self) -> None:
+        """Make an undoable step final; it is still open."""
+        self.undoable = False
 
     def undo(self) -> None:
         """Forget the open step, which the pipeline has undone; no copy is under way."""
@@ -324,7 +330,7 @@ class StepFeeds:
             final = [n for n, row in enumerate(rows) if row.gradient is not None]
             self._gate.begin(due, final)
             for feed in self._feeds:
-                feed.newest_first = self._newest_first
+                feed.newest_first, feed.undoable = self._newest_first, undoable
                 feed.begin(plan, self._gate)
             for update in plan.updates:
                 # Counted only: ``close`` sends them, in the best order.
@@ -357,6 +363,13 @@ class StepFeeds:
             pass
         for feed in self._feeds:
             feed.pass_on()
+
+    def confirm(self) -> None:
+        """Make the updates of an undoable step final; it is still open."""
+        with poisoning(self._pipeline):
+            self._pipeline.undoing.confirm()
+            for feed in self._feeds:
+                feed.confirm()
 
     def undo(self) -> None:
         """End an undoable step as if it had never begun; gradients are in host memory by then."""

@@ -3,16 +3,16 @@
 [Note: Speculation] A clip factor is known when the last gradient is. Once a run is warm it mostly
 is one: then the updates that ran during backward are those of the step. Where it is not, they are
 undone, and the step is taken with the factor from the gradients, which are still held; its bits are
-those of a step without overlap. Undoing reads nothing from disk: new states were written to a
-second place, and the old weights are in a copy in memory. A chunk whose states stay in memory has
-no second place, and is not updated before the factor is known.
+those of a step without overlap. Undoing reads no states: new ones were written to a second place.
+The old weights are in a copy in memory; those on disk stayed there, and are read again. A chunk
+whose states stay in memory has no second place, and is not updated before the factor is known.
 
-So it takes the weights once more in memory, the states once more on disk, and the gradients of all
-parameters until ``step()``, as clipping does anyway. A run that commits has three places for each
-chunk: of the last commit, of the last step, and of the step that may be undone, which may commit
-too. An undone step takes the time of one with ``overlap="forward"`` and that of writing what was
-undone. So after two clipped steps in a row, as at the start of a run, updates wait for ``step()``
-until one is not clipped.
+So it takes the weights once more, in memory or on disk, the states once more on disk, and the
+gradients of all parameters until ``step()``, as clipping does anyway. A run that commits has three
+places for each chunk: of the last commit, of the last step, and of the step that may be undone,
+which may commit too. An undone step takes the time of one with ``overlap="forward"`` and that of
+writing what was undone. So after two clipped steps in a row, as at the start of a run, updates wait
+for ``step()`` until one is not clipped.
 """
 
 from collections.abc import Iterable
@@ -84,9 +84,14 @@ class SpeculativeOverlap(BackwardOverlap):
         # Updates change the version counters, so this is asked before they begin.
         self._written_by_others = {param.number for param in params if param.written_by_others}
         for update in plan.updates:
-            number = update.param.number
-            row = plan.rows[number]
-            plan.rows[number] = row._replace(backup=self._backup_of(number, row.weight))
+            if update.param.tier is not Tier.DISK:
+                number = update.param.number
+                row = plan.rows[number]
+                plan.rows[number] = row._replace(backup=self._backup_of(number, row.weight))
+        for param in self._params.all():
+            if param.tier is Tier.DISK:  # a commit reads those without an update too
+                row = plan.rows[param.number]
+                plan.rows[param.number] = row._replace(keeps_weight=True)
         super().begin(plan, undoable=undoable)
 
     def abort(self) -> None:
@@ -107,7 +112,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """Confirm the updates of the open step, and end it."""
         self._clipped_in_a_row, self.begins_now = 0, True
         # Chunks whose states stay in memory are updated only after this.
-        self._params.store.pipeline.undoing.confirm()
+        self._params.update_router.step_path.confirm()
         super().step(plan, states)
 
     def undo(self) -> list[ParamUpdate]:
@@ -121,7 +126,7 @@ class SpeculativeOverlap(BackwardOverlap):
                 _restore_hidden(update)
                 is_of_others = update.param.number in self._written_by_others
                 # The old weights are ours, though updates have changed their version counters.
-                if update.param.tier is Tier.HOST and not is_of_others:
+                if update.param.tier is not Tier.DEVICE and not is_of_others:
                     update.param.remember()
         self._plan = None
         self.gradients.restart()

@@ -54,6 +54,15 @@ class Pager(Protocol):
     def unpin(self, *, dirty: bool = False) -> None:
         """End a pin; ``dirty``: the bytes are to be written back."""
 
+    def keep(self) -> None:
+        """Keep the bytes on disk as they are: writes go to a second place."""
+
+    def put_back(self) -> None:
+        """Have the bytes again that ``keep`` has kept."""
+
+    def confirm(self) -> None:
+        """Keep the new bytes and not the old ones."""
+
 
 class HostElements(DeviceEvent, Protocol):
     """Elements in host memory, complete after the event of their copies."""

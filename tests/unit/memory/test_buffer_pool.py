@@ -82,7 +82,7 @@ def test_other_bytes_on_disk_are_damage_and_nobody_goes_on(tmp_path: Path) -> No
     _fill(second, 2)
     pool.synchronize()
     block = torch.zeros(4096, dtype=torch.uint8)
-    pool._files._files[0].write(block, first.stripes[0].offset + 8192).wait()
+    pool._files._files[0].write(block, first.place.stripes[0].offset + 8192).wait()
     with pytest.raises(DamageError, match="checksum"):
         first.pin()
     with pytest.raises(PoisonedError, match="resume"):
@@ -203,3 +203,65 @@ def test_a_pin_settles_no_read_that_another_thread_has_begun_meanwhile(
     assert buffer.present == {0, 1}
     assert len(waits) == 2
     buffer.unpin()
+
+
+def test_kept_bytes_take_the_room_of_two_places(tmp_path: Path) -> None:
+    pool = BufferPool([tmp_path], 4 * SIZE, 2 * SIZE)
+    first, second = pool.add(SIZE), pool.add(SIZE)
+    _fill(first, 1)
+    for value in range(2, 20):
+        before = int(value) - 1
+        first.keep()
+        _fill(first, 100)
+        _fill(first, value)
+        _fill(second, value)
+        if value % 3 == 0:
+            first.put_back()
+            assert _all_are(first, before)
+            _fill(first, value)
+        first.confirm()
+        assert _all_are(first, value)
+    # Two places of the first buffer, and one of the second.
+    assert sum(pool._files._ends) == 3 * SIZE
+
+
+def test_a_reader_finds_kept_bytes_where_it_has_pinned_them(tmp_path: Path) -> None:
+    pool = BufferPool([tmp_path], 4 * SIZE, 2 * SIZE)
+    stored, blank = pool.add(SIZE), pool.add(SIZE)
+    _fill(stored, 1)
+    for buffer, before in ((stored, 1), (blank, 0)):
+        buffer.keep()
+        _fill(buffer, 2)
+        buffer.pin()
+        buffer.put_back()
+        assert bool((buffer.bytes == before).all())
+        buffer.unpin()
+
+
+def test_bytes_that_were_kept_in_memory_alone_are_read_again(tmp_path: Path) -> None:
+    """An update was undone while its weight was pinned: nothing was written."""
+    pool = BufferPool([tmp_path], 2 * SIZE, SIZE)
+    buffer = pool.add(SIZE)
+    _fill(buffer, 1)
+    buffer.keep()
+    buffer.pin(for_write=True)
+    buffer.bytes.fill_(2)
+    buffer.unpin()
+    buffer.put_back()
+    assert _all_are(buffer, 1)
+    assert sum(pool._files._ends) == SIZE
+
+
+def test_bytes_of_files_are_kept_where_they_are(tmp_path: Path) -> None:
+    pool = BufferPool([tmp_path], 0, SIZE)
+    buffer = pool.add(SIZE, runs=[Run(LateFile(), 0, 0, SIZE)])
+    for _ in range(2):
+        buffer.keep()
+        _fill(buffer, 8)
+        assert not buffer.is_in_files
+        buffer.put_back()
+        assert buffer.is_in_files
+        assert _all_are(buffer, 0)
+    assert sum(pool._files._ends) == SIZE
+    _fill(buffer, 9)
+    assert _all_are(buffer, 9)

@@ -251,8 +251,9 @@ def test_states_are_predicted_as_the_optimizer_holds_them(dtype: torch.dtype, pl
     assert found == predicted
 
 
-def test_what_may_be_undone_is_predicted_twice() -> None:
-    plan = Plan(Tier.HOST, Tier.DISK, overlap="speculative")
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
+def test_what_may_be_undone_is_predicted_twice(tier: Tier) -> None:
+    plan = Plan(tier, Tier.DISK, overlap="speculative")
     model = deep()
     sizes = Sizes.of(units_of(model), 1)
     held = {(item.tier, item.purpose): item.nbytes for item in items_of(plan, sizes, HERE)}
@@ -263,7 +264,9 @@ def test_what_may_be_undone_is_predicted_twice() -> None:
     optimizer.close()
     assert states_of(plan, sizes, HERE).file_bytes == found.file_bytes
     assert held[Tier.DISK, "states"] == found.file_bytes
-    assert held[Tier.HOST, "old weights"] == found.host_weight_bytes
+    assert held.get((Tier.HOST, "old weights"), 0) == found.host_weight_bytes
+    weights = sum(p.nbytes for p in model.parameters())
+    assert held[tier, "old weights"] == held[tier, "parameters"] == weights
     assert held[Tier.HOST, "gradients"] == found.gradient_bytes
 
 

@@ -1,13 +1,15 @@
 """``overlap="speculative"``: the bits of a step without overlap, whether it is clipped or not."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from parity.beside import (
     ALWAYS,
@@ -23,14 +25,16 @@ from parity.beside import (
     states_of,
     weights,
 )
-from tensorstow import AdamW, Plan, stow, usage
+from tensorstow import AdamW, Plan, named_weights, stow, usage
 from tensorstow.base.errors import OptionError, PoisonedError, TransferError
+from tensorstow.optim.options import Durability
 from tensorstow.tensors.placeholder import ConsumedGradient
 
 
 def backward(model: nn.Module, step: int) -> None:
-    dtype = next(model.parameters()).dtype
-    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+    first = next(model.parameters())
+    width = first.shape[1]
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(first.dtype)
     torch.autograd.backward(model(x).float().square().mean())
 
 
@@ -95,23 +99,88 @@ def test_what_stays_in_memory_waits_for_the_norm(tmp_path: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("norms", SCHEDULES.values(), ids=SCHEDULES)
-def test_a_placed_model_goes_on_in_the_next_forward(norms: Sequence[float], tmp_path: Path) -> None:
-    model = blocks()
-    want = train(AdamW(model.parameters(), lr=1e-2), model, norms), weights(model)
-    other, optimizer = stow(
-        blocks(),
+def placed(
+    directory: Path,
+    dtype: torch.dtype = torch.float32,
+    durability: Durability = "none",
+    **fields: Any,  # noqa: ANN401  # of the plan
+) -> tuple[nn.Module, AdamW]:
+    """Return a model of six blocks, whose updates ``step()`` may undo."""
+    plan = Plan(states="disk", overlap="speculative", **fields)
+    model, optimizer = stow(
+        blocks(64, 6).to(dtype),
         AdamW,
         lr=1e-2,
-        durability="none",
-        dir=tmp_path,
-        plan=Plan(parameters="host", states="disk", overlap="speculative"),
+        durability=durability,
+        dir=directory,
+        plan=plan,
+        # A small ring leaves room for states in memory.
+        policy=replace(
+            PLAIN, chunk_elements=512, schedule="naive" if "ram_budget" in fields else "pipelined"
+        ),
     )
     assert isinstance(optimizer, AdamW)
-    slow(optimizer, seconds=0.002)
-    assert train(optimizer, other, norms) == want[0]
-    assert same(weights(other), want[1])
+    return model, optimizer
+
+
+def plain_run(
+    norms: Sequence[float], dtype: torch.dtype = torch.float32
+) -> tuple[list[float], dict[str, Tensor], list[Tensor]]:
+    """Return norms, weights and states of training without overlap, in memory."""
+    model = blocks(64, 6).to(dtype)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    return train(optimizer, model, norms), weights(model), states_of(optimizer)
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {"parameters": "host"},
+    "disk": {"parameters": "disk"},
+    "both": {"parameters": "host", "parameter_units": {"1": "disk", "4": "disk"}},
+    "some states in memory": {"parameters": "disk", "ram_budget": 180_000},
+    "read ahead": {"parameters": "disk", "prefetch": 2, "weight_ram_budget": 80_000},
+}
+"""Plans, by the place of the weights."""
+
+
+def cases() -> Iterator[tuple[str, torch.dtype, str]]:
+    """Return places, dtypes and schedules of norms: every pair of two."""
+    for row, place in enumerate(PLACES):
+        for column, schedule in enumerate(SCHEDULES):
+            dtype = (torch.float32, torch.bfloat16)[(row + column) % 2]
+            if place == "disk" or schedule in {"in turns", "at first"}:
+                yield place, dtype, schedule
+
+
+@pytest.mark.parametrize(("place", "dtype", "schedule"), list(cases()))
+def test_a_placed_model_has_the_same_bits(
+    place: str, dtype: torch.dtype, schedule: str, tmp_path: Path
+) -> None:
+    norms = SCHEDULES[schedule]
+    want = plain_run(norms, dtype)
+    model, optimizer = placed(tmp_path, dtype, **PLACES[place])
+    in_memory = usage(optimizer=optimizer).states.ram_bytes
+    assert (in_memory > 0) == (place == "some states in memory")
+    slow(optimizer, seconds=0.0005)
+    assert train(optimizer, model, norms) == want[0]
+    assert same(dict(named_weights(model)), want[1])
+    whole = [s.full_tensor() if isinstance(s, DTensor) else s for s in states_of(optimizer)]
+    assert all(map(torch.equal, whole, want[2]))
     optimizer.close()
+
+
+def test_weights_on_disk_are_put_back_without_a_step(tmp_path: Path) -> None:
+    model, optimizer = placed(tmp_path, parameters="disk")
+    train(optimizer, model, [NEVER])
+    before = dict(named_weights(model))
+    for _ in range(3):
+        since = updated(optimizer)
+        backward(model, 1)
+        assert updated(optimizer) > since
+        optimizer.zero_grad()
+        assert same(dict(named_weights(model)), before)
+    backward(model, 2)
+    optimizer.close()
+    assert same(dict(named_weights(model)), before)
 
 
 def test_sums_of_micro_batches_are_clipped(tmp_path: Path) -> None:
@@ -333,8 +402,6 @@ def test_states_in_memory_cannot_be_undone() -> None:
     ("fields", "why"),
     [
         ({}, "states in host memory"),
-        ({"states": "disk", "parameters": "disk"}, "parameters on disk"),
-        ({"states": "disk", "parameter_units": {"0": "disk"}}, "parameters on disk"),
         ({"states": "disk", "parameters": "device", "update_on": "device"}, 'update_on="device"'),
     ],
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from parity.beside import ALWAYS, NEVER, PLAIN, SCHEDULES, blocks, same, states_of, weights
 from parity.cover import crossed
 from ranks.pool import Ranks
-from tensorstow import AdamW, Plan, stow, usage
+from tensorstow import AdamW, Plan, named_weights, stow, usage
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -41,7 +41,7 @@ def train(
         optimizer.clip_grad_norm_(most)
         optimizer.step()
         optimizer.wait()
-        after.append(weights(model))
+        after.append(weights(model) if optimizer._params().all()[0].pager is None else {})
     return after
 
 
@@ -103,6 +103,52 @@ def test_bits_and_commits_are_those_without_overlap(
         assert step is None or same(weights(other), want[step - 1])
         assert all(map(same, train(optimizer, other, limits, step or 0), want[step or 0 :]))
         assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
+        optimizer.close()
+
+
+def on_disk(directory: Path, dtype: torch.dtype, every: int | None) -> tuple[nn.Module, AdamW]:
+    """Return a model whose weights are on disk too."""
+    model, optimizer = stow(
+        blocks().to(dtype),
+        AdamW,
+        lr=1e-2,
+        dir=directory,
+        commit_every=every,
+        plan=Plan(states="disk", parameters="disk", overlap="speculative"),
+        policy=PLAIN,
+    )
+    assert isinstance(optimizer, AdamW)
+    return model, optimizer
+
+
+@crossed(
+    norms=tuple(SCHEDULES),
+    dtype=(torch.float32, torch.bfloat16),
+    every=(1, 2, 3, None),
+)
+def test_weights_on_disk_have_the_bits_and_commits_without_overlap(
+    norms: str, dtype: torch.dtype, every: int | None, tmp_path: Path
+) -> None:
+    limits = SCHEDULES[norms]
+    model = blocks().to(dtype)
+    want = train(AdamW(model.parameters(), lr=1e-2), model, limits)
+    for lost in (1, 4, 6):
+        run = tmp_path / f"run{lost}"
+        other, optimizer = on_disk(run, dtype, every)
+        train(optimizer, other, limits[:lost])
+        assert same(dict(named_weights(other)), want[lost - 1])
+        if every is None and lost > 2:
+            optimizer.commit()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        backward(other, lost)  # the open step is lost
+        shutil.copytree(run, tmp_path / f"copy{lost}")
+        other, optimizer = on_disk(tmp_path / f"copy{lost}", dtype, every)
+        step = optimizer.resume() or 0
+        assert step == (lost - lost % every if every else lost if lost > 2 else 0)
+        assert step == 0 or same(dict(named_weights(other)), want[step - 1])
+        train(optimizer, other, limits, step)
+        assert same(dict(named_weights(other)), want[-1])
         optimizer.close()
 
 
