@@ -172,9 +172,10 @@ def test_weights_on_disk_are_put_back_without_a_step(tmp_path: Path) -> None:
     model, optimizer = placed(tmp_path, parameters="disk")
     train(optimizer, model, [NEVER])
     before = dict(named_weights(model))
-    for _ in range(3):
+    optimizer.zero_grad()
+    for step in range(3):
         since = updated(optimizer)
-        backward(model, 1)
+        backward(model, step)
         assert updated(optimizer) > since
         optimizer.zero_grad()
         assert same(dict(named_weights(model)), before)
