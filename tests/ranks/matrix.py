@@ -84,14 +84,14 @@ def allowed(row: Mapping[str, Value]) -> bool:
         or (row.get("replicas") == 2 and (row.get("world") == 1 or row.get("stage") == 0))
         or (on_disk and row.get("stage", 3) != 3)
         or (row.get("overlap") == "backward" and row.get("clip", "none") != "none")
-        or (row.get("overlap") == "speculative" and not _can_undo(row, on_disk or by_device))
+        or (row.get("overlap") == "speculative" and not _can_undo(row, by_device=by_device))
         # A sum of several ranks in bf16, or torch's norm in fp32, is another arithmetic.
         or (row.get("clip") == "torch" and row.get("dtype", "float32") != "float32")
     )
 
 
-def _can_undo(row: Mapping[str, Value], elsewhere: bool) -> bool:  # noqa: FBT001
-    return row.get("states", "disk") == "disk" and row.get("clip") != "torch" and not elsewhere
+def _can_undo(row: Mapping[str, Value], *, by_device: bool) -> bool:
+    return row.get("states", "disk") == "disk" and row.get("clip") != "torch" and not by_device
 
 
 def configs(axes: Axes) -> list[tuple[RunConfig, int]]:

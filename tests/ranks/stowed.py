@@ -321,9 +321,11 @@ def _summed(
     if at_once:
         for micro in range(steps):
             each = [_gradients(config, master, (r, step, micro), device) for r in range(world)]
-            if config.plan.stage == 0 and steps > 1:  # no_sync() may be called: reduced in fp32
+            # Under stage 0 no_sync() may be called: reduced in fp32, in which the average stays.
+            is_wide = config.plan.stage == 0 and steps > 1
+            if is_wide:
                 each = [[gradient.float() for gradient in one] for one in each]
-            total = _plus(total, _mean(each, config.dtype), wide=True)
+            total = _plus(total, _mean(each, torch.float32 if is_wide else config.dtype), wide=True)
         return total
     sums = []
     for rank in range(world):
