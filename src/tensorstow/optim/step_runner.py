@@ -82,7 +82,7 @@ class ClipFactor:
 
         Raises OptionError if only some of them were.
         """
-        still = [p.grad is gradient for p, gradient in self._clipped]
+        still = [_is_still(p.grad, gradient) for p, gradient in self._clipped]
         if all(still) or self._factor == 1.0:
             return self._factor
         if any(still):
@@ -93,6 +93,12 @@ class ClipFactor:
             )
             raise OptionError(message)
         return 1.0
+
+
+def _is_still(gradient: torch.Tensor | None, clipped: torch.Tensor) -> bool:
+    """Return whether a gradient is the one that was clipped, which may have been given back."""
+    is_returned = isinstance(clipped, ConsumedGradient) and clipped.returned is gradient
+    return gradient is clipped or (is_returned and gradient is not None)
 
 
 class ScaledLoss:
@@ -264,6 +270,8 @@ class StepRunner:
         with self._schedule.stepping():
             # Before the last commit is durable no chunk has a place for new states.
             self._commits.join(self._params)
+            if isinstance(self._early, SpeculativeOverlap):
+                self._early.settle(factor, scale, is_skipped=overflowed)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
                 with SignalsDeferred():
@@ -271,8 +279,12 @@ class StepRunner:
                     self._end_step(commits=False)
             elif self._early is None:
                 self._take_step(factor, scale)
+            elif isinstance(self._early, SpeculativeOverlap) and not self._early.is_open:
+                self._refuse_used()
+                self.wait_idle()
+                self._take_new_step(factor, scale)
             else:
-                self._end_open_step(self._early, factor)
+                self._end_open_step(self._early)
         if self._commits.prompt:
             self._commits.join(self._params)
         stop = self._commits.stop
@@ -427,7 +439,7 @@ class StepRunner:
         params.update_router.refresh()
         commits = self._open_commits = self._begin_step()
         updates = [
-            ParamUpdate(group, param, None)
+            ParamUpdate(group, param, None, schedule.scale)
             for group in self.contents.groups
             for p in group["params"]
             if takes_part(p) and (param := params.find(p)) is not None
@@ -449,8 +461,13 @@ class StepRunner:
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
             return self._params.update_router.step_path.wait_for_copy()
 
-    def _end_open_step(self, schedule: BackwardOverlap, factor: float) -> None:
-        """End the open step; a ``factor`` that is not one makes it be undone, and taken again."""
+    def _refuse_used(self) -> None:
+        """Raise OptionError where the gradients are those of the last step."""
+        if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
+            refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
+
+    def _end_open_step(self, schedule: BackwardOverlap) -> None:
+        """End the step that backward has begun, or begin and end it now."""
         params = self._params
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
@@ -463,26 +480,24 @@ class StepRunner:
         gradients = sum(gradient_of(p) is not None for p in self.contents.parameters())
         self._module_parameters.check_step(gradients)
         if not schedule.is_open:
-            if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
-                refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
+            self._refuse_used()
             self._open_step(schedule)
+        elif new_params and isinstance(schedule, SpeculativeOverlap):
+            schedule.undo(uploads=False)
+            self._take_new_step(1.0, schedule.scale)
+            return
         elif new_params:
             count = format_count(len(new_params), "parameter")
             message = (
                 f"{count} got a gradient and had been frozen when"
-                ' backward began: with overlap="backward" or "speculative" updates have begun by'
-                " then. Unfreeze before backward."
+                ' backward began: with overlap="backward" updates have begun by then. Unfreeze'
+                " before backward."
             )
             raise OptionError(message)
         commits = self._open_commits
         with self._ending_step(schedule.held, commits=commits, is_open=True):
             updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
-            states = self.contents.states
-            if isinstance(schedule, SpeculativeOverlap) and factor != 1.0:
-                updates = [*schedule.undo(), *updates]
-                schedule.redo(make_plan(updates, params, states, factor, commits=commits), states)
-            else:
-                schedule.step(StepPlan(updates, [], [], commits=commits), states)
+            schedule.step(StepPlan(updates, [], [], commits=commits), self.contents.states)
 
 
 def _check_gradient(param: ManagedParam, groups: Groups) -> None:

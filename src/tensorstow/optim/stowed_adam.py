@@ -86,8 +86,8 @@ class StowedAdam(PlacedOptimizer):
         self._update_on = offload_policy.update_on
         self._param_filter = self._make_param_filter()
         # torch.amp.GradScaler then hands its scale over instead of making a pass over the
-        # gradients; during backward there are no gradients left to scale.
-        self._step_supports_amp_scaling = not offload_policy.timing.begins_early
+        # gradients; with overlap="backward" there are no gradients left to scale.
+        self._step_supports_amp_scaling = offload_policy.timing.allows_clipping
         super().__init__(params, defaults)
         validation.refuse_foreign(run.module, list(self._parameters()))
         if grad_dtype is not None:

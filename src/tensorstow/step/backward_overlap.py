@@ -52,6 +52,7 @@ from tensorstow.tensors.placeholder import (
     ABORT_ADVICE,
     RECOVERY_ADVICE,
     ConsumedGradient,
+    GradientKeeper,
     refuse_used,
 )
 
@@ -113,6 +114,10 @@ class ConsumedGradients:
         self.holds_all = False
         """Whether all are held until the step ends: it may be undone."""
         self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
+        self._originals: dict[int, torch.Tensor] = {}
+        """What was in ``.grad``, by number, if the step may be undone."""
+        self.keeper: Callable[[], GradientKeeper | None] | None = None
+        """A weak reference to what gives gradients back; None: nothing does."""
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
 
@@ -178,6 +183,9 @@ class ConsumedGradients:
         plain = gradient.detach() if gradient.requires_grad else gradient
         contiguous = gradient_in_order(shard, plain)
         placeholder = ConsumedGradient(parameter, whole.dtype)
+        placeholder.number, placeholder.keeper = number, self.keeper
+        if self.holds_all:
+            self._originals[number] = whole
         parameter.grad = placeholder
         self._placeholders.append((parameter, placeholder))
         # Free old gradients before the new one counts towards the peak.
@@ -254,6 +262,16 @@ class ConsumedGradients:
         """Whether each consumed gradient still has its placeholder in ``.grad``."""
         return all(parameter.grad is placeholder for parameter, placeholder in self._placeholders)
 
+    def give_back(self) -> dict[int, torch.Tensor]:
+        """Put the gradients back into ``.grad``, and begin anew; return them by number."""
+        returned = {}
+        for parameter, placeholder in self._placeholders:
+            if parameter.grad is placeholder:
+                returned[placeholder.number] = self._originals[placeholder.number]
+                parameter.grad = returned[placeholder.number]
+        self.restart()
+        return returned
+
     def remove_placeholders(self) -> None:
         """Remove placeholders from ``.grad``: their step has failed or was aborted."""
         for parameter, placeholder in self._placeholders:
@@ -266,6 +284,7 @@ class ConsumedGradients:
         self._counts.clear()
         self._forget_held()
         self._placeholders.clear()
+        self._originals = {}
         self._backward = None
         self.arrived = []
 
@@ -293,6 +312,8 @@ class BackwardOverlap(UpdatesInForward):
 
         self.gradients = ConsumedGradients(accumulation_steps, is_published)
         self._waits = waits
+        self.scale = 1.0
+        """What updates that begin in backward divide gradients by."""
         self.begins_now = True
         """Whether the first final gradient begins the step; False: ``step()`` does."""
         self._going_on: ForwardWaits | None = None
@@ -424,16 +445,22 @@ class BackwardOverlap(UpdatesInForward):
             self.gradients.remove_placeholders()
             raise
 
-    def check_unchanged(self) -> None:
-        """Raise OptionError if hyper-parameters or gradients changed since the step began."""
+    def are_scalars_changed(self) -> bool:
+        """Return whether hyper-parameters changed since the open step, if any, began."""
         plan = self._plan
         if plan is None:
-            return
-        self.require(PublicCall.STEP)
+            return False
         groups = ((update.group, update.scale) for update in plan.updates)
         # The open step was begun with a gradient factor of 1.
         _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
-        if now != plan.scalars:
+        return now != plan.scalars
+
+    def check_unchanged(self) -> None:
+        """Raise OptionError if hyper-parameters or gradients changed since the step began."""
+        if not self.is_open:
+            return
+        self.require(PublicCall.STEP)
+        if self.are_scalars_changed():
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'

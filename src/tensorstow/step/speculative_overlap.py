@@ -15,6 +15,9 @@ writing what was undone. So after two clipped steps in a row, as at the start of
 for ``step()`` until one is not clipped.
 """
 
+import logging
+import math
+import weakref
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -39,6 +42,7 @@ from tensorstow.step.param_table import ParamTable
 from tensorstow.step.schedule import Synchronous, order_for_forward
 from tensorstow.step.step_plan import States
 
+logger = logging.getLogger("tensorstow")
 _MOST_IN_A_ROW = 2
 """Clipped steps after which none begins in backward, until one is not clipped."""
 
@@ -56,11 +60,16 @@ class SpeculativeOverlap(BackwardOverlap):
         super().__init__(params, accumulation_steps, waits)
         self._exact = Synchronous(params)
         self.gradients.holds_all = True
+        self.gradients.keeper = weakref.ref(self)
         self.norms = KeptNorms(params.offload_policy.policy.isa)
         self._backups: dict[int, torch.Tensor] = {}
         """Memory for the old weights, by the numbers of their parameters."""
-        self._clipped_in_a_row = 0
-        """How many of the last steps were clipped."""
+        self._undone_in_a_row = 0
+        """How many of the last steps had other gradients than those of backward."""
+        self._is_given_up = False
+        """Whether no step begins in backward any more."""
+        self.returned: dict[int, torch.Tensor] = {}
+        """Gradients of a step that was undone, until the next one, by number."""
         self._written_by_others: set[int] = set()
         """Numbers of the parameters whose weights others had written before the open step."""
 
@@ -98,6 +107,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """Drop the open step, its gradients and the old weights: others may follow."""
         super().abort()
         self._backups.clear()
+        self.returned = {}
 
     def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
         backup = self._backups.get(number)
@@ -109,18 +119,48 @@ class SpeculativeOverlap(BackwardOverlap):
         return backup
 
     def step(self, plan: StepPlan, states: States) -> None:
-        """Confirm the updates of the open step, and end it."""
-        self._clipped_in_a_row, self.begins_now = 0, True
-        # Chunks whose states stay in memory are updated only after this.
-        self._params.update_router.step_path.confirm()
-        super().step(plan, states)
+        """Confirm the updates of the open step, and end it; or take the whole step of ``plan``.
 
-    def undo(self) -> list[ParamUpdate]:
-        """End the open step as if it had never begun; return its updates with their gradients."""
-        opened, held = self._plan, self.gradients.held_by_number
-        if opened is None:
-            return []
+        What is left of a step runs in the next forward, where modules wait for it.
+        """
+        self.returned = {}
+        if self.is_open:
+            # Chunks whose states stay in memory are updated only after this.
+            self._params.update_router.step_path.confirm()
+            super().step(plan, states)
+            return
+        waits = rest_waits(self._waits, plan) if self.may_go_on else None
         with poisoning(self._params.store.pipeline):
+            if waits is None:
+                self._exact.step(plan, states)
+            else:
+                order_for_forward(self._params, waits.order())
+                self._last_order = []  # the order of backward is set again
+                self._step_into_forward(plan, states, waits)
+
+    def settle(self, factor: float, scale: float, *, is_skipped: bool) -> None:
+        """Undo the open step, if any, unless its updates are those of the step that is taken now.
+
+        ``factor`` multiplies gradients that ``scale`` divides. The outcome decides when the next
+        step begins.
+        """
+        is_exact = factor == 1.0 and scale == self.scale and not is_skipped
+        if self.is_open and (not is_exact or self.are_scalars_changed()):
+            self.require(PublicCall.STEP)
+            self.undo(uploads=is_skipped)
+        self.scale = scale
+        self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
+        self.begins_now = not self._is_given_up and self._undone_in_a_row < _MOST_IN_A_ROW
+
+    def undo(self, *, uploads: bool) -> None:
+        """End the open step as if it had never begun; its gradients are in ``.grad`` again.
+
+        ``uploads``: old weights go to an accelerator, as no update follows that replaces them.
+        """
+        opened = self._plan
+        if opened is None:
+            return
+        with SignalsDeferred(), poisoning(self._params.store.pipeline):
             self._params.update_router.step_path.undo()
             for update in opened.updates:
                 _restore_hidden(update)
@@ -128,31 +168,45 @@ class SpeculativeOverlap(BackwardOverlap):
                 # The old weights are ours, though updates have changed their version counters.
                 if update.param.tier is not Tier.DEVICE and not is_of_others:
                     update.param.remember()
-        self._plan = None
-        self.gradients.restart()
-        self._last_order = []  # ``redo`` has another
-        return [
-            u._replace(gradient=held[u.param.number])
-            for u in opened.updates
-            if u.param.number in held
-        ]
+            self._plan = None
+            self.returned = self.gradients.give_back()
+            self._last_order = []  # a whole step has another
+            if uploads:
+                self._params.update_router.upload()
 
-    def redo(self, plan: StepPlan, states: States) -> None:
-        """Take the step of ``plan`` after ``undo``; what is left of it runs in the next forward."""
-        self._clipped_in_a_row += 1
-        self.begins_now = self._clipped_in_a_row < _MOST_IN_A_ROW
-        waits = rest_waits(self._waits, plan) if self.may_go_on else None
-        with poisoning(self._params.store.pipeline):
-            if waits is None:
-                self._exact.step(plan, states)
-            else:
-                order_for_forward(self._params, waits.order())
-                self._step_into_forward(plan, states, waits)
+    # --- gradients that were used ---
+
+    def give_back(self) -> None:
+        """Undo the open step, if it can be undone now, and give its gradients back."""
+        if self.is_open and self._can_undo_now():
+            self._undo_for_good("a gradient was read or changed between backward and step()")
+
+    def are_finite(self) -> bool:
+        """Return whether no gradient of the open step has an inf or NaN."""
+        return self.norms is None or all(map(math.isfinite, self.norms.all().values()))
+
+    def wait(self, ids: Iterable[int] | None = None) -> None:
+        """Return once these weights, or all, are new; before ``step()`` they are the old ones."""
+        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        if self.is_open and not is_in_backward and self._can_undo_now():
+            self._undo_for_good("a weight was read between backward and step()")
+        super().wait(ids)
+
+    def _undo_for_good(self, why: str) -> None:
+        self.undo(uploads=True)
+        self._is_given_up, self.begins_now = True, False
+        logger.info(
+            'overlap="speculative": updates run after step() from now on, as %s. For several'
+            " backward passes per step set accumulation_steps=; to clip use"
+            " optimizer.clip_grad_norm_().",
+            why,
+        )
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""
         if self.is_open:
             self._give_up()
+        self.returned = {}
         super().drop_gradients(parameters, to_zero=to_zero)
 
     def finish(self) -> None:
@@ -164,10 +218,8 @@ class SpeculativeOverlap(BackwardOverlap):
     def _give_up(self) -> None:
         """Undo the open step, whose gradients nobody needs."""
         self._given_up = newest_backward()  # of one that has raised, hooks may still run
-        with SignalsDeferred():
-            self.undo()
-            # No update follows that would replace new weights on the device.
-            self._params.update_router.upload()
+        self.undo(uploads=True)
+        self.returned = {}
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
         """Return ``memory`` with the peak bytes of gradients, and the copies of weights."""
@@ -183,9 +235,7 @@ class SpeculativeOverlap(BackwardOverlap):
                 self._params.update_router.step_path.pass_on()
 
     def check_scaling(self, factor: float, *, may_skip: bool) -> None:
-        """Raise OptionError if steps may be skipped; any other factor is applied by ``redo``."""
-        if may_skip:
-            super().check_scaling(factor, may_skip=may_skip)
+        """Allow both: ``settle`` undoes updates by other gradients."""
 
 
 def _fits(backup: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -4,10 +4,10 @@ They stand for consumed gradients in ``.grad``, and for states on disk in ``opti
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Protocol, Self
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tensorstow.base.errors import OptionError
 
@@ -91,11 +91,34 @@ def refuse_used(name: str) -> NoReturn:
     raise OptionError(message)
 
 
+class GradientKeeper(Protocol):
+    """Holds the gradients of a step that may be undone."""
+
+    @property
+    def returned(self) -> Mapping[int, torch.Tensor]:
+        """Gradients that were given back to ``.grad``, by the numbers of their parameters."""
+
+    def give_back(self) -> None:
+        """Undo the open step, if it can be undone now, and give its gradients back."""
+
+    def are_finite(self) -> bool:
+        """Return whether no gradient of the open step has an inf or NaN."""
+
+
+_CHECK_FINITE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
 class ConsumedGradient(Placeholder):
     """A tensor without memory, of the gradient's shape: its update has begun.
 
-    Clipping, unscaling and accumulation, which would silently skip a ``None``, raise OptionError.
+    Clipping, unscaling and accumulation, which would silently skip a ``None``, raise OptionError;
+    or they get the gradient back, if the update may be undone.
     """
+
+    number = -1
+    """The number of its parameter."""
+    keeper: Callable[[], GradientKeeper | None] | None = None
+    """A weak reference to what holds the gradient; None: it is gone."""
 
     reason = (
         "was called on a gradient that its update has used already: with"
@@ -105,6 +128,49 @@ class ConsumedGradient(Placeholder):
         ' that reads gradients needs overlap="none".'
         f" {RECOVERY_ADVICE}"
     )
+
+    @property
+    def returned(self) -> torch.Tensor | None:
+        """The gradient, if it was given back."""
+        keeper = None if self.keeper is None else self.keeper()
+        return None if keeper is None else keeper.returned.get(self.number)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as above
+        cls,
+        func: Any,  # noqa: ANN401  # torch's own signature
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        """Run on the gradients where they can be given back, and refuse the rest."""
+        named = kwargs or {}
+        used = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, cls)]
+        if func in ALIASES:
+            alias = cls(used[0])
+            alias.number, alias.keeper = used[0].number, used[0].keeper
+            return alias
+        keepers = {id(k): k for u in used if u.keeper is not None and (k := u.keeper()) is not None}
+        if func is _CHECK_FINITE and _is_check(used, args[2]):
+            # GradScaler looks for inf and NaN, and scales by one: the norms tell.
+            args[1].fill_(float(not all(k.are_finite() for k in keepers.values())))
+            rest = [g for g in args[0] if not isinstance(g, cls)]
+            return func(rest, *args[1:]) if rest else None
+        for keeper in keepers.values():
+            keeper.give_back()
+        if any(u.returned is None for u in used):
+            cls.refuse(str(func))
+
+        def now(value: Any) -> Any:  # noqa: ANN401
+            return value.returned if isinstance(value, cls) else value
+
+        return func(*tree_map(now, args), **tree_map(now, named))
+
+
+def _is_check(used: Sequence[ConsumedGradient], inverse_scale: torch.Tensor) -> bool:
+    """Return whether gradients of an open step are only looked at: they are not scaled."""
+    is_held = all(u.returned is None and u.keeper is not None for u in used)
+    return is_held and float(inverse_scale) == 1.0
 
 
 class StateOnDisk(Placeholder):

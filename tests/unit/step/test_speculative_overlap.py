@@ -31,11 +31,13 @@ from tensorstow.optim.options import Durability
 from tensorstow.tensors.placeholder import ConsumedGradient
 
 
-def backward(model: nn.Module, step: int) -> None:
+def backward(
+    model: nn.Module, step: int, scaled: Callable[[Tensor], Tensor] = lambda loss: loss
+) -> None:
     first = next(model.parameters())
     width = first.shape[1]
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(step)).to(first.dtype)
-    torch.autograd.backward(model(x).float().square().mean())
+    torch.autograd.backward(scaled(model(x).float().square().mean()))
 
 
 def train(optimizer: AdamW, model: nn.Module, norms: Sequence[float]) -> list[float]:
@@ -322,22 +324,21 @@ def test_close_undoes_an_open_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [NEVER, ALWAYS])
-def test_a_gradient_of_what_was_frozen_is_refused_before_anything_ends(
-    most: float, tmp_path: Path
-) -> None:
-    model = blocks()
-    want = train(AdamW(model.parameters(), lr=1e-2), model, [NEVER] * 2), weights(model)
-    other = blocks()
+def test_a_gradient_of_what_was_frozen_takes_the_step_again(most: float, tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain = AdamW(model.parameters(), lr=1e-2)
     optimizer = speculating(other, tmp_path, policy=PLAIN)
-    frozen = next(other.parameters())
-    frozen.requires_grad = False
-    backward(other, 0)
-    frozen.grad = torch.ones_like(frozen)
-    optimizer.clip_grad_norm_(most)
-    with pytest.raises(OptionError, match="had been frozen when backward began"):
-        optimizer.step()
-    frozen.requires_grad = True
-    assert (train(optimizer, other, [NEVER] * 2), True) == (want[0], same(weights(other), want[1]))
+    for net, each in ((model, plain), (other, optimizer)):
+        frozen = next(net.parameters())
+        frozen.requires_grad = False
+        backward(net, 0)
+        frozen.grad = torch.ones_like(frozen)
+        each.clip_grad_norm_(most)
+        each.step()
+        frozen.requires_grad = True
+        train(each, net, [NEVER] * 2)
+    assert same(weights(other), weights(model))
+    assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
     optimizer.close()
 
 
@@ -411,21 +412,161 @@ def test_plans_that_cannot_be_undone_are_refused(fields: dict[str, Any], why: st
         Plan(**fields, overlap="speculative")
 
 
-def test_others_cannot_clip_what_is_used(tmp_path: Path) -> None:
-    model = blocks()
-    optimizer = speculating(model, tmp_path)
-    backward(model, 0)
-    with pytest.raises(OptionError, match="used already"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+Loop = Callable[[AdamW, nn.Module, int], object]
+
+
+def clipped_by_torch(optimizer: AdamW, model: nn.Module, step: int) -> None:
+    backward(model, step)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()
+
+
+def two_micro_batches(optimizer: AdamW, model: nn.Module, step: int) -> None:
+    backward(model, step)
+    backward(model, step + 10)
+    optimizer.clip_grad_norm_(0.01)
+    optimizer.step()
+
+
+def evaluated(optimizer: AdamW, model: nn.Module, step: int) -> float:
+    """Clip before the loss is measured: the step is clipped none the less."""
+    backward(model, step)
+    optimizer.clip_grad_norm_(0.01)
+    dtype = next(model.parameters()).dtype
+    with torch.no_grad():
+        width = next(model.parameters()).shape[1]
+        loss = model(torch.ones(8, width, dtype=dtype)).sum().item()
+    optimizer.step()
+    return float(loss)
+
+
+def scheduled_late(optimizer: AdamW, model: nn.Module, step: int) -> None:
+    backward(model, step)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    optimizer.step()
+
+
+def looked_at(optimizer: AdamW, model: nn.Module, step: int) -> list[float]:
+    backward(model, step)
+    seen = [p.grad.detach().abs().max().item() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "loop", [clipped_by_torch, two_micro_batches, evaluated, scheduled_late, looked_at]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_others_do_between_backward_and_step_has_the_same_bits(
+    loop: Loop, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, other = blocks().to(dtype), blocks().to(dtype)
+    plain = AdamW(model.parameters(), lr=1e-2, state_format="fp32")
+    optimizer = speculating(other, tmp_path, state_format="fp32")
+    for step in range(4):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        assert loop(optimizer, other, step) == loop(plain, model, step)
+    optimizer.wait()
+    assert same(weights(other), weights(model))
+    assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
     optimizer.close()
 
 
-def test_a_grad_scaler_is_refused(tmp_path: Path) -> None:
-    model = blocks()
-    optimizer = speculating(model, tmp_path)
-    scaler = torch.amp.GradScaler("cpu")
-    torch.autograd.backward(scaler.scale(mean_square(model, 0)))
-    with pytest.raises(OptionError):
+def scaled_training(
+    optimizer: AdamW, model: nn.Module, scaler: torch.amp.GradScaler, *, unscales: bool, most: float
+) -> list[object]:
+    """Train five steps, of which the third overflows; return norms and scales."""
+    seen: list[object] = []
+    for step in range(6):
+        optimizer.zero_grad()
+        times = torch.inf if step == 2 else 1.0
+        backward(model, step, lambda loss, times=times: scaler.scale(loss * times))
+        if unscales:
+            scaler.unscale_(optimizer)
+        scale = 1.0 if unscales else scaler.get_scale()
+        seen.append(str(optimizer.clip_grad_norm_(most, loss_scale=scale).item()))
         scaler.step(optimizer)
+        scaler.update()
+        seen.append(scaler.get_scale())
+    optimizer.wait()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("most", [NEVER, 0.01])
+@pytest.mark.parametrize("scale", [2.0**16, 1000.0])
+def test_a_grad_scaler_has_the_same_bits(
+    dtype: torch.dtype,
+    unscales: bool,  # noqa: FBT001
+    most: float,
+    scale: float,
+    tmp_path: Path,
+) -> None:
+    if unscales and dtype == torch.float16:
+        return  # torch refuses it
+    model, other = blocks().to(dtype), blocks().to(dtype)
+    plain = AdamW(model.parameters(), lr=1e-2, state_format="fp32")
+    optimizer = speculating(other, tmp_path, state_format="fp32")
+    one, two = (torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2) for _ in range(2))
+    want = scaled_training(plain, model, one, unscales=unscales, most=most)
+    assert scaled_training(optimizer, other, two, unscales=unscales, most=most) == want
+    assert same(weights(other), weights(model))
+    assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("loop", [two_micro_batches, evaluated, scheduled_late])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_what_others_do_with_a_placed_model_has_the_same_bits(
+    loop: Loop, place: str, tmp_path: Path
+) -> None:
+    model = blocks(64, 6)
+    plain = AdamW(model.parameters(), lr=1e-2)
+    other, optimizer = placed(tmp_path, **PLACES[place])
+    for step in range(4):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        assert loop(optimizer, other, step) == loop(plain, model, step)
+    assert same(dict(named_weights(other)), weights(model))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_placed_model_has_the_same_bits_with_a_grad_scaler(
+    place: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = blocks(64, 6).to(dtype)
+    plain = AdamW(model.parameters(), lr=1e-2)
+    other, optimizer = placed(tmp_path, dtype, **PLACES[place])
+    one, two = (torch.amp.GradScaler("cpu", growth_interval=3) for _ in range(2))
+    want = scaled_training(plain, model, one, unscales=False, most=0.01)
+    assert scaled_training(optimizer, other, two, unscales=False, most=0.01) == want
+    assert same(dict(named_weights(other)), weights(model))
+    optimizer.close()
+
+
+def test_a_scale_that_stays_is_confirmed(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path, policy=PLAIN)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, scaler.scale)
+        scaler.step(optimizer)
+        scaler.update()
+        is_confirmed = all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+        assert is_confirmed == (step > 0)  # the scale is known from the first step on
+    optimizer.close()
+
+
+def test_a_gradient_that_was_confirmed_is_gone(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path, policy=PLAIN)
+    backward(model, 0)
+    optimizer.step()
+    with pytest.raises(OptionError, match="used already"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.close()
