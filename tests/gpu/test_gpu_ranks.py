@@ -36,8 +36,8 @@ def test_any_two_values_of_two_axes_are_right_together(
 
 def test_the_matrix_is_as_large_as_it_says() -> None:
     # A change of these numbers is a change of what is proved: make it on purpose.
-    assert len(feasible_pairs(ON_DEVICE, allowed)) == 1063
-    assert len(MATRIX) == 46
+    assert len(feasible_pairs(ON_DEVICE, allowed)) == 1064
+    assert len(MATRIX) == 44
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -28,6 +28,8 @@ PLANS = [
     Plan(parameters="host", states="disk"),
     Plan(parameters="host", states="disk", parameter_units={"blocks.1": "device"}),
     Plan(parameters="host", states="disk", ram_budget="300KiB"),
+    Plan(parameters="disk", states="disk"),
+    Plan(parameters="host", states="disk", parameter_units={"blocks.1": "disk"}),
 ]
 
 

@@ -172,10 +172,8 @@ def _objections_to_schedules(row: Mapping[str, Value], *, upstream: bool) -> Ite
     # These look at gradients before they are used: refused by name, see test_backward.
     looks = row.get("clipping", "none") != "none" or row.get("scaling", "none") != "none"
     yield overlap == "backward" and looks
-    # What is undone has a second copy on disk, and torch's clipping needs gradients in ``.grad``.
+    # What is undone has a second copy on disk.
     yield overlap == "speculative" and row.get("placement") == "ram"
-    yield overlap == "speculative" and row.get("clipping") == "torch"
-    yield overlap == "speculative" and row.get("scaling", "none") != "none"
 
 
 def _objections_to_commits(row: Mapping[str, Value], *, upstream: bool) -> Iterator[bool]:

@@ -91,7 +91,7 @@ def allowed(row: Mapping[str, Value]) -> bool:
 
 
 def _can_undo(row: Mapping[str, Value], *, by_device: bool) -> bool:
-    return row.get("states", "disk") == "disk" and row.get("clip") != "torch" and not by_device
+    return row.get("states", "disk") == "disk" and not by_device
 
 
 def configs(axes: Axes) -> list[tuple[RunConfig, int]]:

@@ -271,6 +271,8 @@ class StepRunner:
             # Before the last commit is durable no chunk has a place for new states.
             self._commits.join(self._params)
             if isinstance(self._early, SpeculativeOverlap):
+                if not self._early.is_open:
+                    self.wait_idle()
                 self._early.settle(factor, scale, is_skipped=overflowed)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
@@ -281,7 +283,6 @@ class StepRunner:
                 self._take_step(factor, scale)
             elif isinstance(self._early, SpeculativeOverlap) and not self._early.is_open:
                 self._refuse_used()
-                self.wait_idle()
                 self._take_new_step(factor, scale)
             else:
                 self._end_open_step(self._early)

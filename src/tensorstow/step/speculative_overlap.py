@@ -68,6 +68,8 @@ class SpeculativeOverlap(BackwardOverlap):
         """How many of the last steps had other gradients than those of backward."""
         self._is_given_up = False
         """Whether no step begins in backward any more."""
+        self._must_upload = False
+        """Whether an accelerator may have weights of a step that was undone."""
         self.returned: dict[int, torch.Tensor] = {}
         """Gradients of a step that was undone, until the next one, by number."""
         self._written_by_others: set[int] = set()
@@ -129,6 +131,7 @@ class SpeculativeOverlap(BackwardOverlap):
             self._params.update_router.step_path.confirm()
             super().step(plan, states)
             return
+        self._must_upload = False
         waits = rest_waits(self._waits, plan) if self.may_go_on else None
         with poisoning(self._params.store.pipeline):
             if waits is None:
@@ -155,24 +158,33 @@ class SpeculativeOverlap(BackwardOverlap):
     def undo(self, *, uploads: bool) -> None:
         """End the open step as if it had never begun; its gradients are in ``.grad`` again.
 
-        ``uploads``: old weights go to an accelerator, as no update follows that replaces them.
+        ``uploads``: old weights go to an accelerator now; else the step that follows replaces them.
         """
         opened = self._plan
         if opened is None:
             return
         with SignalsDeferred(), poisoning(self._params.store.pipeline):
             self._params.update_router.step_path.undo()
+            self._must_upload = True
+            if uploads:
+                self._upload()
             for update in opened.updates:
                 _restore_hidden(update)
-                is_of_others = update.param.number in self._written_by_others
+                param = update.param
                 # The old weights are ours, though updates have changed their version counters.
-                if update.param.tier is not Tier.DEVICE and not is_of_others:
-                    update.param.remember()
+                if param.number not in self._written_by_others:
+                    param.remember()
+                elif param.tier is Tier.DEVICE:
+                    param.on_host.remember()
             self._plan = None
             self.returned = self.gradients.give_back()
             self._last_order = []  # a whole step has another
-            if uploads:
-                self._params.update_router.upload()
+
+    def _upload(self) -> None:
+        """Copy old weights to an accelerator, if it may have new ones of a step that was undone."""
+        if self._must_upload:
+            self._params.update_router.upload()
+            self._must_upload = False
 
     # --- gradients that were used ---
 
@@ -190,6 +202,7 @@ class SpeculativeOverlap(BackwardOverlap):
         is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if self.is_open and not is_in_backward and self._can_undo_now():
             self._undo_for_good("a weight was read between backward and step()")
+        self._upload()
         super().wait(ids)
 
     def _undo_for_good(self, why: str) -> None:
