@@ -123,7 +123,9 @@ class OptimizerRuntime:
         if offload_policy.timing.is_overlapped and run.module is not None:
             self.waits = ForwardWaits(run.module, weakly(self._wait))
         if offload_policy.timing.can_undo:
-            return SpeculativeOverlap(self.params, run.accumulation_steps, self.waits)
+            return SpeculativeOverlap(
+                self.params, run.accumulation_steps, self.waits, alone=self.ranks.alone
+            )
         if offload_policy.timing.begins_early:
             return BackwardOverlap(self.params, run.accumulation_steps, self.waits)
         if run.defers_rows and run.module is not None:

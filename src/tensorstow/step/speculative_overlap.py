@@ -55,8 +55,14 @@ class SpeculativeOverlap(BackwardOverlap):
         params: ParamTable,
         accumulation_steps: AccumulationSteps,
         waits: ForwardWaits | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
-        """``accumulation_steps`` and ``waits`` are those of ``BackwardOverlap``."""
+        """``accumulation_steps`` and ``waits`` are those of ``BackwardOverlap``.
+
+        ``alone``: whether there is one rank. All ranks begin a step at the same point, where they
+        may decide on its commit, and what reads a gradient may do so on one of them.
+        """
         super().__init__(params, accumulation_steps, waits)
         self._exact = Synchronous(params)
         self.gradients.holds_all = True
@@ -66,6 +72,8 @@ class SpeculativeOverlap(BackwardOverlap):
         """Memory for the old weights, by the numbers of their parameters."""
         self._undone_in_a_row = 0
         """How many of the last steps had other gradients than those of backward."""
+        self._alone = alone
+        self._has_logged = False
         self._is_given_up = False
         """Whether no step begins in backward any more."""
         self._must_upload = False
@@ -191,7 +199,7 @@ class SpeculativeOverlap(BackwardOverlap):
     def give_back(self) -> None:
         """Undo the open step, if it can be undone now, and give its gradients back."""
         if self.is_open and self._can_undo_now():
-            self._undo_for_good("a gradient was read or changed between backward and step()")
+            self._undo_for_reader("a gradient was read or changed between backward and step()")
 
     def are_finite(self) -> bool:
         """Return whether no gradient of the open step has an inf or NaN."""
@@ -201,19 +209,23 @@ class SpeculativeOverlap(BackwardOverlap):
         """Return once these weights, or all, are new; before ``step()`` they are the old ones."""
         is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
         if self.is_open and not is_in_backward and self._can_undo_now():
-            self._undo_for_good("a weight was read between backward and step()")
+            self._undo_for_reader("a weight was read between backward and step()")
         self._upload()
         super().wait(ids)
 
-    def _undo_for_good(self, why: str) -> None:
+    def _undo_for_reader(self, why: str) -> None:
+        """Undo the open step for what reads or changes a gradient or a weight; say so once."""
         self.undo(uploads=True)
-        self._is_given_up, self.begins_now = True, False
-        logger.info(
-            'overlap="speculative": updates run after step() from now on, as %s. For several'
-            " backward passes per step set accumulation_steps=; to clip use"
-            " optimizer.clip_grad_norm_().",
-            why,
-        )
+        if self._alone:  # it does so in each step, most likely
+            self._is_given_up, self.begins_now = True, False
+        if not self._has_logged:
+            self._has_logged = True
+            logger.info(
+                'overlap="speculative": updates of backward were undone, as %s, and run after'
+                " step(). For several backward passes per step set accumulation_steps=; to clip"
+                " use optimizer.clip_grad_norm_().",
+                why,
+            )
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""

@@ -197,6 +197,34 @@ def close_after_a_request(run: Path) -> int | None:
     return optimizer._runtime.commits.committed
 
 
+def read_on_one_rank(run: Path | None) -> dict[str, Tensor]:
+    """Let rank 0 alone read weights between backward and ``step()``."""
+    plan = Plan(states="disk", overlap="none" if run is None else "speculative")
+    durable: dict[str, Any] = {} if run is None else {"commit_every": 2}
+    make = partial(AdamW, lr=1e-2, policy=PLAIN, **durable)
+    model, optimizer = stow(blocks(), make, plan=plan, dir=run)
+    assert isinstance(optimizer, AdamW)
+    for step in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        torch.autograd.backward(model(x).square().mean())
+        optimizer.clip_grad_norm_(NEVER if step % 2 else ALWAYS)
+        if dist.get_rank() == 0 and step in {1, 3}:
+            optimizer.wait()  # as a read of a weight does
+            assert not optimizer._runtime.schedule.is_open
+        optimizer.step()
+    optimizer.wait()
+    after = dict(named_weights(model))
+    optimizer.close()
+    return after
+
+
+def test_what_one_rank_reads_leaves_the_others_alone(ranks: Ranks, tmp_path: Path) -> None:
+    want = ranks(2).run(read_on_one_rank, None)
+    got = ranks(2).run(read_on_one_rank, tmp_path / "run")
+    assert all(map(same, got, want))
+
+
 def test_all_ranks_answer_a_request_when_they_close(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
