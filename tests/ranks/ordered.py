@@ -14,8 +14,8 @@ from ranks.twin import whole
 from tensorstow import Plan
 from tensorstow.fsdp.sharding import current_device
 
-MICRO_BATCHES = 24
-"""Of one step, over all ranks: 1, 2, 3, 4 and 8 divide it."""
+MICRO_BATCHES = 12
+"""Of one step, over all ranks: 1, 2, 3 and 4 divide it."""
 
 
 class Tied(nn.Module):
