@@ -78,16 +78,15 @@ _WORDS = {
 
 
 def main() -> None:
-    """Print the operations of every family as JSON."""
+    """Print the operations of the families and capabilities that are given, as JSON."""
     from fused_cases import FAMILIES  # noqa: PLC0415
 
     found = {}
-    for family in FAMILIES:
+    for number, capability in json.loads(sys.argv[1]):
+        family = FAMILIES[number]
         states = f"{' amsgrad' if family.amsgrad else ''}{' ema' if family.ema else ''}"
-        name = f"{family.dtype} {family.format}{states}"
-        for capability in map(int, sys.argv[1:]):
-            ptx = compiled(family, capability)
-            found[f"{name} sm_{capability}"] = operations(ptx)
+        name = f"{family.dtype} {family.format}{states} sm_{capability}"
+        found[name] = operations(compiled(family, capability))
     print(json.dumps(found))  # noqa: T201
 
 

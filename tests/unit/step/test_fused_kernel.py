@@ -3,6 +3,7 @@
 And what it is compiled to for CUDA rounds each operation as the reference does.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -44,7 +45,7 @@ def found(family: Family, sizes: list[int], seed: int) -> list[str]:
 
 
 @ids
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(1, 3 * BLOCK // 2), min_size=1, max_size=5),
     seed=st.integers(0, 1 << 32),
@@ -86,12 +87,13 @@ def test_a_table_tells_where_each_segment_begins() -> None:
 
 # --- what it is compiled to ---
 
-CAPABILITIES = ("80", "100")
+CAPABILITIES = (80, 100)
+EACH = [(number, CAPABILITIES[number % 2]) for number in range(len(FAMILIES))]
+"""Each family for one generation: every dtype, format and state is compiled for both."""
 
 
-@pytest.fixture(scope="module")
-def operations() -> dict[str, Counter[str]]:
-    """Return the operations of every family; another process compiles, which interprets nothing.
+def compiled(rows: list[tuple[int, int]]) -> dict[str, Counter[str]]:
+    """Return the operations of families by generation; another process compiles, as CUDA's.
 
     Or it reads what it compiled before: Triton names it by the kernel's source and the compiler.
     """
@@ -101,20 +103,43 @@ def operations() -> dict[str, Counter[str]]:
         "TRITON_CACHE_DIR": str(ROOT / "build" / "triton"),
         "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, sys.path)]),
     }
-    command = [sys.executable, str(TESTS / "ptx.py"), *CAPABILITIES]
+    command = [sys.executable, str(TESTS / "ptx.py"), json.dumps(rows)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: Counter(each) for name, each in json.loads(done.stdout).items()}
+    found = {name: Counter(each) for name, each in json.loads(done.stdout).items()}
+    assert len(found) == len(rows)
+    return found
+
+
+def check_rounding(found: dict[str, Counter[str]]) -> None:
+    """Look for `fma`, approximations, and denormals that are flushed."""
+    for name, each in found.items():
+        assert each["div.rn.f32"] > 0, name
+        assert each["sqrt.rn.f32"] > 0, name
+        assert not ptx.inexact(each), name
+
+
+@pytest.fixture(scope="module")
+def operations() -> dict[str, Counter[str]]:
+    return compiled(EACH)
 
 
 @pytest.mark.timeout(600)
 def test_cuda_s_code_rounds_each_operation(operations: dict[str, Counter[str]]) -> None:
-    """No `fma`, no approximation, no denormal flushed: any family, old and new generations."""
-    assert len(operations) == len(FAMILIES) * len(CAPABILITIES)
-    for name, each in operations.items():
-        assert each["div.rn.f32"] > 0, name
-        assert each["sqrt.rn.f32"] > 0, name
-        assert not ptx.inexact(each), name
+    """Any family, and old and new generations."""
+    check_rounding(operations)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_cuda_s_code_rounds_each_operation_of_any_family_on_any_generation() -> None:
+    check_rounding(compiled(list(itertools.product(range(len(FAMILIES)), CAPABILITIES))))
+
+
+def test_each_value_of_a_family_is_compiled_for_both_generations() -> None:
+    for value in ("dtype", "format", "amsgrad", "ema"):
+        met = {(getattr(FAMILIES[number], value), capability) for number, capability in EACH}
+        assert met == set(itertools.product((getattr(f, value) for f in FAMILIES), CAPABILITIES))
 
 
 def test_cuda_s_code_has_each_operation_of_the_rule_once(
