@@ -100,6 +100,7 @@ def test_a_slow_server_does_not_hold_steps_up(tmp_path: Path, server: FaultyServ
             run.step()
             run.optimizer.commit()
         assert read_notes(tmp_path / "run")  # the copy is still under way
+        server.fault = lambda *_: None
     assert main(["run", "pull", URL, str(tmp_path / "back")]) == 0
     assert is_same(tmp_path / "back", wanted)
 

@@ -2,22 +2,19 @@
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+import children
 from pushed import Run, is_same, names_in, trained
 from tensorstow.base.errors import OptionError, RemoteError
 from tensorstow.cli.main import main
 from tensorstow.store.remote import Remote
 from tensorstow.store.remote_snapshots import snapshot_names
 from tensorstow.store.upload_notes import note_path, read_notes, remove_note, write_note
-from tree import TESTS
 
 KILLED = """
 import os, signal, sys
@@ -41,9 +38,8 @@ run.optimizer.close()
 def test_a_copy_that_a_crash_ended_goes_on(
     tmp_path: Path, at: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = [sys.executable, "-c", KILLED, tmp_path / "run", tmp_path / "bucket", at]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-    assert subprocess.run(words, env=environment, check=False).returncode == -signal.SIGKILL
+    words = ("-c", KILLED, tmp_path / "run", tmp_path / "bucket", at)
+    assert children.run(*words, check=False).returncode == -signal.SIGKILL
     url = str(tmp_path / "bucket")
     assert snapshot_names(Remote(url)) == []
     run = Run(tmp_path / "run")
