@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import children
 from tensorstow import AdamW, Plan, _native, stow
 from tensorstow.activations.host_blocks import HostBlocks
 from tensorstow.base.errors import OptionError
@@ -49,8 +50,13 @@ _IN_USE = 120 << 20
 _IS_KEPT = "assert not cache_large_blocks(); assert _native.allocator_bytes() == (0, 0, 0)"
 
 
-def _printed(code: str, **environment: str) -> str:
-    """Return what a program prints, which must not fail."""
+def _printed(code: str) -> str:
+    """Return what a program prints, which must not fail: its memory grows from where it begins."""
+    return children.run("-c", code).stdout
+
+
+def _printed_alone(code: str, **environment: str) -> str:
+    """Return what an interpreter prints: its own memory counts, or how malloc begins."""
     program = [sys.executable, "-c", code]
     environ = os.environ | environment
     return subprocess.run(
@@ -60,7 +66,7 @@ def _printed(code: str, **environment: str) -> str:
 
 def _measured(call: str, **environment: str) -> tuple[int, int]:
     """Return what is resident more in the end, and the page faults of four rounds."""
-    held, faults = _printed(_CODE.format(call=call), **environment).split()
+    held, faults = _printed_alone(_CODE.format(call=call), **environment).split()
     return int(held), int(faults)
 
 
@@ -605,7 +611,7 @@ try:
 except Exception as error:
     print(error)
 """
-    printed = _printed(code, MALLOC_MMAP_THRESHOLD_="33554432")
+    printed = _printed_alone(code, MALLOC_MMAP_THRESHOLD_="33554432")
     assert printed.startswith("A limit of memory needs torch's blocks from tensorstow's alloc")
 
 
