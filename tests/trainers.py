@@ -33,6 +33,19 @@ OF_A_TRAINER: dict[str, Any] = {
 """Arguments of transformers' Trainer, with which it does what ``plain_loop`` does."""
 EACH_STEP = {"save_strategy": "steps", "save_steps": 1}
 SMALL = PipelinePolicy(chunk_elements=1024, depth=2)
+MOMENTS_OF_RANKS = pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        ("forward", 0),
+        ("backward", 1),
+        ("step", 0),
+        *(
+            pytest.param(moment, rank, marks=pytest.mark.soak)
+            for moment, rank in (("forward", 1), ("backward", 0), ("step", 1))
+        ),
+    ],
+)
+"""When a signal comes, and to which of two ranks."""
 
 
 def model() -> Any:  # noqa: ANN401  # another library's

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -562,6 +562,21 @@ def until_done(module: Signalled, place: Path, **given: Any) -> tuple[object, in
     return status, trainer.global_step, weights
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[bytes]]:
+    """Give the weights of a run that no signal stops."""
+
+    @cache
+    def train(interval: str, accumulation: int, *, placed: bool) -> list[bytes]:
+        place = tmp_path_factory.mktemp("whole")
+        module = Signalled(None, 0, interval, dir=place / "run", placed=placed)
+        status, steps, weights = until_done(module, place, accumulate_grad_batches=accumulation)
+        assert (status, steps) == (None, 8 // accumulation)
+        return weights
+
+    return train
+
+
 @pytest.mark.usefixtures("_own_group")
 @pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
 @pytest.mark.parametrize(
@@ -587,6 +602,7 @@ def test_a_signal_saves_a_checkpoint_and_fit_goes_on_from_it(
     accumulation: int,
     stopped: int,
     placed: bool,  # noqa: FBT001
+    whole_run: Callable[..., list[bytes]],
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     given = {"accumulate_grad_batches": accumulation}
@@ -600,8 +616,7 @@ def test_a_signal_saves_a_checkpoint_and_fit_goes_on_from_it(
     status, steps, weights = until_done(module, tmp_path, **given)
     assert (status, steps) == (None, 8 // accumulation)
     assert not (tmp_path / "stops" / "stopped.ckpt").exists()
-    whole = Signalled(None, 0, interval, dir=tmp_path / "whole", placed=placed)
-    assert until_done(whole, tmp_path / "other", **given) == (None, 8 // accumulation, weights)
+    assert weights == whole_run(interval, accumulation, placed=placed)
 
 
 @pytest.mark.usefixtures("_own_group")
@@ -635,8 +650,7 @@ def stopped_of_two(place: Path, moment: str, rank: int) -> list[tuple[object, in
     return found
 
 
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
-@pytest.mark.parametrize("rank", [0, 1])
+@trainers.MOMENTS_OF_RANKS
 def test_a_signal_to_one_rank_stops_both(
     ranks: Callable[[int], Ranks], tmp_path: Path, moment: str, rank: int
 ) -> None:

@@ -428,8 +428,7 @@ def stopped_of_two(place: Path, moment: str, rank: int) -> tuple[object, int, li
         return until_stopped(place, moment, 1, sends=dist.get_rank() == rank, batches=8)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("moment", ["forward", "backward", "step"])
+@trainers.MOMENTS_OF_RANKS
 def test_a_signal_to_one_rank_stops_both(
     ranks: Pool, tmp_path: Path, moment: str, rank: int
 ) -> None:
