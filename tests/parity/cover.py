@@ -48,13 +48,17 @@ def all_pairs(axes: Axes, allowed: Allowed) -> list[Row]:
     return covering(axes, allowed, feasible_pairs(axes, allowed))
 
 
-def crossed(allowed: Allowed = lambda _: True, **axes: Sequence[object]) -> pytest.MarkDecorator:
-    """Parametrize by the product of ``axes``: rows that cover all pairs, and others for the soak.
+def crossed(
+    allowed: Allowed = lambda _: True, *, meet: int = 2, **axes: Sequence[object]
+) -> pytest.MarkDecorator:
+    """Parametrize by the product of ``axes``: some rows, and the others for the soak.
 
-    ``allowed`` judges a row by the numbers of its values.
+    In some any two values ``meet``, or any three. ``allowed`` judges a row by their numbers.
     """
     numbers = {name: range(len(values)) for name, values in axes.items()}
-    chosen = {tuple(row.values()) for row in all_pairs(numbers, allowed)}
+    triples = feasible_triples(numbers, allowed, [tuple(axes)])
+    covered = triples if meet == 3 else feasible_pairs(numbers, allowed)
+    chosen = {tuple(row.values()) for row in covering(numbers, allowed, covered)}
     rows = []
     for row in feasible(numbers, allowed, tuple(axes)):
         values = (axes[name][number] for name, number in row)

@@ -49,8 +49,14 @@ def test_a_booster_goes_on_from_the_step_of_the_signal(
     assert until_stopped(ColossalRun, tmp_path, kind, moment, 0) == ENDED
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        pytest.param(moment, rank, marks=[pytest.mark.soak] * ((number + rank) % 2))
+        for number, moment in enumerate(MOMENTS)
+        for rank in (0, 1)
+    ],
+)
 def test_a_signal_to_one_rank_stops_all_engines(
     tmp_path: Path, ranks: Pools, rank: int, moment: str
 ) -> None:

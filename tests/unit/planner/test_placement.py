@@ -144,7 +144,9 @@ def test_gradients_that_do_not_fit_are_used_beside_backward() -> None:
 
 def test_beside_a_device_gradients_of_several_units_wait() -> None:
     plan = Plan(Tier.HOST, overlap="backward")
-    many = Sizes.of(units_of(nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(40)))), 1)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(40)))
+    many = Sizes.of(units_of(model), 1)
     unit = many.units[0].gradient_bytes
     held = {
         away: next(

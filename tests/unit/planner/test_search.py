@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from machines import AWAY, BATCH, CPU, CUDA, DISK, HERE, PROFILE, SIZES, UNITS, G
+from parity.cover import crossed
 from tensorstow import Budget, Plan, Tier
 from tensorstow.base.activation_placement import ActivationPlacement
 from tensorstow.base.errors import BudgetError
@@ -265,20 +266,21 @@ def every_placement(conditions: Conditions) -> Iterator[Plan]:
                     )
 
 
-BUDGETS = [
-    *((HERE, Budget(host=h * G, disk=d * G), CPU) for h, d in product((4, 9, 14, 18, 24), (9, 22))),
-    *(
-        (AWAY, Budget(c * G, h * G, d * G), machine)
-        for c, h, d in product((10, 12, 16), (10, 12, 15, 20), (15, 30))
-        for machine in (CUDA, SLOW_LINK)
-    ),
-]
+@pytest.mark.parametrize(("host", "disk"), list(product((4, 9, 14, 18, 24), (9, 22))))
+def test_a_search_finds_what_trying_everything_finds(host: int, disk: int) -> None:
+    compare_with_everything(HERE, Budget(host=host * G, disk=disk * G), CPU)
 
 
-@pytest.mark.parametrize(("conditions", "budget", "machine"), BUDGETS)
-def test_a_search_finds_what_trying_everything_finds(
-    conditions: Conditions, budget: Budget, machine: MachineRates
+@crossed(
+    device=(10, 12, 16), host=(10, 12, 15, 20), disk=(15, 30), machine=(CUDA, SLOW_LINK), meet=3
+)
+def test_a_search_for_a_device_finds_what_trying_everything_finds(
+    device: int, host: int, disk: int, machine: MachineRates
 ) -> None:
+    compare_with_everything(AWAY, Budget(device * G, host * G, disk * G), machine)
+
+
+def compare_with_everything(conditions: Conditions, budget: Budget, machine: MachineRates) -> None:
     best: dict[bool, float] = {}
     for plan in every_placement(conditions):
         fitted = fit(plan, BLOCKS, budget, conditions)
