@@ -8,8 +8,8 @@ from attacks.rows import outcomes
 
 def test_some_alterations(tmp_path: Path) -> None:
     """`make soak` tries far more."""
-    found = outcomes(tmp_path, 60, seed=11)
-    assert len(found) == 60
+    found = outcomes(tmp_path, 30, seed=11)
+    assert len(found) == 30
     assert [pair for pair in found if pair[1].startswith("WRONG")] == []
     kinds = Counter(outcome.split(":")[0] for _, outcome in found)
-    assert kinds["DamageError"] > 20
+    assert kinds["DamageError"] > 10

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tensorstow
+from parity.cover import crossed
 from ranks.pool import Pool
 from ranks.stowed import finish, groups_of
 from tensorstow import PipelinePolicy, Plan
@@ -202,9 +203,7 @@ def held_by(make: type[nn.Module], overlap: str) -> tuple[int, int]:
     return found, room
 
 
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("make", [Sides, Encoders])
+@crossed(overlap=("none", "forward", "backward"), world=(1, 2), make=(Sides, Encoders))
 def test_what_is_gathered_and_not_used_is_not_held(
     ranks: Pool, make: type[nn.Module], world: int, overlap: str
 ) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
+from parity.cover import crossed
 from ranks.pool import Pool
 from ranks.stowed import loss_of, model_of, twins
 from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
@@ -50,9 +51,7 @@ def scaled(plan: Plan, way: str) -> list[float]:
     return scales
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("way", ["plain", "unscaled", "clipped"])
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p.overlap}-{p.parameters}")
+@crossed(plan=PLANS, way=("plain", "unscaled", "clipped"), world=(1, 2))
 def test_a_step_is_skipped_by_all_when_one_rank_has_an_infinity(
     ranks: Pool, plan: Plan, way: str, world: int
 ) -> None:

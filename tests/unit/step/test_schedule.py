@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from compare import all_equal
 from parity.beside import engine_of
+from parity.cover import crossed
 from tensorstow import AdamW, DelayedUpdate, PipelinePolicy
 from tensorstow.base.errors import OptionError
 from tensorstow.base.update_on import Overlap
@@ -203,11 +204,11 @@ def in_any_order(directory: Path | None, seed: int, **given: Any) -> list[Tensor
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("backend", ["uring", "threads"])
-@pytest.mark.parametrize(
-    "kind", ["scratch", "commits", "commits and a share", "naive", "slow disk"]
+@crossed(
+    seed=range(4),
+    kind=("scratch", "commits", "commits and a share", "naive", "slow disk"),
+    backend=("uring", "threads"),
 )
-@pytest.mark.parametrize("seed", range(4))
 def test_two_slots_are_enough_for_gradients_in_any_order(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
