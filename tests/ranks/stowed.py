@@ -310,17 +310,20 @@ def _summed(
     config: RunConfig, master: nn.Module, step: int, world: int, device: torch.device
 ) -> list[torch.Tensor]:
     """Return gradients over ranks and micro-batches, summed in the order that the stage has."""
+    working = model_for(config)
+    working.load_state_dict(master.state_dict())
+    working.to(device, config.compute_dtype or config.dtype)
     steps, count = config.plan.accumulation_steps, config.plan.micro_batches
     at_once = config.plan.stage != 1
     total: list[torch.Tensor] = []
     if count > 1:  # each rank sums in fp32, and that is reduced
         for first in range(0, steps * count, count):
-            each = [_in_order(config, master, (r, step, first), device) for r in range(world)]
+            each = [_in_order(config, working, (r, step, first), device) for r in range(world)]
             total = _plus(total, _mean(each, torch.float32), wide=True)
         return total
     if at_once:
         for micro in range(steps):
-            each = [_gradients(config, master, (r, step, micro), device) for r in range(world)]
+            each = [_gradients(config, working, (r, step, micro), device) for r in range(world)]
             # Under stage 0 no_sync() may be called: reduced in fp32, in which the average stays.
             is_wide = config.plan.stage == 0 and steps > 1
             if is_wide:
@@ -331,32 +334,33 @@ def _summed(
     for rank in range(world):
         own: list[torch.Tensor] = []
         for micro in range(steps):
-            own = _plus(own, _gradients(config, master, (rank, step, micro), device), wide=True)
+            own = _plus(own, _gradients(config, working, (rank, step, micro), device), wide=True)
         sums.append(own)
     return _mean(sums, torch.float32 if steps > 1 else config.dtype)
 
 
 def _in_order(
-    config: RunConfig, master: nn.Module, first: tuple[int, int, int], device: torch.device
+    config: RunConfig, working: nn.Module, first: tuple[int, int, int], device: torch.device
 ) -> list[torch.Tensor]:
     """Return what one rank sums of the micro-batches of one batch."""
     rank, step, micro = first
     total: list[torch.Tensor] = []
     for i in range(config.plan.micro_batches):
-        each = _gradients(config, master, (rank, step, micro + i), device)
+        each = _gradients(config, working, (rank, step, micro + i), device)
         total = _plus(total, each, wide=True)
     return total
 
 
 def _gradients(
-    config: RunConfig, master: nn.Module, batch: tuple[int, int, int], device: torch.device
+    config: RunConfig, working: nn.Module, batch: tuple[int, int, int], device: torch.device
 ) -> list[torch.Tensor]:
-    """Return those of the parameters that are trained."""
-    working = model_for(config)
-    working.load_state_dict(master.state_dict())
-    working.to(device, config.compute_dtype or config.dtype)
+    """Return those of the parameters that are trained, which come from the device at once."""
+    working.zero_grad()
     (loss_of(working, *batch, device) / config.plan.micro_batches).backward()
-    return [p.grad.cpu() for p in working.parameters() if p.grad is not None]
+    gradients = [p.grad for p in working.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]).cpu()
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    return [part.view(g.shape) for part, g in zip(parts, gradients, strict=True)]
 
 
 def _plus(a: list[torch.Tensor], b: list[torch.Tensor], *, wide: bool) -> list[torch.Tensor]:
