@@ -2,7 +2,8 @@
 
 A server forks them, from a process that has one thread. Each has the environment, the folder and
 the module path of the process that starts it. A test whose subject is an import, the end of an
-interpreter, its memory, or a variable that is read at an import starts an interpreter by itself.
+interpreter, all of its memory, or a variable that is read at an import starts an interpreter by
+itself; memory that is added counts in a fork, too.
 """
 
 import atexit

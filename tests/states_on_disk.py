@@ -1,7 +1,6 @@
 """Child programs with states on disk, which print how much memory saving and loading take."""
 
-import subprocess
-import sys
+import children
 
 _BEGIN = """
 import sys
@@ -35,6 +34,5 @@ def trained(*given):
 
 def printed(code: str, *words: object) -> list[int]:
     """Return the numbers that a program prints; its arguments are the directory and others."""
-    command = [sys.executable, "-c", _BEGIN + code, *map(str, words)]
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    run = children.run("-c", _BEGIN + code, *map(str, words), timeout=250)
     return list(map(int, run.stdout.split()))
