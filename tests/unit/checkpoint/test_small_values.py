@@ -1,8 +1,6 @@
 """A commit that nobody asked for is of the end of the last step, whatever was begun since."""
 
 import gc
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import children
 import tensorstow
 from compare import all_equal
 from interrupts import Interrupt, at_event, by_signal, handler, raise_it
@@ -215,15 +214,8 @@ run.train(LAST, "forward")
 def test_the_interpreter_s_end_commits_the_last_step_s_end(
     tmp_path: Path, undisturbed: list[torch.Tensor]
 ) -> None:
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", SCRIPT, str(tmp_path)),
-            *(f"{TESTS}:{Path(__file__).parent}", str(torch.get_num_threads())),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = (f"{TESTS}:{Path(__file__).parent}", str(torch.get_num_threads()))
+    done = children.run("-c", SCRIPT, tmp_path, *words, teardown=True, check=False)
     assert done.stderr.splitlines()[-1].endswith("Stop")
     start, facts = went_on(tmp_path)
     assert start == DIES

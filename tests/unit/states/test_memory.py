@@ -4,14 +4,13 @@ import ctypes
 import gc
 import mmap
 import os
-import subprocess
-import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
+import children
 from parity.scratch import scratch_files
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.optim.options import Durability
@@ -137,13 +136,7 @@ print(rss * 1024, optimizer._memory().host_bytes)
 
 
 def rss_and_prediction(elements: int, fraction: float, directory: Path) -> tuple[int, int]:
-    out = subprocess.run(
-        [sys.executable, "-c", CHILD, str(elements), str(fraction), str(directory)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    out = children.run("-c", CHILD, str(elements), str(fraction), directory)
     rss, predicted = map(int, out.stdout.split())
     return rss, predicted
 
