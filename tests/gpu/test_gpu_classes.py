@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 
 from compare import all_equal
+from parity.cover import crossed
 from ranks.owned import OwnedCase, Tower, loss_of, through_stow
 from ranks.pool import Ranks
 from tensorstow import PipelinePolicy, Plan, StowedOptimizer, stow
@@ -26,9 +27,7 @@ CLASSES: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
 SHAPES = ((129, 517), (8, 8), (97, 161))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("states", ["host", "disk", 0.5])
-@pytest.mark.parametrize("name", CLASSES)
+@crossed(dtype=(torch.float32, torch.bfloat16), states=("host", "disk", 0.5), name=tuple(CLASSES))
 def test_a_class_has_the_bits_that_it_has_there(
     tmp_path: Path, device: torch.device, name: str, states: StatePlacement, dtype: torch.dtype
 ) -> None:

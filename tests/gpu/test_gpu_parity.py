@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from training import CPU, SMALL, STEPS, Net, make, same_states, same_weights, train
 
+from parity.cover import crossed
 from stopped import stop
 from tensorstow import Adam, AdamW, DelayedUpdate
 from tensorstow.base.errors import OptionError
@@ -96,9 +97,11 @@ def test_formats_of_updates_on_the_device(state_format: str, device: torch.devic
     assert same_states(optimizer, reference)
 
 
-@pytest.mark.parametrize("now", [None, "host", "device", "hybrid"])
-@pytest.mark.parametrize("before", ["host", "device", "auto"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@crossed(
+    now=(None, "host", "device", "hybrid"),
+    before=("host", "device", "auto"),
+    dtype=("fp32", "bf16"),
+)
 def test_a_run_goes_on_where_updates_are_or_were(
     dtype: str, before: str, now: str | None, tmp_path: Path, device: torch.device
 ) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compare import all_equal
+from parity.cover import crossed
 from ranks.owned import (
     CLASSES,
     SHAPES,
@@ -87,9 +88,7 @@ def test_a_stowed_model_has_the_bits_of_one_rank(
     assert max(here) < whole
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("overlap", ["none", "forward"])
-@pytest.mark.parametrize("matrices_first", [True, False])
+@crossed(stage=(1, 2, 3), overlap=("none", "forward"), matrices_first=(True, False))
 def test_matrices_have_muon_and_the_rest_adamw(
     ranks: "Ranks",
     stage: int,
