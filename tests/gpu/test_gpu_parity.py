@@ -56,9 +56,7 @@ def test_formats(state_format: str, overlap: str, device: torch.device) -> None:
     assert same_weights(got, want)
 
 
-@pytest.mark.parametrize("states", ["ram", "disk", 0.5])
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@crossed(states=("ram", "disk", 0.5), amsgrad=(False, True), dtype=tuple(DTYPES))
 def test_updates_on_the_device_have_the_bits_of_the_host(
     dtype: str,
     amsgrad: bool,  # noqa: FBT001

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from training import Net, make, same_states, same_weights, temporaries, train
 
+from parity.cover import crossed
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import UpdateOn
 from tensorstow.formats.state_format import StateFormat
@@ -144,9 +145,9 @@ def test_a_step_holds_no_more_of_the_device_than_its_slots_and_one_update(
     optimizer.close()
 
 
-@pytest.mark.parametrize("states", ["ram", "disk"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("where", [0.4, "hybrid", "auto"])
+@crossed(
+    states=("ram", "disk"), dtype=(torch.float32, torch.bfloat16), where=(0.4, "hybrid", "auto")
+)
 def test_updates_on_both_sides_have_the_bits_of_the_host(
     where: UpdateOn, dtype: torch.dtype, states: str, device: torch.device
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pagers import let_attributes_be_pagers
 from parity.beside import blocks, mean_square, same, weights
+from parity.cover import crossed
 from remote import make_remote
 from tensorstow import AdamW, PipelinePolicy
 from tensorstow.base.update_on import Overlap
@@ -111,9 +112,7 @@ def wanted(steps: int) -> dict[str, Tensor]:
     return weights(model)
 
 
-@pytest.mark.parametrize("overlap", ["none", "backward"])
-@pytest.mark.parametrize("remote", [(), (1,), (0, 4)], ids=["host", "a block", "both ends"])
-@pytest.mark.parametrize("resumed", [False, True], ids=["own chunks", "chunks of several"])
+@crossed(overlap=("none", "backward"), remote=((), (1,), (0, 4)), resumed=(False, True))
 def test_weights_are_used_while_they_are_pinned_and_no_longer(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
