@@ -104,8 +104,10 @@ class SearchResult:
             # The user named no batch: seconds would be mistaken for those of the run.
             tokens = f"{other.batch.tokens:,} tokens"
             cost = f"about {took / least:.2f} times the chosen plan's time, at {tokens} a step"
-        if other.plan.timing.begins_early and not self.chosen.plan.timing.begins_early:
+        if self.chosen.plan.timing.allows_clipping and not other.plan.timing.allows_clipping:
             return f'{cost}; request overlap="backward" if you need no clipping and loss scaling'
+        if other.plan.timing.can_undo and self.chosen.plan.states != Tier.DISK:
+            return f"{cost}; its states would be on disk, and the chosen plan has them in memory"
         if took < least:
             return f"{cost}; less than {_GAIN:.0%} faster than the simpler plan that was chosen"
         return cost
@@ -183,12 +185,15 @@ def search(request: PlanRequest) -> SearchResult:
     for requested in _rounds(request):
         tried += _try_all(requested)
         fitting = [option for option in tried if not option.short]
-        free = [option for option in fitting if not option.plan.timing.begins_early]
+        free = [option for option in fitting if option.plan.timing.allows_clipping]
         if free:
             break
     if not fitting:
         raise BudgetError(_what_is_short(tried, request.budget))
     free = free or fitting
+    if any(option.plan.states != Tier.DISK for option in free):
+        # A drive is not worn, and its space not taken twice, for states that fit in memory.
+        free = [option for option in free if not option.plan.timing.can_undo]
     chosen = free[0]
     for option in free[1:]:
         if option.step is None or chosen.step is None:
@@ -439,6 +444,8 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
         if not on_disk or plan.parameter_units:
             for overlap in overlaps:
                 yield _try(free.but(overlap=overlap), request)
+        if free.overlap == "auto" and _may_be_undone(free):
+            yield _try(free.but(overlap="speculative"), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
         return
     device_overlaps: tuple[PlanOverlap, ...] = (
@@ -447,6 +454,12 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
     for update_on in ("device", "hybrid"):
         for device_overlap in device_overlaps:
             yield _try(free.but(update_on=update_on, overlap=device_overlap), request)
+
+
+def _may_be_undone(plan: Plan) -> bool:
+    """Return whether updates of a plan can be undone, from a second copy on disk."""
+    is_on_disk = plan.states == Tier.DISK and not reaches_device(plan.update_on)
+    return is_on_disk and plan.ordered_reduce is None
 
 
 def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:
@@ -506,7 +519,7 @@ def _what_is_short(tried: Sequence[Alternative], budget: Budget) -> str:
     lacking = " and ".join(f"{format_bytes(n)} of {t.upper()}" for t, n in nearest.short.items())
     enough = {t: (budget.bytes_of(t) or 0) + missing for t, missing in nearest.short.items()}
     least = " and ".join(f"{tier}={n} ({format_bytes(n)})" for tier, n in enough.items())
-    in_backward = nearest.plan.timing.begins_early
+    in_backward = not nearest.plan.timing.allows_clipping
     but = ' (with overlap="backward", without clipping and loss scaling)' if in_backward else ""
     lacking += ", headroom included" if nearest.conditions.headroom else ""
     return (

@@ -42,17 +42,32 @@ def test_rates_choose_when_updates_run() -> None:
     request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
     found = search(replace(request, machine=slow))
-    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
+    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "speculative")
     assert found.chosen.step is not None
     times = {
         each.plan.optimizer_overlap: each.step.seconds
         for each in found.tried
         if each.step is not None and each.plan.parameters == Tier.HOST
     }
-    assert times["none"] > times["forward"] >= times["backward"]
+    assert times["none"] > times["forward"] > times["speculative"] == times["backward"]
     beside = next(each for each in found.tried if each.plan.overlap == "backward" and each.step)
     assert "clipping" in found.reason(beside)
     assert "of HOST short" in found.reason(found.tried[0])
+
+
+def test_updates_that_may_be_undone_need_their_room_on_disk() -> None:
+    budget = Budget(host=HOST_BYTES - 1, disk=HOST_BYTES * 3 // 4)
+    slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
+    request = PlanRequest(SIZES, budget, HERE, batch=BATCH, spend=False, machine=slow)
+    assert search(request).chosen.plan.overlap == "forward"
+
+
+def test_states_that_fit_in_memory_are_not_moved_to_disk_to_be_undone() -> None:
+    found = search(PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
+    undone = [e for e in found.tried if e.plan.timing.can_undo and e.step is not None]
+    assert undone
+    assert "its states would be on disk" in found.reason(undone[0])
+    assert found.chosen.plan.states == Tier.HOST
 
 
 def test_reasons_tell_small_gains_and_name_no_seconds_of_a_batch_that_nobody_named() -> None:
