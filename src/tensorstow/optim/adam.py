@@ -179,9 +179,9 @@ class AdamW(Adam):
             else "host".
         overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
             updates run during the backward that computes the gradients, without clipping or
-            GradScaler; "speculative", the same with ``clip_grad_norm_``: updates are undone where
-            it changes the gradients, from a second copy of the states on disk and of the weights,
-            in memory or on disk. ``DelayedUpdate()``, which is inexact: updates run during the next
+            GradScaler; "speculative", the same with both: updates are undone where the gradients
+            change, from a second copy of the states on disk and of the weights, in memory or on
+            disk. ``DelayedUpdate()``, which is inexact: updates run during the next
             forward and backward, which use the earlier weights.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.

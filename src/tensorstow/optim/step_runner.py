@@ -261,7 +261,8 @@ class StepRunner:
         """
         self._params.store.pipeline.check_alive()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        factor = self.clip.of_now() / (divisor * self.scaled.factor)
+        clip_factor, divisor = self.clip.of_now(), divisor * self.scaled.factor
+        factor = clip_factor / divisor
         overflowed = self.scaled.overflowed
         may_skip = found_inf is not None or overflowed
         self._schedule.check_scaling(factor / scale, may_skip=may_skip)
@@ -273,7 +274,10 @@ class StepRunner:
             if isinstance(self._early, SpeculativeOverlap):
                 if not self._early.is_open:
                     self.wait_idle()
-                self._early.settle(factor, scale, is_skipped=overflowed)
+                # Divided by both at once, gradients would be rounded once instead of twice.
+                is_exact = clip_factor == 1.0 and 1.0 in {scale, divisor}
+                divided = divisor if scale == 1.0 else scale
+                self._early.settle(divided, is_exact=is_exact, is_skipped=overflowed)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
                 with SignalsDeferred():
@@ -285,7 +289,7 @@ class StepRunner:
                 self._refuse_used()
                 self._take_new_step(factor, scale)
             else:
-                self._end_open_step(self._early)
+                self._end_open_step(self._early, factor, scale)
         if self._commits.prompt:
             self._commits.join(self._params)
         stop = self._commits.stop
@@ -467,8 +471,11 @@ class StepRunner:
         if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
             refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
 
-    def _end_open_step(self, schedule: BackwardOverlap) -> None:
-        """End the step that backward has begun, or begin and end it now."""
+    def _end_open_step(self, schedule: BackwardOverlap, factor: float, scale: float) -> None:
+        """End the step that backward has begun, or begin and end it now.
+
+        ``factor`` and ``scale`` are those of a step that is taken anew.
+        """
         params = self._params
         params.store.pipeline.check_alive()
         schedule.check_unchanged()
@@ -485,7 +492,7 @@ class StepRunner:
             self._open_step(schedule)
         elif new_params and isinstance(schedule, SpeculativeOverlap):
             schedule.undo(uploads=False)
-            self._take_new_step(1.0, schedule.scale)
+            self._take_new_step(factor, scale)
             return
         elif new_params:
             count = format_count(len(new_params), "parameter")

@@ -1,18 +1,21 @@
-"""``overlap="speculative"``: updates run during backward, and are undone where clipping applies.
+"""``overlap="speculative"``: updates run during backward; a step that becomes another is undone.
 
 [Note: Speculation] A clip factor is known when the last gradient is. Once a run is warm it mostly
-is one: then the updates that ran during backward are those of the step. Where it is not, they are
-undone, and the step is taken with the factor from the gradients, which are still held; its bits are
-those of a step without overlap. Undoing reads no states: new ones were written to a second place.
-The old weights are in a copy in memory; those on disk stayed there, and are read again. A chunk
-whose states stay in memory has no second place, and is not updated before the factor is known.
+is one, and a loss scale mostly that of the step before: then the updates that ran during backward
+are those of the step. Where they are not, they are undone, the gradients return to ``.grad``, and a
+whole step is taken; its bits are those of a step without overlap. So is a step whose gradients or
+weights are read or changed before ``step()``, as by a second micro-batch or an evaluation.
+
+Undoing reads no states: new ones were written to a second place. The old weights are in a copy in
+memory; those on disk stayed there, and are read again. A chunk whose states stay in memory has no
+second place, and is not updated before the factor is known.
 
 So it takes the weights once more, in memory or on disk, the states once more on disk, and the
 gradients of all parameters until ``step()``, as clipping does anyway. A run that commits has three
 places for each chunk: of the last commit, of the last step, and of the step that may be undone,
 which may commit too. An undone step takes the time of one with ``overlap="forward"`` and that of
-writing what was undone. So after two clipped steps in a row, as at the start of a run, updates wait
-for ``step()`` until one is not clipped.
+writing what was undone. So after two such steps in a row, as at the start of a run, updates wait
+for ``step()`` until one would not be undone.
 """
 
 import logging
@@ -44,7 +47,7 @@ from tensorstow.step.step_plan import States
 
 logger = logging.getLogger("tensorstow")
 _MOST_IN_A_ROW = 2
-"""Clipped steps after which none begins in backward, until one is not clipped."""
+"""Undone steps after which none begins in backward, until one would not be undone."""
 
 
 class SpeculativeOverlap(BackwardOverlap):
@@ -149,13 +152,17 @@ class SpeculativeOverlap(BackwardOverlap):
                 self._last_order = []  # the order of backward is set again
                 self._step_into_forward(plan, states, waits)
 
-    def settle(self, factor: float, scale: float, *, is_skipped: bool) -> None:
+    def settle(self, scale: float, *, is_exact: bool, is_skipped: bool) -> None:
         """Undo the open step, if any, unless its updates are those of the step that is taken now.
 
-        ``factor`` multiplies gradients that ``scale`` divides. The outcome decides when the next
-        step begins.
+        The outcome decides when the next step begins.
+
+        Args:
+            scale: What divides the gradients now, and probably in the next step.
+            is_exact: Whether nothing else changes them.
+            is_skipped: Whether no update is made.
         """
-        is_exact = factor == 1.0 and scale == self.scale and not is_skipped
+        is_exact = is_exact and scale == self.scale and not is_skipped
         if self.is_open and (not is_exact or self.are_scalars_changed()):
             self.require(PublicCall.STEP)
             self.undo(uploads=is_skipped)

@@ -122,10 +122,10 @@ class ConsumedGradient(Placeholder):
 
     reason = (
         "was called on a gradient that its update has used already: with"
-        ' overlap="backward" or "speculative" a gradient is gone as soon as it is final. A second'
-        " backward before step() needs accumulation_steps= or `with optimizer.accumulate():`."
-        ' Clip by optimizer.clip_grad_norm_() with overlap="speculative"; unscaling and all else'
-        ' that reads gradients needs overlap="none".'
+        ' overlap="backward" a gradient is gone as soon as it is final, with "speculative" after'
+        " step(). A second backward before step() needs accumulation_steps= or `with"
+        " optimizer.accumulate():`."
+        ' What clips, scales or reads gradients needs overlap="speculative", "forward" or "none".'
         f" {RECOVERY_ADVICE}"
     )
 
