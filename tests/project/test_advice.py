@@ -167,12 +167,10 @@ def checkpointed(*, use_reentrant: bool, **given: Any) -> None:  # noqa: ANN401
 
 def looked_at(overlap: Any, **given: Any) -> None:  # noqa: ANN401
     net = model()
+    given |= {"module": net} if "module" in given else {}
     with AdamW(net.parameters(), overlap=overlap, **given) as optimizer:
         net(torch.ones(2, 8)).sum().backward()
-        if overlap == "speculative":
-            optimizer.clip_grad_norm_(1.0)
-        else:
-            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
 
@@ -785,8 +783,9 @@ CASES = [
         looked_at,
         {"overlap": "backward"},
         {
-            'with overlap="speculative"': {"overlap": "speculative", "states": "disk"},
             'needs overlap="none"': {"overlap": "none"},
+            '"forward"': {"overlap": "forward", "module": True},
+            'or "speculative"': {"overlap": "speculative", "states": "disk"},
         },
     ),
     # Classes of torch's.

@@ -6,6 +6,8 @@ half updated: the first failure is kept, and is the cause of the error of every 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tensorstow.base.errors import ForkError, PoisonedError
 
@@ -43,6 +45,15 @@ class Health:
         """Let every later check raise an error, whose cause is the first failure."""
         if self.failure is None:
             self.failure = error
+
+    @contextmanager
+    def poisoning(self) -> Iterator[None]:
+        """Poison the object by any error of the block."""
+        try:
+            yield
+        except BaseException as error:
+            self.poison(error)
+            raise
 
     def check_process(self) -> None:
         """Raise ForkError in a process that inherited the object."""

@@ -225,7 +225,9 @@ class PooledBuffer(MovingBytes):
 
     def confirm(self) -> None:
         """Keep the new bytes and not the old ones. No-op if none are kept."""
-        self.pool.confirm(self)
+        self.is_keeping = False
+        if self.old is not None:
+            self.spare, self.old = self.old.stripes, None
 
     def drop_pages(self) -> None:
         """Give the memory back."""
@@ -410,7 +412,7 @@ class BufferPool:
             if buffer.pins == 0 and buffer.dirty:
                 self._settle(buffer)
                 buffer.dirty = False
-                self._write(buffer)
+                self.bytes_written += _begin_write(self._files, buffer)
             self._read_expected()
 
     def put_back(self, buffer: PooledBuffer) -> None:
@@ -435,34 +437,6 @@ class BufferPool:
         self._wait(buffer)
         with self._poisoning():
             self._settle(buffer)
-
-    def confirm(self, buffer: PooledBuffer) -> None:
-        """Keep the new bytes of a buffer and not the old ones."""
-        with self._lock:
-            buffer.is_keeping = False
-            if buffer.old is not None:
-                buffer.spare, buffer.old = buffer.old.stripes, None
-
-    def _write(self, buffer: PooledBuffer) -> None:
-        """Begin writing a buffer that nobody has pinned, so nobody changes it meanwhile."""
-        stripes, is_kept = buffer.place.stripes, buffer.is_keeping and buffer.old is None
-        if is_kept or buffer.is_in_files:
-            stripes, buffer.spare = buffer.spare or self._files.allocate(buffer.nbytes), ()
-        if is_kept:
-            buffer.old = buffer.place
-        if buffer.is_in_files:
-            logger.info(
-                "%s of weights that were frozen were written to: they are copied from %s to %s",
-                *(format_bytes(buffer.nbytes), _source_of(buffer)),
-                ", ".join(map(str, self._files.directories)),
-            )
-        checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
-        buffer.place = StoredBytes(stripes, checksum=checksum)
-        buffer.begun, buffer.seen_over = time.monotonic(), None
-        writes = self._files.write(stripes, buffer.bytes)
-        buffer.moving = buffer.nbytes
-        buffer.begin(ByteState.WRITING, *writes)
-        self.bytes_written += buffer.nbytes
 
     def synchronize(self) -> None:
         """Return when nothing is under way; raises what failed."""
@@ -530,7 +504,7 @@ class BufferPool:
         """Wait for the transfers of a buffer; called without the lock, so that others go on."""
         since, name = time.monotonic(), f"weights being {_operation(buffer)}"
         is_awaited = bool(buffer.transfers) and buffer.seen_over is None
-        with self._failing():
+        with self._health.poisoning():
             buffer.wait()
         # Read once: without the lock another thread may end the log.
         log = self._log
@@ -582,19 +556,10 @@ class BufferPool:
                 if buffer.transfers and buffer.seen_over is None and buffer.is_over():
                     buffer.seen_over = now
             try:
-                with self._failing():
+                with self._health.poisoning():
                     yield
             finally:
                 _reuse_pages(self._evicted, None)
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Poison the pool on any error."""
-        try:
-            yield
-        except BaseException as error:
-            self._health.poison(error)
-            raise
 
 
 def _begin_read(files: StripedFiles, buffer: PooledBuffer, pieces: Sequence[int]) -> int:
@@ -613,6 +578,27 @@ def _begin_read(files: StripedFiles, buffer: PooledBuffer, pieces: Sequence[int]
     buffer.present.update(pieces)
     buffer.begin(ByteState.READING, *reads)
     return nbytes
+
+
+def _begin_write(files: StripedFiles, buffer: PooledBuffer) -> int:
+    """Begin writing a buffer that nobody has pinned, so nobody changes it; return the bytes."""
+    stripes, is_kept = buffer.place.stripes, buffer.is_keeping and buffer.old is None
+    if is_kept or buffer.is_in_files:
+        stripes, buffer.spare = buffer.spare or files.allocate(buffer.nbytes), ()
+    if is_kept:
+        buffer.old = buffer.place
+    if buffer.is_in_files:
+        logger.info(
+            "%s of weights that were frozen were written to: they are copied from %s to %s",
+            *(format_bytes(buffer.nbytes), _source_of(buffer)),
+            ", ".join(map(str, files.directories)),
+        )
+    checksum = _native.checksum_by_blocks(buffer.bytes.data_ptr(), buffer.nbytes)
+    buffer.place = StoredBytes(stripes, checksum=checksum)
+    buffer.begun, buffer.seen_over = time.monotonic(), None
+    buffer.moving = buffer.nbytes
+    buffer.begin(ByteState.WRITING, *files.write(stripes, buffer.bytes))
+    return buffer.nbytes
 
 
 def _check_read(buffer: PooledBuffer, place: str) -> None:

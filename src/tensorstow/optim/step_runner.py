@@ -286,7 +286,7 @@ class StepRunner:
             elif self._early is None:
                 self._take_step(factor, scale)
             elif isinstance(self._early, SpeculativeOverlap) and not self._early.is_open:
-                self._refuse_used()
+                _refuse_used(self.contents.parameters())
                 self._take_new_step(factor, scale)
             else:
                 self._end_open_step(self._early, factor, scale)
@@ -466,11 +466,6 @@ class StepRunner:
         with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
             return self._params.update_router.step_path.wait_for_copy()
 
-    def _refuse_used(self) -> None:
-        """Raise OptionError where the gradients are those of the last step."""
-        if any(isinstance(p.grad, ConsumedGradient) for p in self.contents.parameters()):
-            refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
-
     def _end_open_step(self, schedule: BackwardOverlap, factor: float, scale: float) -> None:
         """End the step that backward has begun, or begin and end it now.
 
@@ -488,7 +483,7 @@ class StepRunner:
         gradients = sum(gradient_of(p) is not None for p in self.contents.parameters())
         self._module_parameters.check_step(gradients)
         if not schedule.is_open:
-            self._refuse_used()
+            _refuse_used(self.contents.parameters())
             self._open_step(schedule)
         elif new_params and isinstance(schedule, SpeculativeOverlap):
             schedule.undo(uploads=False)
@@ -506,6 +501,12 @@ class StepRunner:
         with self._ending_step(schedule.held, commits=commits, is_open=True):
             updates = [ParamUpdate(g, params.get(p), gradient) for g, p, gradient in late]
             schedule.step(StepPlan(updates, [], [], commits=commits), self.contents.states)
+
+
+def _refuse_used(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise OptionError where the gradients are those of the last step."""
+    if any(isinstance(p.grad, ConsumedGradient) for p in parameters):
+        refuse(PublicCall.STEP, Phase.USED, Phase.USED.value)
 
 
 def _check_gradient(param: ManagedParam, groups: Groups) -> None:

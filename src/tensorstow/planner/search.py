@@ -444,7 +444,7 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
         if not on_disk or plan.parameter_units:
             for overlap in overlaps:
                 yield _try(free.but(overlap=overlap), request)
-        if free.overlap == "auto" and _may_be_undone(free):
+        if not free.timing.begins_early and _may_be_undone(free):
             yield _try(free.but(overlap="speculative"), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
         return

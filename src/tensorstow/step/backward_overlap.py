@@ -445,22 +445,13 @@ class BackwardOverlap(UpdatesInForward):
             self.gradients.remove_placeholders()
             raise
 
-    def are_scalars_changed(self) -> bool:
-        """Return whether hyper-parameters changed since the open step, if any, began."""
-        plan = self._plan
-        if plan is None:
-            return False
-        groups = ((update.group, update.scale) for update in plan.updates)
-        # The open step was begun with a gradient factor of 1.
-        _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
-        return now != plan.scalars
-
     def check_unchanged(self) -> None:
         """Raise OptionError if hyper-parameters or gradients changed since the step began."""
-        if not self.is_open:
+        plan = self._plan
+        if plan is None:
             return
         self.require(PublicCall.STEP)
-        if self.are_scalars_changed():
+        if are_scalars_changed(plan):
             message = (
                 "A hyper-parameter (lr, betas, eps, weight_decay, maximize) was changed between"
                 ' backward and step(), and with overlap="backward" updates have begun by then.'
@@ -581,6 +572,14 @@ class BackwardOverlap(UpdatesInForward):
                 " scaler."
             )
             raise OptionError(message)
+
+
+def are_scalars_changed(plan: StepPlan) -> bool:
+    """Return whether hyper-parameters changed since the open step of ``plan`` began."""
+    groups = ((update.group, update.scale) for update in plan.updates)
+    # The open step was begun with a gradient factor of 1.
+    _, now = scalar_table(groups, [int(count.item()) + 1 for count in plan.counts], 1.0)
+    return now != plan.scalars
 
 
 def rest_waits(waits: ForwardWaits | None, plan: StepPlan) -> ForwardWaits | None:

@@ -254,7 +254,7 @@ class StepFeeds:
         self._share_tuner = share_tuner
         self._on_accelerator = on_accelerator
         self._gate = ChunkGate(chunks)
-        self._is_open = self._commits = False
+        self._is_open = self._commits = self._is_undoable = False
         self._runs_to_end = False
         """Whether ``close`` ends the step: a feed updates chunks."""
         self._is_held = False
@@ -300,7 +300,7 @@ class StepFeeds:
         # Decide what ``close`` is left with, and what the caller does beside the step.
         is_early = overlap_with.is_early
         self._is_open = is_early or any(row.expected for row in rows)
-        self._commits = plan.commits
+        self._commits, self._is_undoable = plan.commits, undoable
         self._close_waits = not overlap_with.goes_on_in_forward
         self._newest_first = is_early and overlap_with.goes_on_in_forward
         self._runs_to_end = self._has_updater and bool(plan.updates)
@@ -364,13 +364,6 @@ class StepFeeds:
         for feed in self._feeds:
             feed.pass_on()
 
-    def confirm(self) -> None:
-        """Make the updates of an undoable step final; it is still open."""
-        with poisoning(self._pipeline):
-            self._pipeline.undoing.confirm()
-            for feed in self._feeds:
-                feed.confirm()
-
     def undo(self) -> None:
         """End an undoable step as if it had never begun; gradients are in host memory by then."""
         with poisoning(self._pipeline):
@@ -385,7 +378,7 @@ class StepFeeds:
                 feed.undo()
 
     def close(self) -> None:
-        """Send the rest of an open step: no more gradients come.
+        """Send the rest of an open step: no more gradients come. An undoable one is final then.
 
         If the device updates, return when all new states and weights are in their places.
         """
@@ -394,6 +387,11 @@ class StepFeeds:
         self._is_open = False
         try:
             with poisoning(self._pipeline):
+                if self._is_undoable:
+                    # Chunks whose states stay in memory are updated only after this.
+                    self._pipeline.undoing.confirm()
+                    for feed in self._feeds:
+                        feed.confirm()
                 while self.wait_for_copy():
                     pass
                 if self._runs_to_end:

@@ -33,6 +33,7 @@ from tensorstow.states.memory import StateMemory
 from tensorstow.states.native_pipeline import poisoning
 from tensorstow.step.backward_overlap import (
     BackwardOverlap,
+    are_scalars_changed,
     is_written,
     newest_backward,
     rest_waits,
@@ -138,9 +139,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """
         self.returned = {}
         if self.is_open:
-            # Chunks whose states stay in memory are updated only after this.
-            self._params.update_router.step_path.confirm()
-            super().step(plan, states)
+            super().step(plan, states)  # closing the step confirms it
             return
         self._must_upload = False
         waits = rest_waits(self._waits, plan) if self.may_go_on else None
@@ -163,7 +162,8 @@ class SpeculativeOverlap(BackwardOverlap):
             is_skipped: Whether no update is made.
         """
         is_exact = is_exact and scale == self.scale and not is_skipped
-        if self.is_open and (not is_exact or self.are_scalars_changed()):
+        plan = self._plan
+        if plan is not None and (not is_exact or are_scalars_changed(plan)):
             self.require(PublicCall.STEP)
             self.undo(uploads=is_skipped)
         self.scale = scale

@@ -125,7 +125,7 @@ class ConsumedGradient(Placeholder):
         ' overlap="backward" a gradient is gone as soon as it is final, with "speculative" after'
         " step(). A second backward before step() needs accumulation_steps= or `with"
         " optimizer.accumulate():`."
-        ' What clips, scales or reads gradients needs overlap="speculative", "forward" or "none".'
+        ' What clips, scales or reads gradients needs overlap="none", "forward" or "speculative".'
         f" {RECOVERY_ADVICE}"
     )
 
