@@ -35,7 +35,7 @@ from tensorstow.base.update_on import Overlap, UpdateOn
 _ROOT = Path(__file__).resolve().parents[2]
 _TRACES = _ROOT / "build" / "accelerator_model"
 _RATES = {"link": 25e6, "dram": 100e6, "disk": 14e6}
-_WINDOW = {"none": 1.0, "forward": 3.0, "backward": 1.5}
+_WINDOW = {"none": 1.0, "forward": 3.0, "backward": 1.5, "speculative": 1.5}
 """Compute over the part of it that updates run beside; 1: what is left of backward's goes on."""
 _STATE_BYTES = 20
 """Of a bf16 parameter, read and written."""
@@ -91,13 +91,14 @@ def _clipped(*, quick: bool) -> Iterator[RunConfig]:
     """Yield trainings that clip no step, one of twenty, or each one."""
     ways: list[tuple[Overlap, int]] = [("forward", 0)]
     ways += [("speculative", period) for period in (0, 20, 1)]
-    for parameters in (Tier.DEVICE, Tier.HOST):
+    for parameters in (Tier.DEVICE, Tier.HOST, Tier.DISK):
+        nbytes = _STATE_BYTES + _WEIGHT_BYTES * (parameters == Tier.DISK)
         for overlap, period in ways[-1:] if quick else ways:
             budget = None if quick else _SMALL_RING  # it would hold all states of a small model
             plan = Plan(parameters=parameters, states=Tier.DISK, overlap=overlap, ram_budget=budget)
             config = _config(plan, quick=quick)
             steps = max(config.steps, 0 if quick else period)
-            compute = _STATE_BYTES * config.elements / config.disk
+            compute = nbytes * config.elements / config.disk
             yield replace(config, steps=steps, compute=compute, clip_period=period)
 
 
