@@ -162,6 +162,14 @@ class Commits:
         self._decided = self.step, due
         return due
 
+    def skip(self) -> None:
+        """Take back the decision about a step that makes no update: a request for it stays."""
+        if self._decided == (self.step, True) and self.prompt:
+            self.requested, self.prompt = True, False
+            if self.stop is not None:
+                self.stop.ends_with = None
+        self._decided = None
+
     @property
     def is_requested(self) -> bool:
         """Whether a requested commit is pending, or was of a step that was undone."""

@@ -81,7 +81,8 @@ def refuse_to_attach(trainer: transformers.Trainer, *, whole: bool) -> None:
 def refuse_plan(args: transformers.TrainingArguments, plan: Plan) -> None:
     """Refuse a plan that contradicts a Trainer's arguments."""
     steps, planned = args.gradient_accumulation_steps, plan.accumulation_steps
-    begins_early = plan.timing.begins_early
+    # What can be undone is undone by the next micro-batch.
+    begins_early = plan.timing.begins_early and not plan.timing.can_undo
     _refuse_stowed_if(
         not plan.timing.allows_clipping and args.max_grad_norm > 0,
         f'overlap="backward" is in the plan with max_grad_norm={args.max_grad_norm}: gradients are'

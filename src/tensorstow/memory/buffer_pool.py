@@ -213,6 +213,9 @@ class PooledBuffer(MovingBytes):
 
         Nobody may be writing to the bytes in memory. Bytes that were kept before are given up.
         """
+        if self.dirty:
+            message = "Bytes were to be kept that were changed, and are not written yet."
+            raise AssertionError(message)
         self.confirm()
         self.is_keeping = True
 

@@ -280,6 +280,7 @@ class StepRunner:
                 self._early.settle(divided, is_exact=is_exact, is_skipped=overflowed)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
+                self._commits.skip()
                 with SignalsDeferred():
                     self._count_step()
                     self._end_step(commits=False)

@@ -444,7 +444,7 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
         if not on_disk or plan.parameter_units:
             for overlap in overlaps:
                 yield _try(free.but(overlap=overlap), request)
-        if not free.timing.begins_early and _may_be_undone(free):
+        if not free.timing.begins_early and _may_be_undone(free, request):
             yield _try(free.but(overlap="speculative"), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
         return
@@ -456,10 +456,15 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
             yield _try(free.but(update_on=update_on, overlap=device_overlap), request)
 
 
-def _may_be_undone(plan: Plan) -> bool:
-    """Return whether updates of a plan can be undone, from a second copy on disk."""
-    is_on_disk = plan.states == Tier.DISK and not reaches_device(plan.update_on)
-    return is_on_disk and plan.ordered_reduce is None
+def _may_be_undone(plan: Plan, request: PlanRequest) -> bool:
+    """Return whether the search may choose updates of a plan that ``step()`` undoes.
+
+    Reads of weights on disk before ``step()`` have them undone; those of weights in memory are not
+    noticed. Several ranks would undo each step of a loop whose micro-batches nobody has counted.
+    """
+    is_all_on_disk = plan.parameter_tiers == {Tier.DISK} and plan.states == Tier.DISK
+    is_of_host = not reaches_device(plan.update_on) and plan.ordered_reduce is None
+    return is_all_on_disk and is_of_host and request.sizes.ranks == 1
 
 
 def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:

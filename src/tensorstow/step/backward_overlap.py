@@ -116,7 +116,7 @@ class ConsumedGradients:
         self._placeholders: list[tuple[torch.Tensor, ConsumedGradient]] = []
         self._originals: dict[int, torch.Tensor] = {}
         """What was in ``.grad``, by number, if the step may be undone."""
-        self.keeper: Callable[[], GradientKeeper | None] | None = None
+        self.keeper_reference: Callable[[], GradientKeeper | None] | None = None
         """A weak reference to what gives gradients back; None: nothing does."""
         self.arrived: list[int] = []
         """Numbers of parameters, in the order in which their gradients became final."""
@@ -183,7 +183,10 @@ class ConsumedGradients:
         plain = gradient.detach() if gradient.requires_grad else gradient
         contiguous = gradient_in_order(shard, plain)
         placeholder = ConsumedGradient(parameter, whole.dtype)
-        placeholder.number, placeholder.keeper = number, self.keeper
+        placeholder.number, placeholder.keeper_reference = number, self.keeper_reference
+        keeper = None if self.keeper_reference is None else self.keeper_reference()
+        if keeper is not None:
+            placeholder.step_number = keeper.open_number
         if self.holds_all:
             self._originals[number] = whole
         parameter.grad = placeholder

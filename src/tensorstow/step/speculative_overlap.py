@@ -70,7 +70,7 @@ class SpeculativeOverlap(BackwardOverlap):
         super().__init__(params, accumulation_steps, waits)
         self._exact = Synchronous(params)
         self.gradients.holds_all = True
-        self.gradients.keeper = weakref.ref(self)
+        self.gradients.keeper_reference = weakref.ref(self)
         self.norms = KeptNorms(params.offload_policy.policy.isa)
         self._backups: dict[int, torch.Tensor] = {}
         """Memory for the old weights, by the numbers of their parameters."""
@@ -82,15 +82,31 @@ class SpeculativeOverlap(BackwardOverlap):
         """Whether no step begins in backward any more."""
         self._must_upload = False
         """Whether an accelerator may have weights of a step that was undone."""
+        self.open_number = 0
+        """How many steps have begun in backward."""
         self.returned: dict[int, torch.Tensor] = {}
         """Gradients of a step that was undone, until the next one, by number."""
         self._written_by_others: set[int] = set()
         """Numbers of the parameters whose weights others had written before the open step."""
 
     def require(self, call: PublicCall) -> None:
-        """Raise OptionError where ``call`` is not legal now; ``zero_grad()`` undoes a step."""
+        """Raise OptionError where ``call`` is not legal now; undo an open step that is in its way.
+
+        ``zero_grad()`` undoes one itself.
+        """
+        if call is PublicCall.WHOLE and self._is_between():
+            self._undo_for_reader("states were read or changed between backward and step()")
         if not (call is PublicCall.ZERO_GRAD and self._can_undo_now()):
             super().require(call)
+
+    def _is_between(self) -> bool:
+        """Return whether a step is open whose backward has ended, and that can be undone.
+
+        Gradients may have been replaced since; a weight that others wrote must not be.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
+        has_ended = self._plan is not None and self._has_ended and not is_in_backward
+        return has_ended and not is_written(self._plan, self.written)
 
     def _can_undo_now(self) -> bool:
         """Return whether the open step can be undone, also after a backward that has raised."""
@@ -103,6 +119,8 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
+        self.returned = {}
+        self.open_number += 1
         params = [update.param for update in plan.updates]
         # Updates change the version counters, so this is asked before they begin.
         self._written_by_others = {param.number for param in params if param.written_by_others}
@@ -150,6 +168,7 @@ class SpeculativeOverlap(BackwardOverlap):
                 order_for_forward(self._params, waits.order())
                 self._last_order = []  # the order of backward is set again
                 self._step_into_forward(plan, states, waits)
+        self.gradients.restart()  # fewer micro-batches than usual may have been counted
 
     def settle(self, scale: float, *, is_exact: bool, is_skipped: bool) -> None:
         """Undo the open step, if any, unless its updates are those of the step that is taken now.
@@ -163,8 +182,11 @@ class SpeculativeOverlap(BackwardOverlap):
         """
         is_exact = is_exact and scale == self.scale and not is_skipped
         plan = self._plan
-        if plan is not None and (not is_exact or are_scalars_changed(plan)):
-            self.require(PublicCall.STEP)
+        if plan is not None and not (
+            is_exact and self.gradients.has_placeholders and not are_scalars_changed(plan)
+        ):
+            if not self._is_between():
+                self.require(PublicCall.STEP)
             self.undo(uploads=is_skipped)
         self.scale = scale
         self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
@@ -175,10 +197,11 @@ class SpeculativeOverlap(BackwardOverlap):
 
         ``uploads``: old weights go to an accelerator now; else the step that follows replaces them.
         """
-        opened = self._plan
-        if opened is None:
-            return
-        with SignalsDeferred(), poisoning(self._params.store.pipeline):
+        # Any thread may read a gradient that is given back.
+        with SignalsDeferred(), self._lock, poisoning(self._params.store.pipeline):
+            opened = self._plan
+            if opened is None:
+                return
             self._params.update_router.step_path.undo()
             self._must_upload = True
             if uploads:
@@ -205,7 +228,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def give_back(self) -> None:
         """Undo the open step, if it can be undone now, and give its gradients back."""
-        if self.is_open and self._can_undo_now():
+        if self._is_between():
             self._undo_for_reader("a gradient was read or changed between backward and step()")
 
     def are_finite(self) -> bool:
@@ -214,8 +237,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once these weights, or all, are new; before ``step()`` they are the old ones."""
-        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        if self.is_open and not is_in_backward and self._can_undo_now():
+        if self._is_between():
             self._undo_for_reader("a weight was read between backward and step()")
         self._upload()
         super().wait(ids)
@@ -225,6 +247,7 @@ class SpeculativeOverlap(BackwardOverlap):
         self.undo(uploads=True)
         if self._alone:  # it does so in each step, most likely
             self._is_given_up, self.begins_now = True, False
+            self._free_backups()
         if not self._has_logged:
             self._has_logged = True
             logger.info(
@@ -233,6 +256,12 @@ class SpeculativeOverlap(BackwardOverlap):
                 " use optimizer.clip_grad_norm_().",
                 why,
             )
+
+    def _free_backups(self) -> None:
+        """Free the memory for old weights: no step begins in backward any more."""
+        backups, memory = self._backups.values(), self._params.store.pipeline.memory
+        memory[:] = [each for each in memory if not any(each is backup for backup in backups)]
+        self._backups = {}
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""

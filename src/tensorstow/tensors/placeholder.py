@@ -95,6 +95,10 @@ class GradientKeeper(Protocol):
     """Holds the gradients of a step that may be undone."""
 
     @property
+    def open_number(self) -> int:
+        """The number of the last step that began in backward."""
+
+    @property
     def returned(self) -> Mapping[int, torch.Tensor]:
         """Gradients that were given back to ``.grad``, by the numbers of their parameters."""
 
@@ -117,8 +121,10 @@ class ConsumedGradient(Placeholder):
 
     number = -1
     """The number of its parameter."""
-    keeper: Callable[[], GradientKeeper | None] | None = None
-    """A weak reference to what holds the gradient; None: it is gone."""
+    step_number = -1
+    """The number of its step, by its keeper's count."""
+    keeper_reference: Callable[[], GradientKeeper | None] | None = None
+    """A weak reference to what holds the gradients of the step; None: nothing did."""
 
     reason = (
         "was called on a gradient that its update has used already: with"
@@ -130,9 +136,16 @@ class ConsumedGradient(Placeholder):
     )
 
     @property
+    def keeper(self) -> GradientKeeper | None:
+        """What holds the gradient; None: it is gone, as another step has begun since."""
+        keeper = None if self.keeper_reference is None else self.keeper_reference()
+        is_of_now = keeper is not None and keeper.open_number == self.step_number
+        return keeper if is_of_now else None
+
+    @property
     def returned(self) -> torch.Tensor | None:
         """The gradient, if it was given back."""
-        keeper = None if self.keeper is None else self.keeper()
+        keeper = self.keeper
         return None if keeper is None else keeper.returned.get(self.number)
 
     @classmethod
@@ -148,12 +161,15 @@ class ConsumedGradient(Placeholder):
         used = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, cls)]
         if func in ALIASES:
             alias = cls(used[0])
-            alias.number, alias.keeper = used[0].number, used[0].keeper
+            alias.number, alias.step_number = used[0].number, used[0].step_number
+            alias.keeper_reference = used[0].keeper_reference
             return alias
-        keepers = {id(k): k for u in used if u.keeper is not None and (k := u.keeper()) is not None}
+        keepers = {id(keeper): keeper for u in used if (keeper := u.keeper) is not None}
         if func is _CHECK_FINITE and _is_check(used, args[2]):
-            # GradScaler looks for inf and NaN, and scales by one: the norms tell.
-            args[1].fill_(float(not all(k.are_finite() for k in keepers.values())))
+            # GradScaler looks for inf and NaN, and scales by one: the norms tell. What it has found
+            # in gradients of another dtype stays.
+            if not all(keeper.are_finite() for keeper in keepers.values()):
+                args[1].fill_(1.0)
             rest = [g for g in args[0] if not isinstance(g, cls)]
             return func(rest, *args[1:]) if rest else None
         for keeper in keepers.values():

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tensorstow.base.update_on import Overlap
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit
 from tensorstow.planner.search import (
+    Alternative,
     MicroBatching,
     PlanRequest,
     candidates,
@@ -42,32 +44,38 @@ def test_rates_choose_when_updates_run() -> None:
     request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
     found = search(replace(request, machine=slow))
-    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "speculative")
+    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
     assert found.chosen.step is not None
     times = {
         each.plan.optimizer_overlap: each.step.seconds
         for each in found.tried
         if each.step is not None and each.plan.parameters == Tier.HOST
     }
-    assert times["none"] > times["forward"] > times["speculative"] == times["backward"]
+    assert times["none"] > times["forward"] >= times["backward"]
     beside = next(each for each in found.tried if each.plan.overlap == "backward" and each.step)
     assert "clipping" in found.reason(beside)
     assert "of HOST short" in found.reason(found.tried[0])
 
 
-def test_updates_that_may_be_undone_need_their_room_on_disk() -> None:
-    budget = Budget(host=HOST_BYTES - 1, disk=HOST_BYTES * 3 // 4)
-    slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
-    request = PlanRequest(SIZES, budget, HERE, batch=BATCH, spend=False, machine=slow)
-    assert search(request).chosen.plan.overlap == "forward"
+SLOW_DISK = replace(CUDA, disk=replace(DISK, mixed=G, write=G))
 
 
-def test_states_that_fit_in_memory_are_not_moved_to_disk_to_be_undone() -> None:
-    found = search(PlanRequest(SIZES, Budget(), AWAY, batch=BATCH, machine=CUDA))
-    undone = [e for e in found.tried if e.plan.timing.can_undo and e.step is not None]
-    assert undone
-    assert "its states would be on disk" in found.reason(undone[0])
-    assert found.chosen.plan.states == Tier.HOST
+def undone(sizes: Sizes = SIZES, disk: int | None = None, **fields: Any) -> list[Alternative]:  # noqa: ANN401
+    """Return what fits of the plans whose updates may be undone, with too little memory."""
+    budget = Budget(device=6 * G, host=18 * G, disk=disk)
+    found = search(PlanRequest(sizes, budget, AWAY, batch=BATCH, machine=SLOW_DISK, **fields))
+    return [each for each in found.tried if each.plan.timing.can_undo and not each.short]
+
+
+def test_updates_may_be_undone_where_weights_are_on_disk_and_it_has_the_room() -> None:
+    (beside,) = undone()
+    assert beside.plan.parameter_tiers == {Tier.DISK}
+    assert beside.step is not None
+    later = time_of(beside.plan.but(overlap="forward"), SIZES, AWAY, BATCH, SLOW_DISK)
+    assert beside.step.seconds < later.seconds
+    assert not undone(overlap="none")
+    assert not undone(disk=HOST_BYTES)
+    assert not undone(replace(SIZES, ranks=2))
 
 
 def test_reasons_tell_small_gains_and_name_no_seconds_of_a_batch_that_nobody_named() -> None:

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -569,4 +570,145 @@ def test_a_gradient_that_was_confirmed_is_gone(tmp_path: Path) -> None:
     optimizer.step()
     with pytest.raises(OptionError, match="used already"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.close()
+
+
+def test_an_inf_that_was_found_elsewhere_stays(tmp_path: Path) -> None:
+    """GradScaler looks at the gradients of each dtype on a device in turn."""
+    model = blocks().to(torch.bfloat16)
+    late = nn.Parameter(torch.ones(4))
+    optimizer = speculating(model, tmp_path, params=[late, *model.parameters()])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for grad in (torch.ones(4), torch.full((4,), torch.inf)):
+        optimizer.zero_grad()
+        backward(model, 0, scaler.scale)
+        before = late.detach().clone()
+        late.grad = grad
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.wait()
+    assert torch.equal(late, before)
+    assert scaler.get_scale() == 2.0
+    optimizer.close()
+
+
+def test_a_gradient_of_an_earlier_step_is_gone(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path, policy=PLAIN)
+    backward(model, 0)
+    earlier = next(model.parameters()).grad
+    assert earlier is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)
+    with pytest.raises(OptionError, match="used already"):
+        earlier.abs()
+    assert optimizer._runtime.schedule.is_open
+    optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("replaced", [None, 2.0])
+def test_a_gradient_that_is_replaced_takes_the_step_again(
+    replaced: float | None, tmp_path: Path
+) -> None:
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    for net, each in ((model, plain), (other, optimizer)):
+        for step in range(3):
+            each.zero_grad()
+            backward(net, step)
+            first = next(net.parameters())
+            first.grad = None if replaced is None else torch.full_like(first, replaced)
+            each.step()
+        each.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_what_needs_whole_states_has_the_step_undone(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain = AdamW(model.parameters(), lr=1e-2)
+    optimizer = speculating(other, tmp_path, durability="commit", commit_every=None, policy=PLAIN)
+    for step in range(3):
+        for net, each in ((model, plain), (other, optimizer)):
+            each.zero_grad()
+            backward(net, step)
+        assert optimizer.commit() == step
+        assert all(map(torch.equal, states_of(optimizer), states_of(plain)))
+        plain.step()
+        optimizer.step()
+    optimizer.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_threads_that_read_gradients_undo_the_step_once(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    for net, each in ((model, plain), (other, optimizer)):
+        backward(net, 0)
+        with ThreadPoolExecutor(4) as threads:
+            grads = [p.grad for p in net.parameters() if p.grad is not None]
+            norms = [norm.item() for norm in threads.map(torch.linalg.vector_norm, grads)]
+        assert all(norm > 0 for norm in norms)
+        each.step()
+        each.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_a_thread_that_reads_a_gradient_in_backward_is_refused(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    seen: list[str] = []
+    first, last = next(other.parameters()), other[-1].weight
+
+    def look(_: Tensor) -> None:
+        gradient = last.grad
+        assert isinstance(gradient, ConsumedGradient)
+        with ThreadPoolExecutor(1) as threads, pytest.raises(OptionError, match="used already"):
+            threads.submit(gradient.abs).result()
+        seen.append("once")
+
+    hook = first.register_hook(look)
+    backward(other, 0)
+    hook.remove()
+    assert seen
+    optimizer.step()
+    backward(model, 0)
+    plain.step()
+    optimizer.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_memory_of_old_weights_is_freed_where_no_step_begins_any_more(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path, policy=PLAIN)
+    pipeline = optimizer._states().pipeline
+    before = len(pipeline.memory)
+    backward(model, 0)
+    assert usage(optimizer=optimizer).states.host_weight_bytes > 0
+    assert len(pipeline.memory) > before
+    mean_square(model, 0)
+    assert usage(optimizer=optimizer).states.host_weight_bytes == 0
+    assert len(pipeline.memory) == before
+    optimizer.step()
+    optimizer.close()
+
+
+def test_a_step_of_fewer_micro_batches_leaves_no_count(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain = AdamW(model.parameters(), lr=1e-2)
+    optimizer = speculating(other, tmp_path, policy=PLAIN, accumulation_steps=2)
+    for net, each in ((model, plain), (other, optimizer)):
+        for batches in (1, 2, 2):
+            for batch in range(batches):
+                backward(net, batch)
+            each.step()
+            net.zero_grad()
+        each.wait()
+    assert optimizer._runtime.schedule.begins_now  # type: ignore[attr-defined]
+    assert same(weights(other), weights(model))
     optimizer.close()

@@ -168,6 +168,23 @@ def test_a_step_that_was_undone_still_commits_as_requested(tmp_path: Path) -> No
     optimizer.close()
 
 
+def test_a_step_that_overflows_leaves_the_commit_requested(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path, commit_every=None)
+    train(optimizer, model, [NEVER])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer.zero_grad()
+    optimizer.request_commit()
+    torch.autograd.backward(scaler.scale(model(torch.ones(8, 32)).sum() * torch.inf))
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.synchronize()
+    # A rank alone commits at once: between two steps.
+    assert optimizer._runtime.commits.committed == 2
+    assert not optimizer._runtime.commits.is_requested
+    optimizer.close()
+
+
 def test_close_commits_what_was_requested_of_a_step_that_it_undoes(tmp_path: Path) -> None:
     model = blocks()
     optimizer = committing(model, tmp_path / "run", commit_every=None)
