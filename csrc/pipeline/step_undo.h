@@ -2,8 +2,9 @@
 //
 // [Note: Undo] In an undoable step an update leaves the old states where they are on disk, and
 // writes the new ones to the chunk's second place; the old weights go to the backups of the
-// parameters, unless the caller keeps them elsewhere. Chunks that have no second place, or memory of their own, wait for `confirm`. Where
-// runs commit, the place of the last commit is a third one, which neither of the two ever is.
+// parameters, unless the caller keeps them elsewhere. Chunks that have no second place, or memory
+// of their own, wait for `confirm`. Where runs commit, the place of the last commit is a third one,
+// which neither of the two ever is.
 #pragma once
 
 #include <vector>

@@ -15,7 +15,7 @@ struct StepParameter {
   DType grad_dtype;
   bool seed_master;
   std::int32_t hyper;
-  std::uint64_t key;       // of the random bits that inexact formats round with
+  std::uint64_t key;          // of the random bits that inexact formats round with
   void* backup = nullptr;     // where an update puts the old weight first; null: nowhere
   bool keeps_weight = false;  // the caller keeps the old weight, and puts it back after `undo`
 };

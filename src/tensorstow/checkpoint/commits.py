@@ -162,14 +162,6 @@ class Commits:
         self._decided = self.step, due
         return due
 
-    def skip(self) -> None:
-        """Take back the decision about a step that makes no update: a request for it stays."""
-        if self._decided == (self.step, True) and self.prompt:
-            self.requested, self.prompt = True, False
-            if self.stop is not None:
-                self.stop.ends_with = None
-        self._decided = None
-
     @property
     def is_requested(self) -> bool:
         """Whether a requested commit is pending, or was of a step that was undone."""
@@ -240,6 +232,11 @@ class Commits:
         """Commit the step that was just taken, or keep what a commit after an exception needs."""
         # First: if the commit raises an error, this is why none can follow for the step.
         self.step_end.forget("the commit of the last step failed")
+        if not commits and self.prompt and self._decided == (self.step - 1, True):
+            # The step was to commit, and made no update: what was requested is left to the next.
+            self.requested, self.prompt = True, False
+            if self.stop is not None:
+                self.stop.ends_with = None
         if commits:
             self.start(params, groups, states)
         elif self.ranks.alone and not self.every.by_hand:

@@ -265,22 +265,17 @@ class StepRunner:
         factor = clip_factor / divisor
         overflowed = self.scaled.overflowed
         may_skip = found_inf is not None or overflowed
-        self._schedule.check_scaling(factor / scale, may_skip=may_skip)
+        if not isinstance(self._early, SpeculativeOverlap):  # it undoes its updates
+            self._schedule.check_scaling(factor / scale, may_skip=may_skip)
         if found_inf is not None:
             overflowed |= is_skipped(found_inf, list(self.contents.parameters()))
         with self._schedule.stepping():
             # Before the last commit is durable no chunk has a place for new states.
             self._commits.join(self._params)
             if isinstance(self._early, SpeculativeOverlap):
-                if not self._early.is_open:
-                    self.wait_idle()
-                # Divided by both at once, gradients would be rounded once instead of twice.
-                is_exact = clip_factor == 1.0 and 1.0 in {scale, divisor}
-                divided = divisor if scale == 1.0 else scale
-                self._early.settle(divided, is_exact=is_exact, is_skipped=overflowed)
+                self._early.settle(clip_factor, divisor, scale, is_skipped=overflowed)
             if overflowed:
                 unscale(self.contents.parameters(), scale)
-                self._commits.skip()
                 with SignalsDeferred():
                     self._count_step()
                     self._end_step(commits=False)
@@ -288,6 +283,7 @@ class StepRunner:
                 self._take_step(factor, scale)
             elif isinstance(self._early, SpeculativeOverlap) and not self._early.is_open:
                 _refuse_used(self.contents.parameters())
+                self.wait_idle()
                 self._take_new_step(factor, scale)
             else:
                 self._end_open_step(self._early, factor, scale)

@@ -21,7 +21,8 @@ for ``step()`` until one would not be undone.
 import logging
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -49,6 +50,11 @@ from tensorstow.step.step_plan import States
 logger = logging.getLogger("tensorstow")
 _MOST_IN_A_ROW = 2
 """Undone steps after which none begins in backward, until one would not be undone."""
+_NEEDS_UNDONE = {
+    PublicCall.FORWARD: "a weight was read",
+    PublicCall.WHOLE: "states were read or changed",
+}
+"""Calls that an open step is undone for, and why."""
 
 
 class SpeculativeOverlap(BackwardOverlap):
@@ -94,8 +100,8 @@ class SpeculativeOverlap(BackwardOverlap):
 
         ``zero_grad()`` undoes one itself.
         """
-        if call is PublicCall.WHOLE and self._is_between():
-            self._undo_for_reader("states were read or changed between backward and step()")
+        if call in _NEEDS_UNDONE and self._is_between():
+            self._undo_for_reader(f"{_NEEDS_UNDONE[call]} between backward and step()")
         if not (call is PublicCall.ZERO_GRAD and self._can_undo_now()):
             super().require(call)
 
@@ -150,6 +156,16 @@ class SpeculativeOverlap(BackwardOverlap):
             self._params.store.pipeline.memory.append(backup)
         return backup
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Return a context in which a step is taken; if none is, old weights go up."""
+        try:
+            yield
+        finally:
+            if self._must_upload and not self._params.store.pipeline.handle.is_poisoned:
+                self._params.update_router.upload()
+                self._must_upload = False
+
     def step(self, plan: StepPlan, states: States) -> None:
         """Confirm the updates of the open step, and end it; or take the whole step of ``plan``.
 
@@ -170,17 +186,21 @@ class SpeculativeOverlap(BackwardOverlap):
                 self._step_into_forward(plan, states, waits)
         self.gradients.restart()  # fewer micro-batches than usual may have been counted
 
-    def settle(self, scale: float, *, is_exact: bool, is_skipped: bool) -> None:
+    def settle(self, factor: float, divisor: float, scale: float, *, is_skipped: bool) -> None:
         """Undo the open step, if any, unless its updates are those of the step that is taken now.
 
         The outcome decides when the next step begins.
 
         Args:
-            scale: What divides the gradients now, and probably in the next step.
-            is_exact: Whether nothing else changes them.
+            factor: What clipping multiplies the gradients by.
+            divisor: What divides them.
+            scale: What divides them too, before that: the scale of a GradScaler.
             is_skipped: Whether no update is made.
         """
-        is_exact = is_exact and scale == self.scale and not is_skipped
+        # Divided by both at once, gradients would be rounded once instead of twice.
+        is_exact = factor == 1.0 and 1.0 in {scale, divisor} and not is_skipped
+        scale = divisor if scale == 1.0 else scale
+        is_exact = is_exact and scale == self.scale
         plan = self._plan
         if plan is not None and not (
             is_exact and self.gradients.has_placeholders and not are_scalars_changed(plan)
@@ -203,9 +223,9 @@ class SpeculativeOverlap(BackwardOverlap):
             if opened is None:
                 return
             self._params.update_router.step_path.undo()
-            self._must_upload = True
+            self._must_upload = not uploads
             if uploads:
-                self._upload()
+                self._params.update_router.upload()
             for update in opened.updates:
                 _restore_hidden(update)
                 param = update.param
@@ -218,12 +238,6 @@ class SpeculativeOverlap(BackwardOverlap):
             self.returned = self.gradients.give_back()
             self._last_order = []  # a whole step has another
 
-    def _upload(self) -> None:
-        """Copy old weights to an accelerator, if it may have new ones of a step that was undone."""
-        if self._must_upload:
-            self._params.update_router.upload()
-            self._must_upload = False
-
     # --- gradients that were used ---
 
     def give_back(self) -> None:
@@ -235,19 +249,13 @@ class SpeculativeOverlap(BackwardOverlap):
         """Return whether no gradient of the open step has an inf or NaN."""
         return self.norms is None or all(map(math.isfinite, self.norms.all().values()))
 
-    def wait(self, ids: Iterable[int] | None = None) -> None:
-        """Return once these weights, or all, are new; before ``step()`` they are the old ones."""
-        if self._is_between():
-            self._undo_for_reader("a weight was read between backward and step()")
-        self._upload()
-        super().wait(ids)
-
     def _undo_for_reader(self, why: str) -> None:
         """Undo the open step for what reads or changes a gradient or a weight; say so once."""
         self.undo(uploads=True)
         if self._alone:  # it does so in each step, most likely
             self._is_given_up, self.begins_now = True, False
-            self._free_backups()
+            _free(self._params.store.pipeline.memory, self._backups.values())
+            self._backups = {}
         if not self._has_logged:
             self._has_logged = True
             logger.info(
@@ -256,12 +264,6 @@ class SpeculativeOverlap(BackwardOverlap):
                 " use optimizer.clip_grad_norm_().",
                 why,
             )
-
-    def _free_backups(self) -> None:
-        """Free the memory for old weights: no step begins in backward any more."""
-        backups, memory = self._backups.values(), self._params.store.pipeline.memory
-        memory[:] = [each for each in memory if not any(each is backup for backup in backups)]
-        self._backups = {}
 
     def drop_gradients(self, parameters: Iterable[torch.Tensor], *, to_zero: bool) -> None:
         """Undo the open step, if any, and drop its gradients."""
@@ -295,8 +297,10 @@ class SpeculativeOverlap(BackwardOverlap):
             with SignalsDeferred(), poisoning(self._params.store.pipeline):
                 self._params.update_router.step_path.pass_on()
 
-    def check_scaling(self, factor: float, *, may_skip: bool) -> None:
-        """Allow both: ``settle`` undoes updates by other gradients."""
+
+def _free(memory: list[object], backups: Collection[torch.Tensor]) -> None:
+    """Let go of the memory for old weights."""
+    memory[:] = [block for block in memory if not any(block is backup for backup in backups)]
 
 
 def _fits(backup: torch.Tensor, weight: torch.Tensor) -> bool:
