@@ -142,3 +142,38 @@ def test_a_clipped_step_is_over_when_step_returns(device: torch.device) -> None:
         optimizer.wait()
         assert all_equal(now, [p.detach().cpu() for p in net.parameters()])
     optimizer.close()
+
+
+@pytest.mark.parametrize("replaced", [None, 2.0])
+def test_a_gradient_that_is_replaced_takes_the_step_again(
+    replaced: float | None, device: torch.device
+) -> None:
+    want, got = Net(torch.float32).to(device), Net(torch.float32).to(device)
+    plain, optimizer = make(want), make(got, overlap="speculative")
+    for net, each in ((want, plain), (got, optimizer)):
+        for step in range(3):
+            torch.autograd.backward(net(step))
+            spin(device, 0.02)
+            each.clip_grad_norm_(NEVER)  # gradients have been used by now
+            first = next(net.parameters())
+            first.grad = None if replaced is None else torch.full_like(first, replaced)
+            each.step()
+            each.zero_grad()
+        each.wait()
+    assert same_weights(got, want)
+    optimizer.close()
+
+
+def test_a_step_that_cannot_be_taken_leaves_the_old_weights(device: torch.device) -> None:
+    net = Net(torch.float32).to(device)
+    optimizer = make(net, overlap="speculative")
+    before = [p.detach().cpu().clone() for p in net.parameters()]
+    torch.autograd.backward(net(0))
+    optimizer.clip_grad_norm_(ALWAYS)
+    for chunk in optimizer._states().chunks:
+        optimizer._states().pipeline.wait_chunk(chunk.number)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(tensorstow.errors.OptionError):
+        optimizer.step()
+    assert all_equal([p.detach().cpu() for p in net.parameters()], before)
+    optimizer.close()

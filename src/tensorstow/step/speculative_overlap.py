@@ -207,7 +207,8 @@ class SpeculativeOverlap(BackwardOverlap):
         ):
             if not self._is_between():
                 self.require(PublicCall.STEP)
-            self.undo(uploads=is_skipped)
+            # A weight whose gradient was taken away has no update that would replace a new one.
+            self.undo(uploads=is_skipped or not self.gradients.has_placeholders)
         self.scale = scale
         self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
         self.begins_now = not self._is_given_up and self._undone_in_a_row < _MOST_IN_A_ROW
