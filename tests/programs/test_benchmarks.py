@@ -137,7 +137,7 @@ def test_every_plan_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
     run_benchmarks(tmp_path, "accelerator_model")
     document = json.loads((tmp_path / "accelerator_model.json").read_text())
     check_document(document, "accelerator_model")
-    assert len(document["figures"]) == 6 + 6 + 2  # updates on the host, elsewhere, and clipped
+    assert len(document["figures"]) == 6 + 6 + 3  # updates on the host, elsewhere, and clipped
     for figure in document["figures"]:
         alone = figure["detail"]["alone_seconds"]
         assert alone.keys() == {"compute", "link down", "link up", "host DRAM", "disk"}
