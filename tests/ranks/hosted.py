@@ -69,9 +69,7 @@ def train(directory: Path, last: int, how: How) -> None:
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         optimizer.zero_grad()
-        if how.silent:
-            dist.barrier()
-        _tell("step", step, _sent() if how.silent else _digest(model))
+        _tell("step", step, _sent_by_all() if how.silent else _digest(model))
     if not how.silent:
         tensorstow.save_safetensors(model, directory.parent / "weights")
     if how.snapshot is not None:
@@ -82,6 +80,14 @@ def train(directory: Path, last: int, how: How) -> None:
 def _tell(*words: object) -> None:
     sys.stdout.write(" ".join(map(str, words)) + "\n")
     sys.stdout.flush()
+
+
+def _sent_by_all() -> int:
+    """Return ``_sent`` of a moment when no rank sends, which none goes on before."""
+    dist.barrier()
+    sent = _sent()
+    dist.barrier()
+    return sent
 
 
 def _sent() -> int:
