@@ -40,7 +40,7 @@ from tensorstow.step.backward_overlap import (
     rest_waits,
 )
 from tensorstow.step.forward_waits import ForwardWaits
-from tensorstow.step.legal_calls import Phase, PublicCall
+from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
@@ -105,23 +105,17 @@ class SpeculativeOverlap(BackwardOverlap):
         if not (call is PublicCall.ZERO_GRAD and self._can_undo_now()):
             super().require(call)
 
-    def _is_between(self) -> bool:
-        """Return whether a step is open whose backward has ended, and that can be undone.
+    def _can_undo_now(self) -> bool:
+        """Return whether a step is open that can be undone, also after a backward that has raised.
 
         Gradients may have been replaced since; a weight that others wrote must not be.
         """
         is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        has_ended = self._plan is not None and self._has_ended and not is_in_backward
-        return has_ended and not is_written(self._plan, self.written)
+        return self.is_open and not is_in_backward and not is_written(self._plan, self.written)
 
-    def _can_undo_now(self) -> bool:
-        """Return whether the open step can be undone, also after a backward that has raised."""
-        if self.phase is Phase.OPEN:
-            return True
-        is_in_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001
-        if is_in_backward or is_written(self._plan, self.written):
-            return False
-        return self.phase is Phase.BROKEN
+    def _is_between(self) -> bool:
+        """Return whether a step is open whose backward has ended, and that can be undone."""
+        return self._has_ended and self._can_undo_now()
 
     def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
