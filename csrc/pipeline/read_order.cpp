@@ -30,7 +30,7 @@ void ReadOrder::restart(bool newest_first) {
   ready_to_read_.clear();
   ready_to_read_.set_newest_first(newest_first);
   current_ = numbers_;
-  next_ = 0;
+  next_ = next_due_ = 0;
 }
 
 void ReadOrder::keep_participants() {
@@ -39,9 +39,10 @@ void ReadOrder::keep_participants() {
                  current_.end());
 }
 
-PipelineChunk* ReadOrder::next(const CurrentStep& step) {
+PipelineChunk* ReadOrder::next(const CurrentStep& step, std::size_t ahead) {
   const bool stepping = step.is_under_way();
   if (stepping) {
+    if (PipelineChunk* due = next_due(ahead)) return due;
     while (has_ready() && ready_to_read_.front().stage != StepStage::waiting) ready_to_read_.pop();
     if (has_ready() && ready_to_read_.front().needs_slot()) return &ready_to_read_.front();
   }
@@ -62,6 +63,18 @@ PipelineChunk* ReadOrder::next(const CurrentStep& step) {
   return nullptr;
 }
 
+PipelineChunk* ReadOrder::next_due(std::size_t ahead) {
+  if (ahead == 0) return nullptr;
+  const auto at = [this](std::size_t k) -> PipelineChunk& { return chunks_.at(current_[k]); };
+  while (next_due_ < current_.size() && at(next_due_).gradients_due == 0) ++next_due_;
+  for (std::size_t k = std::min(next_due_ + ahead, current_.size()); k > next_due_; --k) {
+    PipelineChunk& chunk = at(k - 1);
+    const bool can_be_read = chunk.state == ChunkState::stored && !chunk.spec.is_small;
+    if (can_be_read && chunk.stage == StepStage::waiting && chunk.gradients_due != 0) return &chunk;
+  }
+  return nullptr;
+}
+
 void ReadOrder::pop(const PipelineChunk& chunk) {
   if (has_ready() && &ready_to_read_.front() == &chunk) ready_to_read_.pop();
 }
@@ -75,13 +88,14 @@ bool ReadOrder::has_more_than(std::size_t slots) const {
   return found > slots;
 }
 
-PipelineChunk* ReadOrder::to_evict() const {
+PipelineChunk* ReadOrder::to_evict(bool may_wait) const {
   PipelineChunk* last = nullptr;
   for (int number : numbers_) {
     PipelineChunk& chunk = chunks_.at(number);
     if (chunk.state != ChunkState::ready || chunk.spec.is_small) continue;
     if (chunk.stage == StepStage::out) return &chunk;
-    if (chunk.stage == StepStage::admitted && chunk.gradients_due != 0) last = &chunk;
+    const bool waits = chunk.stage == StepStage::admitted && chunk.gradients_due != 0;
+    if (waits && may_wait) last = &chunk;
   }
   return last;
 }

@@ -30,8 +30,9 @@ class ReadOrder {
   // Gradients of a chunk that waits are there: it is read before those in turn.
   void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
   // The chunk to read next; null where there is none, or where the first that needs a slot must
-  // wait.
-  PipelineChunk* next(const CurrentStep& step);
+  // wait. Of so many chunks `ahead` in turn whose gradients are still to come, the last one is read
+  // before all others.
+  PipelineChunk* next(const CurrentStep& step, std::size_t ahead = 0);
   // Reading of `next` has begun.
   void pop(const PipelineChunk& chunk);
 
@@ -39,15 +40,18 @@ class ReadOrder {
   // Whether more chunks than that are still to be read in turn.
   bool has_more_than(std::size_t slots) const;
   // The chunk whose slot another one may have: one that has no part in the step, else the last one
-  // whose gradients are still to come; null where there is none.
-  PipelineChunk* to_evict() const;
+  // whose gradients are still to come, if `may_wait`; null where there is none.
+  PipelineChunk* to_evict(bool may_wait) const;
 
  private:
+  PipelineChunk* next_due(std::size_t ahead);
+
   const Order kind_;
   const ChunkTable& chunks_;
   std::vector<int> numbers_;  // of all chunks
   std::vector<int> current_;  // of those that may have a part in the step
   std::size_t next_ = 0;      // in current_
+  std::size_t next_due_ = 0;  // in current_: the first whose gradients are still to come
   ChunkQueue ready_to_read_;  // passed by in current_
 };
 

@@ -35,6 +35,12 @@ bool SlotRing::has_ready() const {
   });
 }
 
+std::size_t SlotRing::awaiting_gradients() const {
+  return std::count_if(holders_.begin(), holders_.end(), [](const PipelineChunk* chunk) {
+    return chunk != nullptr && chunk->stage == StepStage::admitted && chunk->gradients_due != 0;
+  });
+}
+
 PipelineChunk* SlotRing::next_idle(bool lags) {
   for (std::size_t k = 0; k < holders_.size(); ++k) {
     turn_ = (turn_ + 1) % holders_.size();

@@ -14,6 +14,7 @@ class SlotRing {
   void set(char* base, int slots, std::int64_t slot_bytes);
 
   bool has_free() const { return !free_.empty(); }
+  std::size_t slots() const { return holders_.size(); }
   std::size_t free_slots() const { return free_.size(); }
   std::int64_t in_use() const { return static_cast<std::int64_t>(holders_.size() - free_.size()); }
   std::int64_t high_water() const { return high_water_; }
@@ -25,6 +26,8 @@ class SlotRing {
 
   // Whether a slot holds a chunk that nothing is being done with.
   bool has_ready() const;
+  // How many slots hold chunks whose gradients are still to come.
+  std::size_t awaiting_gradients() const;
   // The next chunk in turn that has no part in the step and may leave its slot, or, if it `lags`
   // on disk, may do so once it is written; null: there is none.
   PipelineChunk* next_idle(bool lags);

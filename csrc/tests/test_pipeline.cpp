@@ -292,6 +292,33 @@ void test_a_chunk_makes_room_for_one_that_has_its_gradient(Make make) {
   CHECK(rig.pipeline().counters().chunks_updated == 12);
 }
 
+// Of two slots one is for the chunk whose gradients come next, whoever has theirs.
+void test_a_chunk_is_read_before_its_gradient(Make make) {
+  doing("ahead of gradients");
+  RigOptions options = with(2, Order::given, {});
+  options.shapes.assign(6, Shape{{}, 1024});
+  Rig rig(make({4, 4096}), options);
+  CHECK(rig.step(1).error == 0);
+  CHECK(rig.pipeline().quiesce().error == 0);
+  rig.pipeline().trace().start(1000);
+  rig.begin(2, rig.training().all_but(), {.open = true, .newest_first = true});
+  CHECK(soon([&] { return rig.pipeline().ledger().state(0) == ChunkState::ready; }));
+  CHECK(soon([&] { return rig.pipeline().ledger().state(1) == ChunkState::ready; }));
+  rig.engine().faults().add({Op::read, 0, 4, 0, 0, 50000});  // meanwhile the others come
+  for (const int p : {2, 3, 4, 0}) rig.add_gradient(p);
+  CHECK(soon([&] { return rig.pipeline().progress().is_published(3); }));
+  for (const int p : {5, 1}) rig.add_gradient(p);
+  rig.pipeline().close();
+  CHECK(rig.pipeline().progress().wait_published().error == 0);
+  check_all(rig);
+  std::vector<int> read;
+  for (const Event& event : rig.pipeline().trace().events()) {
+    if (event.lane == Lane::read) read.push_back(event.chunk);
+  }
+  const auto last_of_1 = std::find(read.rbegin(), read.rend(), 1).base();
+  CHECK(std::find(last_of_1, read.end(), 3) != read.end());
+}
+
 // The same where what fills the ring has no part in the step, or must only pass through it.
 void test_whoever_idles_in_the_ring_makes_room(Make make) {
   doing("idle in the ring");
@@ -727,6 +754,7 @@ int main() {
     test_gradients_land_chunk_by_chunk(make);
     test_a_piece_comes_once(make);
     test_a_chunk_makes_room_for_one_that_has_its_gradient(make);
+    test_a_chunk_is_read_before_its_gradient(make);
     test_whoever_idles_in_the_ring_makes_room(make);
     test_expected_gradients_may_stay_out(make);
     test_a_commit_has_states_and_weights(make);
