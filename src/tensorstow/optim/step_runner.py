@@ -211,9 +211,11 @@ class StepRunner:
         self._commits.join(self._params)
 
     def wait_idle_or_abandon(self) -> None:
-        """Wait for work under way, unless a step is open: resume() replaces everything."""
+        """Wait for work under way, or drop an open step: resume() replaces everything."""
         with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
-            if not self._schedule.is_open:
+            if self._schedule.is_open:
+                self._schedule.finish()
+            else:
                 self.wait_idle()
         self._commits.abandon()
 

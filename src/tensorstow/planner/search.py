@@ -459,12 +459,10 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
 def _may_be_undone(plan: Plan, request: PlanRequest) -> bool:
     """Return whether the search may choose updates of a plan that ``step()`` undoes.
 
-    Reads of weights on disk before ``step()`` have them undone; those of weights in memory are not
-    noticed. Several ranks would undo each step of a loop whose micro-batches nobody has counted.
+    Several ranks would undo each step of a loop whose micro-batches nobody has counted.
     """
-    is_all_on_disk = plan.parameter_tiers == {Tier.DISK} and plan.states == Tier.DISK
     is_of_host = not reaches_device(plan.update_on) and plan.ordered_reduce is None
-    return is_all_on_disk and is_of_host and request.sizes.ranks == 1
+    return plan.states == Tier.DISK and is_of_host and request.sizes.ranks == 1
 
 
 def _may_update_on_device(plan: Plan, request: PlanRequest) -> bool:

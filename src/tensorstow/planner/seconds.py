@@ -2,7 +2,8 @@
 
 [Note: Phases] A step is forward, backward and update, one after the other. ``overlap`` runs the
 update during one of them, except that of the first parameter: forward needs it at once, and
-backward produces its gradient last. In each phase all resources work at once, and the one with the
+backward produces its gradient last. Updates that begin in backward go on in the next forward, if
+weights are in memory. In each phase all resources work at once, and the one with the
 most work determines how long the phase takes. Updates run on the cores, and so do forward and
 backward if the CPU computes: their times add up. If updates run on the accelerator, the times of
 its computing and its updates add up, and states go over the link both ways. Collectives of several
@@ -265,7 +266,11 @@ def time_of(
             loads["network"] = sum(sent.values()) / rate
     share = _first_share(sizes)
     first_update, rest = _scaled(step, share), _scaled(step, 1 - share)
-    if plan.timing.begins_early:
+    goes_on = Tier.DISK not in plan.parameter_tiers and not reaches_device(plan.update_on)
+    if plan.timing.begins_early and goes_on:
+        phases = {"forward, backward and update": _sum([forward, backward, rest])}
+        phases["update after backward"] = _sum([first_update])
+    elif plan.timing.begins_early:
         phases = {"forward": forward, "backward and update": _sum([backward, rest])}
         phases["update after backward"] = _sum([first_update])
     elif plan.timing.waits_by_module:

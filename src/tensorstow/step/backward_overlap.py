@@ -600,7 +600,9 @@ def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:
 def is_written(plan: StepPlan | None, written: Mapping[int, tuple[int, int]]) -> bool:
     """Return whether others wrote or replaced a weight of ``plan`` since ``written``."""
     updates = [] if plan is None else plan.updates
-    return any(_written(u.param) != written[u.param.number] for u in updates)
+    # Not a read of the weights, where those would be noticed.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        return any(_written(u.param) != written[u.param.number] for u in updates)
 
 
 def _written(param: ManagedParam) -> tuple[int, int]:

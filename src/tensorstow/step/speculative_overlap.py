@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -44,8 +45,9 @@ from tensorstow.step.legal_calls import PublicCall
 from tensorstow.step.managed_param import ParamUpdate, StepPlan
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.schedule import Synchronous, order_for_forward
+from tensorstow.step.schedule import Synchronous, order_for_forward, weakly
 from tensorstow.step.step_plan import States
+from tensorstow.step.unpublished import mark_published, mark_unpublished
 
 logger = logging.getLogger("tensorstow")
 _MOST_IN_A_ROW = 2
@@ -134,9 +136,28 @@ class SpeculativeOverlap(BackwardOverlap):
                 row = plan.rows[param.number]
                 plan.rows[param.number] = row._replace(keeps_weight=True)
         super().begin(plan, undoable=undoable)
+        if not self._has_ended:
+            hide = weakly(self._hide_weights)
+            engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
+            engine.queue_callback(lambda: hide(plan))  # after the one that ends backward
+
+    def _hide_weights(self, plan: StepPlan) -> None:
+        """Have reads of weights in memory undo the open step of ``plan``: its backward is over."""
+        if self._plan is not plan or not self._has_ended:
+            return
+        require = weakly(self.require)
+        for update in plan.updates:
+            if update.param.tier is not Tier.DISK:
+                mark_unpublished(update.param.owner, lambda _: require(PublicCall.FORWARD))
+
+    def _show_weights(self) -> None:
+        """Let weights of the open step, if any, be read."""
+        for update in () if self._plan is None else self._plan.updates:
+            mark_published(update.param.owner)
 
     def abort(self) -> None:
         """Drop the open step, its gradients and the old weights: others may follow."""
+        self._show_weights()
         super().abort()
         self._backups.clear()
         self.returned = {}
@@ -153,6 +174,7 @@ class SpeculativeOverlap(BackwardOverlap):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Return a context in which a step is taken; if none is, old weights go up."""
+        self._show_weights()
         try:
             yield
         finally:
@@ -217,6 +239,7 @@ class SpeculativeOverlap(BackwardOverlap):
             opened = self._plan
             if opened is None:
                 return
+            self._show_weights()
             self._params.update_router.step_path.undo()
             self._must_upload = not uploads
             if uploads:
@@ -271,6 +294,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """End the step under way: it is the last one. One that is open is undone."""
         if not self._params.store.pipeline.handle.is_poisoned and self._can_undo_now():
             self._give_up()
+        self._show_weights()
         super().finish()
 
     def _give_up(self) -> None:
@@ -289,7 +313,9 @@ class SpeculativeOverlap(BackwardOverlap):
         """Allow clipping; pass gradients on as they arrive, whose norms the caller waits for."""
         if self.is_open:
             super().require(PublicCall.STEP)
-            with SignalsDeferred(), poisoning(self._params.store.pipeline):
+            # Our own operations on weights must not undo the step.
+            no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+            with SignalsDeferred(), no_reads, poisoning(self._params.store.pipeline):
                 self._params.update_router.step_path.pass_on()
 
 

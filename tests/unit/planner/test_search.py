@@ -44,14 +44,16 @@ def test_rates_choose_when_updates_run() -> None:
     request = PlanRequest(SIZES, Budget(host=HOST_BYTES - 1), HERE, batch=BATCH, spend=False)
     slow = replace(CPU, disk=replace(DISK, mixed=G, write=G))
     found = search(replace(request, machine=slow))
-    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "forward")
+    assert (found.chosen.plan.states, found.chosen.plan.overlap) == (Tier.DISK, "speculative")
     assert found.chosen.step is not None
     times = {
         each.plan.optimizer_overlap: each.step.seconds
         for each in found.tried
         if each.step is not None and each.plan.parameters == Tier.HOST
     }
-    assert times["none"] > times["forward"] >= times["backward"]
+    assert times["none"] > times["forward"] > times["backward"] == times["speculative"]
+    ranks = search(replace(request, machine=slow, sizes=replace(SIZES, ranks=2)))
+    assert (ranks.chosen.plan.states, ranks.chosen.plan.overlap) == (Tier.DISK, "forward")
     beside = next(each for each in found.tried if each.plan.overlap == "backward" and each.step)
     assert "clipping" in found.reason(beside)
     assert "of HOST short" in found.reason(found.tried[0])

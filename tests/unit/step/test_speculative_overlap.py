@@ -1,6 +1,7 @@
 """``overlap="speculative"``: the bits of a step without overlap, whether it is clipped or not."""
 
 import errno
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -303,9 +304,9 @@ def test_zero_grad_undoes_a_step_whose_backward_has_raised(tmp_path: Path) -> No
 def test_a_weight_that_was_written_stays_as_it_was_written(tmp_path: Path) -> None:
     model = blocks()
     optimizer = speculating(model, tmp_path, policy=PLAIN)
+    view = next(model.parameters()).detach()  # what it does is not seen as the parameter's
     backward(model, 0)
-    with torch.no_grad():
-        next(model.parameters()).fill_(7.0)
+    view.fill_(7.0)
     with pytest.raises(OptionError, match="a weight was written"):
         optimizer.zero_grad()
     optimizer.close()
@@ -454,8 +455,31 @@ def looked_at(optimizer: AdamW, model: nn.Module, step: int) -> list[float]:
     return seen
 
 
+def averaged(optimizer: AdamW, model: nn.Module, step: int) -> list[float]:
+    backward(model, step)
+    seen = [p.double().sum().item() for p in model.parameters()]
+    optimizer.step()
+    return seen
+
+
+def decayed_by_hand(optimizer: AdamW, model: nn.Module, step: int) -> None:
+    backward(model, step)
+    with torch.no_grad():
+        next(model.parameters()).mul_(0.5)
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
-    "loop", [clipped_by_torch, two_micro_batches, evaluated, scheduled_late, looked_at]
+    "loop",
+    [
+        clipped_by_torch,
+        two_micro_batches,
+        evaluated,
+        scheduled_late,
+        looked_at,
+        averaged,
+        decayed_by_hand,
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_others_do_between_backward_and_step_has_the_same_bits(
@@ -518,8 +542,14 @@ def test_a_grad_scaler_has_the_same_bits(
     optimizer.close()
 
 
-@pytest.mark.parametrize("loop", [two_micro_batches, evaluated, scheduled_late])
-@pytest.mark.parametrize("place", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("place", "loop"),
+    [
+        *itertools.product(("host", "disk"), (two_micro_batches, evaluated, scheduled_late)),
+        ("host", averaged),
+        ("host", decayed_by_hand),
+    ],
+)
 def test_what_others_do_with_a_placed_model_has_the_same_bits(
     loop: Loop, place: str, tmp_path: Path
 ) -> None:
@@ -623,6 +653,55 @@ def test_a_gradient_that_is_replaced_takes_the_step_again(
             each.step()
         each.wait()
     assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_a_weight_is_read_as_it_was_before_the_step(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    before = {name: weight.clone() for name, weight in weights(model).items()}
+    backward(model, 0)
+    kinds = {type(p) for p in model.parameters()}
+    assert [tuple(p.shape) for p in model.parameters()]  # asks for no bytes
+    assert {type(p) for p in model.parameters()} == kinds != {nn.Parameter}
+    assert same({name: p.detach() for name, p in model.named_parameters()}, before)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model, 1)  # a step of its own after the first reader: it begins in step()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    optimizer.close()
+
+
+def test_a_step_that_nobody_looks_into_leaves_parameters_as_they_were(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.clip_grad_norm_(NEVER)
+        assert {type(p) for p in model.parameters()} != {nn.Parameter}  # it may still be undone
+        optimizer.step()
+    optimizer.wait()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    for end in (optimizer.zero_grad, optimizer.close):
+        optimizer.zero_grad()
+        backward(model, 2)
+        end()
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_a_weight_that_a_second_backward_reads_is_refused(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    first = next(model.parameters())
+    other = torch.ones((), requires_grad=True)
+    out = other * 2
+    out.register_hook(lambda gradient: gradient * first.sum().detach())
+    backward(model, 0)
+    with pytest.raises(OptionError, match="backward has ended, and step"):
+        out.backward()
+    optimizer.step()
     optimizer.close()
 
 
