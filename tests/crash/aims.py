@@ -7,7 +7,9 @@ from typing import Any
 
 from tensorstow.checkpoint import commits
 from tensorstow.checkpoint import resume as resuming
+from tensorstow.memory import buffer_pool
 from tensorstow.states import native_pipeline, state_store, stored
+from tensorstow.step import disk_feed
 from tensorstow.store import durability, manifest, space, store
 
 MOMENTS: dict[str, tuple[Any, str, str]] = {
@@ -41,7 +43,13 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     "before updates are undone": (native_pipeline.Undoing, "undo", "before"),
     "updates are undone": (native_pipeline.Undoing, "undo", "after"),
     "updates are confirmed": (native_pipeline.Undoing, "confirm", "after"),
+    "old weights on disk are back": (buffer_pool.BufferPool, "put_back", "after"),
+    "new weights on disk are kept": (disk_feed.DiskFeed, "confirm", "after"),
 }
+UNDONE = ("before updates are undone", "updates are undone", "updates are confirmed")
+"""Moments of steps that may be undone."""
+UNDONE_ON_DISK = ("old weights on disk are back", "new weights on disk are kept")
+"""The same with weights on disk."""
 
 
 def arm(moment: str, count: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import children
+from crash.aims import UNDONE, UNDONE_ON_DISK
 from crash.world import Case, differing, undisturbed
 
 KILLED = -int(signal.SIGKILL)
@@ -46,13 +47,26 @@ def attempt_run(job: dict[str, object], delay: float | None) -> int:
     return child.wait()
 
 
-def random_kill_points(seed: int, count: int) -> list[KillPoint]:
-    """Return kills at any moment of an attempt, while writes take a little or no time."""
+def random_kill_points(seed: int, count: int, moments: Sequence[str] = ()) -> list[KillPoint]:
+    """Return kills at any moment of an attempt, while writes take a little or no time.
+
+    Every other one is at one of ``moments``, if there are any.
+    """
     dice = random.Random(seed)  # noqa: S311
+    slow = (0, 0, 300, 2000)
     return [
-        KillPoint(delay=dice.uniform(0.0, 0.35), slow_us=dice.choice((0, 0, 300, 2000)))
-        for _ in range(count)
+        KillPoint(moment=dice.choice(moments), count=dice.randint(1, 4), slow_us=dice.choice(slow))
+        if moments and number % 2
+        else KillPoint(delay=dice.uniform(0.0, 0.35), slow_us=dice.choice(slow))
+        for number in range(count)
     ]
+
+
+def undone_moments(case: Case) -> tuple[str, ...]:
+    """Return the moments of steps that may be undone, if those of ``case`` may."""
+    if case.overlap != "speculative":
+        return ()
+    return (*UNDONE, *UNDONE_ON_DISK) if case.parameters == "disk" else UNDONE
 
 
 def run_killed(case: Case, kill_points: Sequence[KillPoint], directory: Path) -> RunHistory:
@@ -73,7 +87,9 @@ def run_killed(case: Case, kill_points: Sequence[KillPoint], directory: Path) ->
         elif status != 0:
             history.wrong.append(f"attempt {attempt} ({kill_point}) ended with status {status}")
             return history
-    wanted = undisturbed(case.state_format or "split", case.steps, clips=case.clips)
+    wanted = undisturbed(
+        case.state_format or "split", case.steps, clips=case.clips, parameters=case.parameters
+    )
     found = json.loads((directory / "facts").read_text(encoding="ascii"))
     history.wrong += differing(found, wanted[case.steps])
     _read_losses(directory / "losses", case, history)

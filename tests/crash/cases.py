@@ -16,4 +16,7 @@ CASES = [
     Case("speculative", "split", commit_every=1, pin_every=3, clips=True),
     Case("speculative", "int8", commit_every=2, ram_budget="1100KiB", clips=True),
     Case("speculative", "fp32", commit_every="0.02s", clips=True),
+    Case("speculative", "split", commit_every=1, pin_every=3, clips=True, parameters="disk"),
+    Case("speculative", "fp32", commit_every="0.02s", clips=True, parameters="disk"),
+    Case("forward", "split", commit_every=2, clips=True, parameters="disk"),
 ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from crash.attempts import random_kill_points, run_killed
+from crash.attempts import random_kill_points, run_killed, undone_moments
 from crash.cases import CASES
 
 
@@ -26,7 +26,8 @@ def main() -> None:
         case = CASES[story_number % len(CASES)]
         directory = Path(tempfile.mkdtemp(prefix="tensorstow-soak-", dir=Path.cwd()))
         seed = asked.seed + story_number
-        history = run_killed(case, random_kill_points(seed, 6), directory)
+        kill_points = random_kill_points(seed, 6, undone_moments(case))
+        history = run_killed(case, kill_points, directory)
         kills += history.kills
         story_number += 1
         print(f"{kills} kills; resumed at {history.resumed}", flush=True)  # noqa: T201

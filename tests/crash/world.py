@@ -6,8 +6,9 @@ by the global generators, a schedule of the learning rate, accumulation.
 
 import hashlib
 import random
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from models import AttentionBlock
 from stopped import stop
-from tensorstow import AdamW, PipelinePolicy
+from tensorstow import AdamW, PipelinePolicy, Plan, stow
 from tensorstow.base.update_on import Overlap
 
 WIDTH, WORDS, LENGTH, BATCH, MICRO = 40, 32, 8, 4, 2
@@ -39,6 +41,8 @@ class Case:
     """Steps between snapshots; the last two are kept."""
     clips: bool = False
     """Whether the norm of gradients is limited, so that it clips three of five steps."""
+    parameters: str | None = None
+    """The tier of a plan for the whole model; None: the states alone leave memory."""
     steps: int = 20
     policy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -96,13 +100,40 @@ def make_optimizer(
             "module": model,
             "accumulation_steps": MICRO if case.overlap in {"backward", "speculative"} else 1,
         }
-    return AdamW(
-        [{"params": dense}, {"params": bare, "weight_decay": 0.0}],
-        lr=3e-3,
-        state_format=case.state_format,
-        policy=PipelinePolicy(**policy),
-        **stowed,
+    options = {"lr": 3e-3, "state_format": case.state_format, "policy": PipelinePolicy(**policy)}
+    if directory is not None and case.parameters is not None:
+        return place(model, case, directory, {**options, "extra": extra})
+    groups = [{"params": dense}, {"params": bare, "weight_decay": 0.0}]
+    return AdamW(groups, **options, **stowed)
+
+
+def place(model: Model, case: Case, directory: Path, options: dict[str, Any]) -> AdamW:
+    """Place the whole model, by a plan with the case's tiers and overlap."""
+    plan = Plan(
+        parameters=case.parameters,
+        states=case.states,
+        overlap=case.overlap,
+        accumulation_steps=MICRO,
+        ram_budget=case.ram_budget,
     )
+
+    def make(named: Iterable[tuple[str, nn.Parameter]], **given: Any) -> AdamW:
+        pairs = list(named)
+        dense = [p for _, p in pairs if p.ndim >= 2]
+        bare = [p for _, p in pairs if p.ndim < 2]
+        return AdamW([{"params": dense}, {"params": bare, "weight_decay": 0.0}], **given)
+
+    placed, optimizer = stow(
+        model,
+        make,
+        plan=plan,
+        dir=directory,
+        units=[*model.blocks, model.seldom],  # of one dtype each
+        commit_every=case.commit_every,
+        **options,
+    )
+    assert placed is model
+    return optimizer
 
 
 class World:
@@ -213,21 +244,35 @@ class World:
 
 @cache
 def undisturbed(
-    state_format: str, steps: int = Case.steps, *, clips: bool = False
+    state_format: str,
+    steps: int = Case.steps,
+    *,
+    clips: bool = False,
+    parameters: str | None = None,
 ) -> list[dict[str, str]]:
-    """Return what a run in RAM that nothing happens to is, before its first step and after each."""
+    """Return what a run that nothing happens to is, before its first step and after each.
+
+    It is in RAM; one with a plan has the plan's tiers, and updates in ``step()``: the plan sums
+    gradients of 16 bits in fp32.
+    """
     here = torch.get_rng_state(), random.getstate()
-    world = World(Case(state_format=state_format, steps=steps, clips=clips))
-    facts = [world.facts()]
-    for step in range(1, world.case.steps + 1):
-        world.train(step)
-        facts.append(world.facts())
+    case = Case(state_format=state_format, steps=steps, clips=clips, parameters=parameters)
+    with tempfile.TemporaryDirectory() as directory:
+        world = World(case, None if parameters is None else Path(directory) / "run")
+        world.start_afresh()
+        facts = [world.facts()]
+        for step in range(1, world.case.steps + 1):
+            world.train(step)
+            facts.append(world.facts())
+        world.close()
     torch.set_rng_state(here[0])
     random.setstate(here[1])
     return facts
 
 
 def digest(thing: object) -> str:
+    if isinstance(thing, DTensor):
+        thing = thing.full_tensor()
     if isinstance(thing, Tensor):
         raw = thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return f"{thing.dtype} {tuple(thing.shape)} {hashlib.sha256(raw).hexdigest()}"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from crash.aims import MOMENTS
-from crash.attempts import KillPoint, random_kill_points, run_killed
+from crash.aims import MOMENTS, UNDONE, UNDONE_ON_DISK
+from crash.attempts import KillPoint, random_kill_points, run_killed, undone_moments
 from crash.cases import CASES
 from crash.world import Case
 from tensorstow.base.update_on import Overlap
@@ -19,12 +19,13 @@ def _one_thread() -> None:
 
 def name_of(case: Case) -> str:
     parts = (case.overlap, case.state_format, case.commit_every, case.ram_budget, case.pin_every)
-    return "-".join(str(part) for part in parts)
+    return "-".join(str(part) for part in (*parts, case.parameters))
 
 
 @pytest.mark.parametrize(("seed", "case"), list(enumerate(CASES)), ids=list(map(name_of, CASES)))
 def test_killed_at_random(seed: int, case: Case, tmp_path: Path) -> None:
-    history = run_killed(case, random_kill_points(seed, 4), tmp_path)
+    kill_points = random_kill_points(seed, 4, undone_moments(case))
+    history = run_killed(case, kill_points, tmp_path)
     assert history.wrong == []
 
 
@@ -34,10 +35,17 @@ def test_killed_at(number: int, moment: str, tmp_path: Path) -> None:
     kills = 0
     for count in (1, 3):
         overlap: Overlap = ("none", "forward", "backward")[(number + count) % 3]
-        clips = moment.startswith(("before updates", "updates are"))
+        on_disk = moment in UNDONE_ON_DISK
+        clips = on_disk or moment in UNDONE
         overlap = "speculative" if clips else overlap
         case = Case(
-            overlap, commit_every=2, pin_every=2, ram_budget="1100KiB", clips=clips, steps=14
+            overlap,
+            commit_every=2,
+            ram_budget=None if on_disk else "1100KiB",
+            pin_every=2,
+            clips=clips,
+            parameters="disk" if on_disk else None,
+            steps=14,
         )
         begun = KillPoint(moment="behind the transaction", count=4)
         aimed = KillPoint(moment=moment, count=count)
