@@ -117,7 +117,7 @@ def place(model: Model, case: Case, directory: Path, options: dict[str, Any]) ->
         ram_budget=case.ram_budget,
     )
 
-    def make(named: Iterable[tuple[str, nn.Parameter]], **given: Any) -> AdamW:
+    def make(named: Iterable[tuple[str, nn.Parameter]], **given: Any) -> AdamW:  # noqa: ANN401
         pairs = list(named)
         dense = [p for _, p in pairs if p.ndim >= 2]
         bare = [p for _, p in pairs if p.ndim < 2]
