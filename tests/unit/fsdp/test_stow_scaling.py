@@ -13,7 +13,14 @@ from ranks.stowed import loss_of, model_of, twins
 from ranks.twin import FETCHED, FETCHED_BESIDE, Twins, whole
 from tensorstow import Plan
 
-PLANS = [Plan(), Plan(overlap="forward", states="disk"), FETCHED, FETCHED_BESIDE]
+PLANS = [
+    Plan(),
+    Plan(overlap="forward", states="disk"),
+    FETCHED,
+    FETCHED_BESIDE,
+    Plan(overlap="speculative", states="disk"),
+    Plan(parameters="disk", states="disk", overlap="speculative"),
+]
 BAD = 1
 """The step in which a rank's loss is infinite."""
 
