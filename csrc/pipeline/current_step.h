@@ -40,6 +40,8 @@ class CurrentStep {
   // Whether updates may be undone; until `confirm`.
   bool is_undoable() const { return is_under_way() && spec_.undoable; }
   void confirm() { spec_.undoable = false; }
+  // Whether the chunk waits until then, in no slot.
+  bool holds_back(const PipelineChunk& chunk) const { return is_undoable() && !chunk.can_undo(); }
 
   // Whether the chunk is written though it gets no gradient.
   bool must_capture(const PipelineChunk& chunk) const { return spec_.capture && !chunk.captured; }

@@ -55,6 +55,7 @@ struct PipelineChunk {
   bool lags_on_disk = false;     // its slot has newer states than its place
   bool unwanted = false;         // let go as soon as its read is over
   int gradients_due = 0;         // of its parameters, in an open step
+  int turn = 0;                  // in the order of the step
   bool has_update = false;       // a gradient, or updates that were deferred and are due now
   bool defers = false;           // updates with a zero gradient ([Note: Deferred updates])
   bool is_untouched = false;     // the gradient that comes next is zero

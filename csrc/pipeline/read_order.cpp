@@ -30,26 +30,30 @@ void ReadOrder::restart(bool newest_first) {
   ready_to_read_.clear();
   ready_to_read_.set_newest_first(newest_first);
   current_ = numbers_;
-  next_ = next_due_ = 0;
+  next_ = 0;
+  reached_ = -1;
 }
 
 void ReadOrder::keep_participants() {
   current_.erase(std::remove_if(current_.begin(), current_.end(),
                                 [&](int n) { return chunks_.at(n).stage == StepStage::out; }),
                  current_.end());
+  for (std::size_t k = 0; k < current_.size(); ++k) {
+    chunks_.at(current_[k]).turn = static_cast<int>(k);
+  }
 }
 
 PipelineChunk* ReadOrder::next(const CurrentStep& step, std::size_t ahead) {
   const bool stepping = step.is_under_way();
   if (stepping) {
-    if (PipelineChunk* due = next_due(ahead)) return due;
+    if (PipelineChunk* due = next_due(step, ahead)) return due;
     while (has_ready() && ready_to_read_.front().stage != StepStage::waiting) ready_to_read_.pop();
     if (has_ready() && ready_to_read_.front().needs_slot()) return &ready_to_read_.front();
   }
   for (; next_ < current_.size(); ++next_) {
     PipelineChunk& chunk = chunks_.at(current_[next_]);
     if (stepping) {
-      if (chunk.stage != StepStage::waiting) continue;
+      if (chunk.stage != StepStage::waiting || step.holds_back(chunk)) continue;
       // There is nothing to read ahead of it, or it is perhaps not needed.
       if ((chunk.blank() || chunk.defers) && chunk.gradients_due != 0) continue;
     } else if (chunk.state != ChunkState::stored && chunk.state != ChunkState::writing) {
@@ -63,14 +67,15 @@ PipelineChunk* ReadOrder::next(const CurrentStep& step, std::size_t ahead) {
   return nullptr;
 }
 
-PipelineChunk* ReadOrder::next_due(std::size_t ahead) {
-  if (ahead == 0) return nullptr;
-  const auto at = [this](std::size_t k) -> PipelineChunk& { return chunks_.at(current_[k]); };
-  while (next_due_ < current_.size() && at(next_due_).gradients_due == 0) ++next_due_;
-  for (std::size_t k = std::min(next_due_ + ahead, current_.size()); k > next_due_; --k) {
-    PipelineChunk& chunk = at(k - 1);
+PipelineChunk* ReadOrder::next_due(const CurrentStep& step, std::size_t ahead) {
+  if (ahead == 0 || reached_ < 0) return nullptr;  // in turn, until gradients come
+  const int next = reached_ + 1, most = static_cast<int>(ahead);
+  const int end = std::min(next + most, static_cast<int>(current_.size()));
+  for (int k = end - 1; k >= std::max(0, next - most); --k) {
+    PipelineChunk& chunk = chunks_.at(current_[k]);
+    const bool is_due = chunk.stage == StepStage::waiting && chunk.gradients_due != 0;
     const bool can_be_read = chunk.state == ChunkState::stored && !chunk.spec.is_small;
-    if (can_be_read && chunk.stage == StepStage::waiting && chunk.gradients_due != 0) return &chunk;
+    if (is_due && can_be_read && !step.holds_back(chunk)) return &chunk;
   }
   return nullptr;
 }
@@ -88,16 +93,17 @@ bool ReadOrder::has_more_than(std::size_t slots) const {
   return found > slots;
 }
 
-PipelineChunk* ReadOrder::to_evict(bool may_wait) const {
-  PipelineChunk* last = nullptr;
+PipelineChunk* ReadOrder::to_evict(const CurrentStep& step, int last) const {
+  PipelineChunk* found = nullptr;
   for (int number : numbers_) {
     PipelineChunk& chunk = chunks_.at(number);
     if (chunk.state != ChunkState::ready || chunk.spec.is_small) continue;
     if (chunk.stage == StepStage::out) return &chunk;
-    const bool waits = chunk.stage == StepStage::admitted && chunk.gradients_due != 0;
-    if (waits && may_wait) last = &chunk;
+    if (chunk.stage != StepStage::admitted) continue;
+    if (step.holds_back(chunk)) return &chunk;
+    if (chunk.gradients_due != 0 && chunk.turn <= last) found = &chunk;
   }
-  return last;
+  return found;
 }
 
 }  // namespace stow

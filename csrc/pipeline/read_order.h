@@ -1,6 +1,7 @@
 // In which order a step takes the chunks: which is read next, and which gives its slot up.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -27,6 +28,10 @@ class ReadOrder {
   void keep_participants();
   // From the first chunk on. `newest_first`: of those whose gradients are there.
   void restart(bool newest_first = false);
+  // All gradients of a chunk have come, of an open step.
+  void arrive(const PipelineChunk& chunk) { reached_ = std::max(reached_, chunk.turn); }
+  // The turn of the last chunk whose gradients have come; -1: none have.
+  int reached() const { return reached_; }
   // Gradients of a chunk that waits are there: it is read before those in turn.
   void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
   // The chunk to read next; null where there is none, or where the first that needs a slot must
@@ -40,18 +45,18 @@ class ReadOrder {
   // Whether more chunks than that are still to be read in turn.
   bool has_more_than(std::size_t slots) const;
   // The chunk whose slot another one may have: one that has no part in the step, else the last one
-  // whose gradients are still to come, if `may_wait`; null where there is none.
-  PipelineChunk* to_evict(bool may_wait) const;
+  // whose gradients are still to come, up to the turn `last`; null where there is none.
+  PipelineChunk* to_evict(const CurrentStep& step, int last) const;
 
  private:
-  PipelineChunk* next_due(std::size_t ahead);
+  PipelineChunk* next_due(const CurrentStep& step, std::size_t ahead);
 
   const Order kind_;
   const ChunkTable& chunks_;
   std::vector<int> numbers_;  // of all chunks
   std::vector<int> current_;  // of those that may have a part in the step
   std::size_t next_ = 0;      // in current_
-  std::size_t next_due_ = 0;  // in current_: the first whose gradients are still to come
+  int reached_ = -1;          // in current_
   ChunkQueue ready_to_read_;  // passed by in current_
 };
 

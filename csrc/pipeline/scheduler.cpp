@@ -1,6 +1,7 @@
 #include "pipeline/scheduler.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "base/affinity.h"
 #include "base/openmp_team.h"
@@ -114,6 +115,7 @@ void Scheduler::add_gradient(PipelineChunk& chunk, std::size_t segment, const vo
                              DType dtype) {
   data_.step.gradients().add(chunk, segment, data, dtype);
   if (chunk.gradients_due != 0) return;
+  data_.order.arrive(chunk);
   if (chunk.has_update || data_.step.must_capture(chunk)) {
     mark_ready(chunk);
   } else {
@@ -123,7 +125,7 @@ void Scheduler::add_gradient(PipelineChunk& chunk, std::size_t segment, const vo
 }
 
 void Scheduler::mark_ready(PipelineChunk& chunk) {
-  if (data_.step.is_undoable() && !chunk.can_undo()) return;  // until the step is confirmed
+  if (data_.step.holds_back(chunk)) return;
   chunk.ready = Metered::Clock::now();
   if (chunk.stage == StepStage::waiting) {
     if (data_.step.spec().open) data_.order.push_ready(chunk);
@@ -169,7 +171,8 @@ void Scheduler::end_finished_step() {
 bool Scheduler::start_next_read() {
   const CurrentStep& step = data_.step;
   if (data_.monitor.has_failed() || !(step.is_under_way() || step.is_prefetching())) return false;
-  const bool reads_ahead = data_.ring.has_free() && data_.ring.awaiting_gradients() < slots_ahead();
+  const bool reads_ahead =
+      data_.ring.has_free() && data_.ring.awaiting_gradients(late_turn()) < slots_ahead();
   PipelineChunk* chunk = data_.order.next(step, reads_ahead ? data_.ring.slots() : 0);
   if (chunk == nullptr) return false;
   const bool urgent = step.is_under_way() && chunk->gradients_due == 0;
@@ -192,6 +195,11 @@ std::size_t Scheduler::slots_ahead() const {
   if (!data_.step.spec().newest_first) return 0;
   const std::size_t slots = data_.ring.slots();
   return slots - std::max<std::size_t>(1, slots / 4);
+}
+
+// The turn of the last chunk whose gradients will not come soon: those after it have theirs.
+int Scheduler::late_turn() const {
+  return data_.order.reached() - static_cast<int>(data_.ring.slots());
 }
 
 // Gives the chunk a slot and starts filling it.
@@ -225,8 +233,9 @@ bool Scheduler::evict(SlotRing& ring) {
     if (idle != nullptr) let_go(*idle);
     return is_free;
   }
-  const bool may_wait = ring.awaiting_gradients() > slots_ahead();
-  PipelineChunk* chunk = ring.has_ready() ? data_.order.to_evict(may_wait) : nullptr;
+  const bool has_many = ring.awaiting_gradients(late_turn()) > slots_ahead();
+  const int last = has_many ? std::numeric_limits<int>::max() : late_turn();
+  PipelineChunk* chunk = ring.has_ready() ? data_.order.to_evict(data_.step, last) : nullptr;
   if (chunk == nullptr) return false;
   const bool takes_part = chunk->stage != StepStage::out;
   exclude(*chunk);

@@ -35,9 +35,10 @@ bool SlotRing::has_ready() const {
   });
 }
 
-std::size_t SlotRing::awaiting_gradients() const {
-  return std::count_if(holders_.begin(), holders_.end(), [](const PipelineChunk* chunk) {
-    return chunk != nullptr && chunk->stage == StepStage::admitted && chunk->gradients_due != 0;
+std::size_t SlotRing::awaiting_gradients(int turn) const {
+  return std::count_if(holders_.begin(), holders_.end(), [turn](const PipelineChunk* chunk) {
+    return chunk != nullptr && chunk->stage == StepStage::admitted && chunk->turn > turn &&
+           chunk->gradients_due != 0;
   });
 }
 

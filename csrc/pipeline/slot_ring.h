@@ -26,8 +26,8 @@ class SlotRing {
 
   // Whether a slot holds a chunk that nothing is being done with.
   bool has_ready() const;
-  // How many slots hold chunks whose gradients are still to come.
-  std::size_t awaiting_gradients() const;
+  // How many slots hold chunks whose gradients are still to come, of those after `turn`.
+  std::size_t awaiting_gradients(int turn) const;
   // The next chunk in turn that has no part in the step and may leave its slot, or, if it `lags`
   // on disk, may do so once it is written; null: there is none.
   PipelineChunk* next_idle(bool lags);

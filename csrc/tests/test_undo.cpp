@@ -94,23 +94,29 @@ void test_a_confirmed_step_is_a_step(Make make) {
   }
 }
 
-// What has no second copy waits until nothing is undone any more.
+// What has no second copy waits until nothing is undone any more, and keeps no slot meanwhile.
 void test_what_cannot_be_undone_waits(Make make) {
   doing("what cannot be undone");
-  Rig rig(make({4, 4096}), with(6, Order::given));  // chunks 4 and 5 have memory of their own
-  for (int c = 1; c < kChunks; ++c) {
-    rig.pipeline().ledger().set_spare(c, rig.file().place_in(1, c));
+  for (const int slots : {1, 6}) {
+    Rig rig(make({4, 4096}), with(slots, Order::given));  // 4 and 5 have memory of their own
+    for (int c = 1; c < kChunks; ++c) {
+      rig.pipeline().ledger().set_spare(c, rig.file().place_in(1, c));
+    }
+    StepProgress& progress = rig.pipeline().progress();
+    for (int number = 1; number <= 2; ++number) {
+      speculate(rig, number, {0, 1, 2}, 0);
+      CHECK(soon([&] { return progress.is_updated(1) && progress.is_updated(3); }));
+      usleep(2000);
+      CHECK(!progress.is_updated(0) && !progress.is_updated(4) && !progress.is_updated(5));
+      rig.pipeline().undoing().confirm();
+      rig.pipeline().close();
+      CHECK(progress.wait_published().error == 0);
+      CHECK(rig.training().agrees());
+      if (number == 1) CHECK(rig.pipeline().quiesce().error == 0);
+      if (number == 1) rig.pipeline().prefetch();
+    }
+    check_all(rig);
   }
-  StepProgress& progress = rig.pipeline().progress();
-  speculate(rig, 1, {0, 1, 2}, 0);
-  CHECK(soon([&] { return progress.is_updated(1) && progress.is_updated(3); }));
-  usleep(2000);
-  CHECK(!progress.is_updated(0) && !progress.is_updated(4) && !progress.is_updated(5));
-  rig.pipeline().undoing().confirm();
-  rig.pipeline().close();
-  CHECK(progress.wait_published().error == 0);
-  CHECK(rig.training().agrees());
-  check_all(rig);
 }
 
 // The states of before are on disk as they were, whatever the undone step has written.
