@@ -462,7 +462,9 @@ class StepRunner:
         """Wait for a gradient of the open step that is still being copied; False: there is none."""
         if self._early is None or self._early.phase is not Phase.OPEN:
             return False
-        with poisoning(self._params.store.pipeline):  # an interrupt: it may be removed and not used
+        no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001  # of weights
+        # An interrupt: a gradient may be removed and not used.
+        with no_reads, poisoning(self._params.store.pipeline):
             return self._params.update_router.step_path.wait_for_copy()
 
     def _end_open_step(self, schedule: BackwardOverlap, factor: float, scale: float) -> None:

@@ -208,7 +208,8 @@ class StowedAdam(PlacedOptimizer):
     @exclusive_call("clip_grad_norm_")
     def _clip(self, factor_of: Callable[[torch.Tensor], float], loss_scale: float) -> torch.Tensor:
         self._runtime.schedule.check_clipping()
-        norm = self._norm_of_gradients() / loss_scale
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
+            norm = self._norm_of_gradients() / loss_scale
         clipped = [(p, p.grad) for p in self._parameters() if p.grad is not None]
         self._runtime.steps.clip.set(factor_of(norm), clipped)
         return norm
@@ -219,7 +220,8 @@ class StowedAdam(PlacedOptimizer):
 
     @exclusive_call("grad_norm")
     def _grad_norm(self) -> torch.Tensor:
-        return self._norm_of_gradients()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # gradients, and no weights
+            return self._norm_of_gradients()
 
     def _norm_of_gradients(self) -> torch.Tensor:
         parameters = list(self._parameters())

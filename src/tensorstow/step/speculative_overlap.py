@@ -96,6 +96,8 @@ class SpeculativeOverlap(BackwardOverlap):
         """Gradients of a step that was undone, until the next one, by number."""
         self._written_by_others: set[int] = set()
         """Numbers of the parameters whose weights others had written before the open step."""
+        self._is_settled = False
+        """Whether ``step()`` has decided to confirm the open step: no reader undoes it."""
 
     def require(self, call: PublicCall) -> None:
         """Raise OptionError where ``call`` is not legal now; undo an open step that is in its way.
@@ -145,10 +147,16 @@ class SpeculativeOverlap(BackwardOverlap):
         """Have reads of weights in memory undo the open step of ``plan``: its backward is over."""
         if self._plan is not plan or not self._has_ended:
             return
-        require = weakly(self.require)
+        undo = weakly(self._undo_for_weight)
         for update in plan.updates:
             if update.param.tier is not Tier.DISK:
-                mark_unpublished(update.param.owner, lambda _: require(PublicCall.FORWARD))
+                mark_unpublished(update.param.owner, undo)
+
+    def _undo_for_weight(self, _: Iterable[int]) -> None:
+        """Undo the open step for a read of one of its weights, also after a second backward."""
+        self._undo_for_reader(f"{_NEEDS_UNDONE[PublicCall.FORWARD]} between backward and step()")
+        if not self._is_settled:
+            super().require(PublicCall.FORWARD)
 
     def _show_weights(self) -> None:
         """Let weights of the open step, if any, be read."""
@@ -178,6 +186,9 @@ class SpeculativeOverlap(BackwardOverlap):
         try:
             yield
         finally:
+            self._is_settled = False
+            if self._plan is not None:  # an error was raised before the step was taken
+                self._hide_weights(self._plan)
             if self._must_upload and not self._params.store.pipeline.handle.is_poisoned:
                 self._params.update_router.upload()
                 self._must_upload = False
@@ -213,6 +224,11 @@ class SpeculativeOverlap(BackwardOverlap):
             scale: What divides them too, before that: the scale of a GradScaler.
             is_skipped: Whether no update is made.
         """
+        with self._lock:  # a thread that reads a gradient or weight may be undoing the step
+            self._settle(factor, divisor, scale, is_skipped=is_skipped)
+            self._is_settled = self._plan is not None
+
+    def _settle(self, factor: float, divisor: float, scale: float, *, is_skipped: bool) -> None:
         # Divided by both at once, gradients would be rounded once instead of twice.
         is_exact = factor == 1.0 and 1.0 in {scale, divisor} and not is_skipped
         scale = divisor if scale == 1.0 else scale
@@ -234,12 +250,13 @@ class SpeculativeOverlap(BackwardOverlap):
 
         ``uploads``: old weights go to an accelerator now; else the step that follows replaces them.
         """
+        # Our own operations on weights are no reads.
+        no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
         # Any thread may read a gradient that is given back.
-        with SignalsDeferred(), self._lock, poisoning(self._params.store.pipeline):
+        with SignalsDeferred(), self._lock, no_reads, poisoning(self._params.store.pipeline):
             opened = self._plan
             if opened is None:
                 return
-            self._show_weights()
             self._params.update_router.step_path.undo()
             self._must_upload = not uploads
             if uploads:
@@ -252,6 +269,7 @@ class SpeculativeOverlap(BackwardOverlap):
                     param.remember()
                 elif param.tier is Tier.DEVICE:
                     param.on_host.remember()
+            self._show_weights()  # after the copies: another thread may read one now
             self._plan = None
             self.returned = self.gradients.give_back()
             self._last_order = []  # a whole step has another
@@ -269,11 +287,14 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def _undo_for_reader(self, why: str) -> None:
         """Undo the open step for what reads or changes a gradient or a weight; say so once."""
-        self.undo(uploads=True)
-        if self._alone:  # it does so in each step, most likely
-            self._is_given_up, self.begins_now = True, False
-            _free(self._params.store.pipeline.memory, self._backups.values())
-            self._backups = {}
+        with self._lock:
+            if self._is_settled or not self._can_undo_now():
+                return
+            self.undo(uploads=True)
+            if self._alone:  # it does so in each step, most likely
+                self._is_given_up, self.begins_now = True, False
+                _free(self._params.store.pipeline.memory, self._backups.values())
+                self._backups = {}
         if not self._has_logged:
             self._has_logged = True
             logger.info(
@@ -313,9 +334,8 @@ class SpeculativeOverlap(BackwardOverlap):
         """Allow clipping; pass gradients on as they arrive, whose norms the caller waits for."""
         if self.is_open:
             super().require(PublicCall.STEP)
-            # Our own operations on weights must not undo the step.
             no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
-            with SignalsDeferred(), no_reads, poisoning(self._params.store.pipeline):
+            with SignalsDeferred(), self._lock, no_reads, poisoning(self._params.store.pipeline):
                 self._params.update_router.step_path.pass_on()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -689,6 +690,81 @@ def test_a_step_that_nobody_looks_into_leaves_parameters_as_they_were(tmp_path: 
         backward(model, 2)
         end()
         assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_threads_that_read_weights_see_those_of_before(tmp_path: Path) -> None:
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    slow(optimizer, "write")  # an undo takes a while
+    for net in (model, other):
+        backward(net, 0)
+    want = [p.sum().item() for p in model.parameters()]
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(lambda p: p.sum().item(), other.parameters())) == want
+    for each in (plain, optimizer):
+        each.step()
+        each.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_a_step_that_is_confirmed_is_not_undone_for_a_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has asked for a weight before ``step()``, and goes on while that confirms the updates."""
+    model, other = blocks(), blocks()
+    plain, optimizer = AdamW(model.parameters(), lr=1e-2), speculating(other, tmp_path)
+    schedule: Any = optimizer._runtime.schedule
+    has_asked, may_go_on = Event(), Event()
+    undo, step = schedule._undo_for_reader, schedule.step
+
+    def undo_later(why: str) -> None:
+        has_asked.set()
+        assert may_go_on.wait(10)
+        undo(why)
+
+    with ThreadPoolExecutor(1) as thread:
+        for net in (model, other):
+            backward(net, 0)
+        monkeypatch.setattr(schedule, "_undo_for_reader", undo_later)
+        reading = thread.submit(lambda: next(other.parameters()).sum().item())
+        assert has_asked.wait(10)
+
+        def step_beside_the_thread(*given: object) -> None:
+            may_go_on.set()
+            reading.result()
+            step(*given)
+
+        monkeypatch.setattr(schedule, "step", step_beside_the_thread)
+        plain.step()
+        optimizer.step()
+    optimizer.wait()
+    assert same(weights(other), weights(model))
+    optimizer.close()
+
+
+def test_weights_are_those_of_before_where_a_second_backward_has_failed(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    before = weights(model)
+    loss = mean_square(model, 0)
+    loss.backward(retain_graph=True)
+    with pytest.raises((OptionError, RuntimeError)):
+        loss.backward()
+    assert same({name: p.detach() for name, p in model.named_parameters()}, before)
+    optimizer.close()
+
+
+def test_weights_are_those_of_before_where_step_has_failed(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = speculating(model, tmp_path)
+    before = weights(model)
+    backward(model, 0)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(OptionError, match="lr"):
+        optimizer.step()
+    assert same({name: p.detach() for name, p in model.named_parameters()}, before)
+    optimizer.close()
 
 
 def test_a_weight_that_a_second_backward_reads_is_refused(tmp_path: Path) -> None:
