@@ -55,6 +55,7 @@ soak: $(DONE)/test mutations aarch64 ## Both, and attack files and system calls,
 	PYTHONPATH=tests $(BIN)/python -m parity.processors
 	PYTHONPATH=tests $(BIN)/python -m attacks.soak $(KILLS)
 	PYTHONPATH=tests $(BIN)/python -m crash.soak $(KILLS)
+	PYTHONPATH=tests $(BIN)/python -m crash.soak --undone $(KILLS)
 	TENSORSTOW_ROUNDS=200 $(BIN)/python -m pytest --timeout 3600 tests/faults/test_given_back.py
 	$(BIN)/python -m pytest -m soak
 

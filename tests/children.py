@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import traceback
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -178,6 +179,8 @@ def _main() -> None:
     for name in _LOADED:
         importlib.import_module(name)
     assert len(list(Path("/proc/self/task").iterdir())) == 1
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its libraries of operators apart
     gc.collect()
     gc.freeze()  # else each child's first collection would copy all of this memory
     teardown, *command = _serve(socket.socket(fileno=os.dup(0)))

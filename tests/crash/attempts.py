@@ -47,16 +47,18 @@ def attempt_run(job: dict[str, object], delay: float | None) -> int:
     return child.wait()
 
 
-def random_kill_points(seed: int, count: int, moments: Sequence[str] = ()) -> list[KillPoint]:
+def random_kill_points(
+    seed: int, count: int, moments: Sequence[str] = (), every: int = 2
+) -> list[KillPoint]:
     """Return kills at any moment of an attempt, while writes take a little or no time.
 
-    Every other one is at one of ``moments``, if there are any.
+    One of ``every`` so many is at one of ``moments``, if there are any.
     """
     dice = random.Random(seed)  # noqa: S311
     slow = (0, 0, 300, 2000)
     return [
         KillPoint(moment=dice.choice(moments), count=dice.randint(1, 4), slow_us=dice.choice(slow))
-        if moments and number % 2
+        if moments and number % every == every - 1
         else KillPoint(delay=dice.uniform(0.0, 0.35), slow_us=dice.choice(slow))
         for number in range(count)
     ]
