@@ -85,7 +85,7 @@ void Pipeline::prefetch() {
   CurrentStep& step = data_.step;
   if (step.is_under_way() || step.is_prefetching() || data_.monitor.has_failed()) return;
   step.start_prefetch();
-  data_.order.restart();
+  data_.order.restart(data_.ring.slots());
   data_.monitor.wake_scheduler();
 }
 
@@ -117,7 +117,7 @@ void Pipeline::begin(const std::vector<StepParameter>& parameters,
   }
   data_.queues.clear();
   data_.queues.set_newest_first(step.newest_first);
-  data_.order.restart(step.newest_first);
+  data_.order.restart(data_.ring.slots(), step.newest_first);
   for (int number : data_.order.numbers()) scheduler_.plan_chunk(data_.chunks.at(number));
   data_.order.keep_participants();
   if (!data_.step.has_unfinished()) data_.step.end();

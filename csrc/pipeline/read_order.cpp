@@ -26,7 +26,9 @@ void ReadOrder::set_next_order() {
   next_ = 0;
 }
 
-void ReadOrder::restart(bool newest_first) {
+void ReadOrder::restart(std::size_t slots, bool newest_first) {
+  slots_ = slots;
+  newest_first_ = newest_first;
   ready_to_read_.clear();
   ready_to_read_.set_newest_first(newest_first);
   current_ = numbers_;
@@ -43,10 +45,15 @@ void ReadOrder::keep_participants() {
   }
 }
 
-PipelineChunk* ReadOrder::next(const CurrentStep& step, std::size_t ahead) {
+std::size_t ReadOrder::slots_ahead() const {
+  return newest_first_ ? slots_ - std::max<std::size_t>(1, slots_ / 4) : 0;
+}
+
+PipelineChunk* ReadOrder::next(const CurrentStep& step, bool ahead) {
   const bool stepping = step.is_under_way();
   if (stepping) {
-    if (PipelineChunk* due = next_due(step, ahead)) return due;
+    PipelineChunk* due = ahead ? next_due(step) : nullptr;
+    if (due != nullptr) return due;
     while (has_ready() && ready_to_read_.front().stage != StepStage::waiting) ready_to_read_.pop();
     if (has_ready() && ready_to_read_.front().needs_slot()) return &ready_to_read_.front();
   }
@@ -67,9 +74,9 @@ PipelineChunk* ReadOrder::next(const CurrentStep& step, std::size_t ahead) {
   return nullptr;
 }
 
-PipelineChunk* ReadOrder::next_due(const CurrentStep& step, std::size_t ahead) {
-  if (ahead == 0 || reached_ < 0) return nullptr;  // in turn, until gradients come
-  const int next = reached_ + 1, most = static_cast<int>(ahead);
+PipelineChunk* ReadOrder::next_due(const CurrentStep& step) {
+  if (reached_ < 0) return nullptr;  // in turn, until gradients come
+  const int next = reached_ + 1, most = static_cast<int>(slots_);
   const int end = std::min(next + most, static_cast<int>(current_.size()));
   for (int k = end - 1; k >= std::max(0, next - most); --k) {
     PipelineChunk& chunk = chunks_.at(current_[k]);

@@ -1,4 +1,11 @@
 // In which order a step takes the chunks: which is read next, and which gives its slot up.
+//
+// [Note: Ahead of gradients] Where a step goes on in the next forward, what that needs first gets
+// its gradients last, and forward would wait while its states are read. So chunks are read before
+// their gradients come, by as many as there are slots, which is about what comes during a read. If
+// the disk cannot keep up, those in between are passed by, and read when nothing newer is left. So
+// what is left is spread over the model: a forward that waits for chunks in a row leaves the disk
+// idle later. A quarter of the slots is for chunks that have their gradients.
 #pragma once
 
 #include <algorithm>
@@ -26,18 +33,20 @@ class ReadOrder {
 
   // Takes only these from now on, of a step that begins: most may have no part in it.
   void keep_participants();
-  // From the first chunk on. `newest_first`: of those whose gradients are there.
-  void restart(bool newest_first = false);
+  // From the first chunk on, of a step whose ring has so many slots. `newest_first`: of those whose
+  // gradients are there.
+  void restart(std::size_t slots, bool newest_first = false);
   // All gradients of a chunk have come, of an open step.
   void arrive(const PipelineChunk& chunk) { reached_ = std::max(reached_, chunk.turn); }
-  // The turn of the last chunk whose gradients have come; -1: none have.
-  int reached() const { return reached_; }
+  // How many slots are for chunks whose gradients come next ([Note: Ahead of gradients]).
+  std::size_t slots_ahead() const;
+  // The turn of the last chunk whose gradients will not come soon: those after it have theirs.
+  int late_turn() const { return reached_ - static_cast<int>(slots_); }
   // Gradients of a chunk that waits are there: it is read before those in turn.
   void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
   // The chunk to read next; null where there is none, or where the first that needs a slot must
-  // wait. Of so many chunks `ahead` in turn whose gradients are still to come, the last one is read
-  // before all others.
-  PipelineChunk* next(const CurrentStep& step, std::size_t ahead = 0);
+  // wait. `ahead`: of the chunks whose gradients come next the last one, before all others.
+  PipelineChunk* next(const CurrentStep& step, bool ahead = false);
   // Reading of `next` has begun.
   void pop(const PipelineChunk& chunk);
 
@@ -49,14 +58,16 @@ class ReadOrder {
   PipelineChunk* to_evict(const CurrentStep& step, int last) const;
 
  private:
-  PipelineChunk* next_due(const CurrentStep& step, std::size_t ahead);
+  PipelineChunk* next_due(const CurrentStep& step);
 
   const Order kind_;
   const ChunkTable& chunks_;
   std::vector<int> numbers_;  // of all chunks
   std::vector<int> current_;  // of those that may have a part in the step
   std::size_t next_ = 0;      // in current_
-  int reached_ = -1;          // in current_
+  std::size_t slots_ = 0;
+  bool newest_first_ = false;
+  int reached_ = -1;          // the turn of the last chunk whose gradients have come; -1: none have
   ChunkQueue ready_to_read_;  // passed by in current_
 };
 

@@ -1,6 +1,5 @@
 #include "pipeline/scheduler.h"
 
-#include <algorithm>
 #include <limits>
 
 #include "base/affinity.h"
@@ -171,9 +170,10 @@ void Scheduler::end_finished_step() {
 bool Scheduler::start_next_read() {
   const CurrentStep& step = data_.step;
   if (data_.monitor.has_failed() || !(step.is_under_way() || step.is_prefetching())) return false;
-  const bool reads_ahead =
-      data_.ring.has_free() && data_.ring.awaiting_gradients(late_turn()) < slots_ahead();
-  PipelineChunk* chunk = data_.order.next(step, reads_ahead ? data_.ring.slots() : 0);
+  const ReadOrder& order = data_.order;
+  const std::size_t awaiting = data_.ring.awaiting_gradients(order.late_turn());
+  const bool reads_ahead = data_.ring.has_free() && awaiting < order.slots_ahead();
+  PipelineChunk* chunk = data_.order.next(step, reads_ahead);
   if (chunk == nullptr) return false;
   const bool urgent = step.is_under_way() && chunk->gradients_due == 0;
   SlotRing& ring = data_.ring_of(*chunk);
@@ -181,25 +181,6 @@ bool Scheduler::start_next_read() {
   data_.order.pop(*chunk);
   start_read(*chunk);
   return true;
-}
-
-// How many slots are for chunks whose gradients come next, although others have theirs.
-//
-// [Note: Ahead of gradients] Where a step goes on in the next forward, what that needs first gets
-// its gradients last, and forward would wait while its states are read. So chunks are read before
-// their gradients come, by as many as there are slots, which is about what comes during a read. If
-// the disk cannot keep up, those in between are passed by, and read when nothing newer is left. So
-// what is left is spread over the model: a forward that waits for chunks in a row leaves the disk
-// idle later.
-std::size_t Scheduler::slots_ahead() const {
-  if (!data_.step.spec().newest_first) return 0;
-  const std::size_t slots = data_.ring.slots();
-  return slots - std::max<std::size_t>(1, slots / 4);
-}
-
-// The turn of the last chunk whose gradients will not come soon: those after it have theirs.
-int Scheduler::late_turn() const {
-  return data_.order.reached() - static_cast<int>(data_.ring.slots());
 }
 
 // Gives the chunk a slot and starts filling it.
@@ -233,9 +214,10 @@ bool Scheduler::evict(SlotRing& ring) {
     if (idle != nullptr) let_go(*idle);
     return is_free;
   }
-  const bool has_many = ring.awaiting_gradients(late_turn()) > slots_ahead();
-  const int last = has_many ? std::numeric_limits<int>::max() : late_turn();
-  PipelineChunk* chunk = ring.has_ready() ? data_.order.to_evict(data_.step, last) : nullptr;
+  const ReadOrder& order = data_.order;
+  const bool has_many = ring.awaiting_gradients(order.late_turn()) > order.slots_ahead();
+  const int last = has_many ? std::numeric_limits<int>::max() : order.late_turn();
+  PipelineChunk* chunk = ring.has_ready() ? order.to_evict(data_.step, last) : nullptr;
   if (chunk == nullptr) return false;
   const bool takes_part = chunk->stage != StepStage::out;
   exclude(*chunk);

@@ -64,8 +64,6 @@ class Scheduler {
   void work(PipelineMonitor::Lock& lock, const std::function<bool()>& stop);
   bool start_next_read();
   void start_read(PipelineChunk& chunk);
-  std::size_t slots_ahead() const;
-  int late_turn() const;
   bool evict(SlotRing& ring);
   PipelineChunk* next_to_update();
   void update(PipelineChunk& chunk, PipelineMonitor::Lock& lock);

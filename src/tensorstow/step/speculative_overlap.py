@@ -21,7 +21,7 @@ for ``step()`` until one would not be undone.
 import logging
 import math
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -80,8 +80,7 @@ class SpeculativeOverlap(BackwardOverlap):
         self.gradients.holds_all = True
         self.gradients.keeper_reference = weakref.ref(self)
         self.norms = KeptNorms(params.offload_policy.policy.isa)
-        self._backups: dict[int, torch.Tensor] = {}
-        """Memory for the old weights, by the numbers of their parameters."""
+        self._old_weights = _OldWeights(params)
         self._undone_in_a_row = 0
         """How many of the last steps had other gradients than those of backward."""
         self._alone = alone
@@ -132,25 +131,23 @@ class SpeculativeOverlap(BackwardOverlap):
             if update.param.tier is not Tier.DISK:
                 number = update.param.number
                 row = plan.rows[number]
-                plan.rows[number] = row._replace(backup=self._backup_of(number, row.weight))
+                plan.rows[number] = row._replace(backup=self._old_weights.of(number, row.weight))
         for param in self._params.all():
             if param.tier is Tier.DISK:  # a commit reads those without an update too
                 row = plan.rows[param.number]
                 plan.rows[param.number] = row._replace(keeps_weight=True)
         super().begin(plan, undoable=undoable)
         if not self._has_ended:
-            hide = weakly(self._hide_weights)
-            engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
-            engine.queue_callback(lambda: hide(plan))  # after the one that ends backward
+            schedule = weakref.ref(self)
 
-    def _hide_weights(self, plan: StepPlan) -> None:
-        """Have reads of weights in memory undo the open step of ``plan``: its backward is over."""
-        if self._plan is not plan or not self._has_ended:
-            return
-        undo = weakly(self._undo_for_weight)
-        for update in plan.updates:
-            if update.param.tier is not Tier.DISK:
-                mark_unpublished(update.param.owner, undo)
+            def hide() -> None:
+                alive = schedule()
+                # With another plan the step was aborted.
+                if alive is not None and alive._plan is plan and alive._has_ended:  # noqa: SLF001
+                    _hide_weights(plan, weakly(alive._undo_for_weight))  # noqa: SLF001
+
+            engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
+            engine.queue_callback(hide)  # after the one that ends backward
 
     def _undo_for_weight(self, _: Iterable[int]) -> None:
         """Undo the open step for a read of one of its weights, also after a second backward."""
@@ -158,37 +155,23 @@ class SpeculativeOverlap(BackwardOverlap):
         if not self._is_settled:
             super().require(PublicCall.FORWARD)
 
-    def _show_weights(self) -> None:
-        """Let weights of the open step, if any, be read."""
-        for update in () if self._plan is None else self._plan.updates:
-            mark_published(update.param.owner)
-
     def abort(self) -> None:
         """Drop the open step, its gradients and the old weights: others may follow."""
-        self._show_weights()
+        _show_weights(self._plan)
         super().abort()
-        self._backups.clear()
+        self._old_weights.memory.clear()
         self.returned = {}
-
-    def _backup_of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
-        backup = self._backups.get(number)
-        if weight is not None and (backup is None or not _fits(backup, weight)):
-            backup = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
-            self._backups[number] = backup
-            # Native threads may write to it until the pipeline is closed.
-            self._params.store.pipeline.memory.append(backup)
-        return backup
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Return a context in which a step is taken; if none is, old weights go up."""
-        self._show_weights()
+        _show_weights(self._plan)
         try:
             yield
         finally:
             self._is_settled = False
             if self._plan is not None:  # an error was raised before the step was taken
-                self._hide_weights(self._plan)
+                _hide_weights(self._plan, weakly(self._undo_for_weight))
             if self._must_upload and not self._params.store.pipeline.handle.is_poisoned:
                 self._params.update_router.upload()
                 self._must_upload = False
@@ -225,25 +208,22 @@ class SpeculativeOverlap(BackwardOverlap):
             is_skipped: Whether no update is made.
         """
         with self._lock:  # a thread that reads a gradient or weight may be undoing the step
-            self._settle(factor, divisor, scale, is_skipped=is_skipped)
+            # Divided by both at once, gradients would be rounded once instead of twice.
+            is_exact = factor == 1.0 and 1.0 in {scale, divisor} and not is_skipped
+            scale = divisor if scale == 1.0 else scale
+            is_exact = is_exact and scale == self.scale
+            plan = self._plan
+            if plan is not None and not (
+                is_exact and self.gradients.has_placeholders and not are_scalars_changed(plan)
+            ):
+                if not self._is_between():
+                    self.require(PublicCall.STEP)
+                # A weight whose gradient was taken away has no update that would replace a new one.
+                self.undo(uploads=is_skipped or not self.gradients.has_placeholders)
+            self.scale = scale
+            self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
+            self.begins_now = not self._is_given_up and self._undone_in_a_row < _MOST_IN_A_ROW
             self._is_settled = self._plan is not None
-
-    def _settle(self, factor: float, divisor: float, scale: float, *, is_skipped: bool) -> None:
-        # Divided by both at once, gradients would be rounded once instead of twice.
-        is_exact = factor == 1.0 and 1.0 in {scale, divisor} and not is_skipped
-        scale = divisor if scale == 1.0 else scale
-        is_exact = is_exact and scale == self.scale
-        plan = self._plan
-        if plan is not None and not (
-            is_exact and self.gradients.has_placeholders and not are_scalars_changed(plan)
-        ):
-            if not self._is_between():
-                self.require(PublicCall.STEP)
-            # A weight whose gradient was taken away has no update that would replace a new one.
-            self.undo(uploads=is_skipped or not self.gradients.has_placeholders)
-        self.scale = scale
-        self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
-        self.begins_now = not self._is_given_up and self._undone_in_a_row < _MOST_IN_A_ROW
 
     def undo(self, *, uploads: bool) -> None:
         """End the open step as if it had never begun; its gradients are in ``.grad`` again.
@@ -269,7 +249,7 @@ class SpeculativeOverlap(BackwardOverlap):
                     param.remember()
                 elif param.tier is Tier.DEVICE:
                     param.on_host.remember()
-            self._show_weights()  # after the copies: another thread may read one now
+            _show_weights(self._plan)  # after the copies: another thread may read one now
             self._plan = None
             self.returned = self.gradients.give_back()
             self._last_order = []  # a whole step has another
@@ -293,8 +273,7 @@ class SpeculativeOverlap(BackwardOverlap):
             self.undo(uploads=True)
             if self._alone:  # it does so in each step, most likely
                 self._is_given_up, self.begins_now = True, False
-                _free(self._params.store.pipeline.memory, self._backups.values())
-                self._backups = {}
+                self._old_weights.free()
         if not self._has_logged:
             self._has_logged = True
             logger.info(
@@ -315,7 +294,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """End the step under way: it is the last one. One that is open is undone."""
         if not self._params.store.pipeline.handle.is_poisoned and self._can_undo_now():
             self._give_up()
-        self._show_weights()
+        _show_weights(self._plan)
         super().finish()
 
     def _give_up(self) -> None:
@@ -326,7 +305,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def counted_in(self, memory: StateMemory) -> StateMemory:
         """Return ``memory`` with the peak bytes of gradients, and the copies of weights."""
-        copies = sum(backup.nbytes for backup in self._backups.values())
+        copies = self._old_weights.nbytes
         counted = super().counted_in(memory)
         return replace(counted, host_weight_bytes=memory.host_weight_bytes + copies)
 
@@ -339,13 +318,51 @@ class SpeculativeOverlap(BackwardOverlap):
                 self._params.update_router.step_path.pass_on()
 
 
-def _free(memory: list[object], backups: Collection[torch.Tensor]) -> None:
-    """Let go of the memory for old weights."""
-    memory[:] = [block for block in memory if not any(block is backup for backup in backups)]
+class _OldWeights:
+    """Memory for the weights in memory as they were before the open step."""
+
+    def __init__(self, params: ParamTable) -> None:
+        self._params = params
+        self.memory: dict[int, torch.Tensor] = {}
+        """By the numbers of their parameters."""
+
+    def of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
+        """Return memory for the old ``weight`` of a parameter; None: it has no weight."""
+        old = self.memory.get(number)
+        if weight is not None and (old is None or not _fits(old, weight)):
+            old = torch.empty(weight.numel(), dtype=weight.dtype, device="cpu")
+            self.memory[number] = old
+            # Native threads may write to it until the pipeline is closed.
+            self._params.store.pipeline.memory.append(old)
+        return old
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(old.nbytes for old in self.memory.values())
+
+    def free(self) -> None:
+        """Give it back: no step begins in backward any more."""
+        held = self._params.store.pipeline.memory
+        held[:] = [block for block in held if not any(block is o for o in self.memory.values())]
+        self.memory = {}
 
 
-def _fits(backup: torch.Tensor, weight: torch.Tensor) -> bool:
-    return backup.numel() == weight.numel() and backup.dtype == weight.dtype
+def _fits(old: torch.Tensor, weight: torch.Tensor) -> bool:
+    return old.numel() == weight.numel() and old.dtype == weight.dtype
+
+
+def _hide_weights(plan: StepPlan, undo: Callable[[Iterable[int]], None]) -> None:
+    """Have reads of weights in memory call ``undo`` first."""
+    for update in plan.updates:
+        if update.param.tier is not Tier.DISK:
+            mark_unpublished(update.param.owner, undo)
+
+
+def _show_weights(plan: StepPlan | None) -> None:
+    """Let weights of the open step, if any, be read."""
+    for update in () if plan is None else plan.updates:
+        mark_published(update.param.owner)
 
 
 @torch.no_grad()

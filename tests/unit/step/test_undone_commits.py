@@ -261,7 +261,7 @@ def test_a_request_outlives_a_resume_that_drops_its_step(tmp_path: Path) -> None
     assert same(weights(model), want[-1])
     train(optimizer, model, [NEVER] * 7, 4)
     assert optimizer._runtime.commits.committed == 5
-    backups = optimizer._runtime.schedule._backups  # type: ignore[attr-defined]
+    backups = optimizer._runtime.schedule._old_weights.memory  # type: ignore[attr-defined]
     held = {id(memory) for memory in optimizer._states().pipeline.memory}
     assert len(backups) == 6
     assert held >= {id(backup) for backup in backups.values()}
