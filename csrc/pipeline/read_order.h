@@ -1,11 +1,12 @@
 // In which order a step takes the chunks: which is read next, and which gives its slot up.
 //
 // [Note: Ahead of gradients] Where a step goes on in the next forward, what that needs first gets
-// its gradients last, and forward would wait while its states are read. So chunks are read before
-// their gradients come, by as many as there are slots, which is about what comes during a read. If
-// the disk cannot keep up, those in between are passed by, and read when nothing newer is left. So
-// what is left is spread over the model: a forward that waits for chunks in a row leaves the disk
-// idle later. A quarter of the slots is for chunks that have their gradients.
+// its gradients last, and forward would wait while its states are read. So once the first gradients
+// have come, chunks are read before theirs come: the last one of a window as wide as the ring first,
+// as about so many come while all slots are in use. If the disk cannot keep up, those in between are
+// passed by, and read when nothing newer is left. So what is left is spread over the model: a
+// forward that waits for chunks in a row leaves the disk idle later. A quarter of the slots is for
+// chunks that have their gradients.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +41,7 @@ class ReadOrder {
   void arrive(const PipelineChunk& chunk) { reached_ = std::max(reached_, chunk.turn); }
   // How many slots are for chunks whose gradients come next ([Note: Ahead of gradients]).
   std::size_t slots_ahead() const;
-  // The turn of the last chunk whose gradients will not come soon: those after it have theirs.
+  // Gradients of chunks up to this turn come late: many that are later in the order have theirs.
   int late_turn() const { return reached_ - static_cast<int>(slots_); }
   // Gradients of a chunk that waits are there: it is read before those in turn.
   void push_ready(PipelineChunk& chunk) { ready_to_read_.push(chunk); }
@@ -53,8 +54,9 @@ class ReadOrder {
   bool has_ready() const { return !ready_to_read_.empty(); }
   // Whether more chunks than that are still to be read in turn.
   bool has_more_than(std::size_t slots) const;
-  // The chunk whose slot another one may have: one that has no part in the step, else the last one
-  // whose gradients are still to come, up to the turn `last`; null where there is none.
+  // The chunk whose slot another one may have: one that has no part in the step or waits until it is
+  // confirmed, else the last one up to the turn `last` whose gradients are still to come; null where
+  // there is none.
   PipelineChunk* to_evict(const CurrentStep& step, int last) const;
 
  private:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from tensorstow.base.errors import OptionError, PoisonedError
+from tensorstow.base.errors import OptionError, PoisonedError, StowError
 from tensorstow.base.signals import SignalsDeferred
 from tensorstow.base.sizes import format_count
 from tensorstow.base.tiers import Tier
@@ -211,11 +211,12 @@ class StepRunner:
         self._commits.join(self._params)
 
     def wait_idle_or_abandon(self) -> None:
-        """Wait for work under way, or drop an open step: resume() replaces everything."""
-        with suppress(PoisonedError):  # what failed was raised before: this is the way out of it
-            if self._schedule.is_open:
+        """Wait for work under way, or undo an open step if it can be: resume() replaces it all."""
+        if self._schedule.is_open:
+            with suppress(StowError):  # of an undo, whose states are dropped
                 self._schedule.finish()
-            else:
+        else:
+            with suppress(PoisonedError):  # what failed was raised before: this is the way out
                 self.wait_idle()
         self._commits.abandon()
 
@@ -460,12 +461,15 @@ class StepRunner:
 
     def wait_for_gradient(self) -> bool:
         """Wait for a gradient of the open step that is still being copied; False: there is none."""
-        if self._early is None or self._early.phase is not Phase.OPEN:
+        if self._early is None:
             return False
-        no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001  # of weights
-        # An interrupt: a gradient may be removed and not used.
-        with no_reads, poisoning(self._params.store.pipeline):
-            return self._params.update_router.step_path.wait_for_copy()
+        no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001  # of a weight
+        with SignalsDeferred(), self._early.lock, no_reads:  # a thread may be undoing the step
+            if self._early.phase is not Phase.OPEN:
+                return False
+            # After an interrupt a gradient may have been removed and not used.
+            with poisoning(self._params.store.pipeline):
+                return self._params.update_router.step_path.wait_for_copy()
 
     def _end_open_step(self, schedule: BackwardOverlap, factor: float, scale: float) -> None:
         """End the step that backward has begun, or begin and end it now.

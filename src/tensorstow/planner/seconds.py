@@ -1,13 +1,13 @@
 """How long a step takes: what a plan computes and moves, over the rates of a machine.
 
 [Note: Phases] A step is forward, backward and update, one after the other. ``overlap`` runs the
-update during one of them, except that of the first parameter: forward needs it at once, and
-backward produces its gradient last. Updates that begin in backward go on in the next forward, if
-weights are in memory. In each phase all resources work at once, and the one with the
-most work determines how long the phase takes. Updates run on the cores, and so do forward and
-backward if the CPU computes: their times add up. If updates run on the accelerator, the times of
-its computing and its updates add up, and states go over the link both ways. Collectives of several
-machines work beside all of these, on the network ([Note: Network]).
+update beside forward, beside backward, or beside both (updates by the CPU that begin in backward,
+with weights in memory), except that of the first parameter: forward needs it at once, and backward
+produces its gradient last. In each phase all resources work at once, and the one with the most work
+determines how long the phase takes. Updates run on the cores, and so do forward and backward if the
+CPU computes: their times add up. If updates run on the accelerator, the times of its computing and
+its updates add up, and states go over the link both ways. Collectives of several machines work
+beside all of these, on the network ([Note: Network]).
 """
 
 from collections.abc import Iterable, Mapping

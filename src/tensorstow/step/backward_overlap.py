@@ -600,7 +600,7 @@ def _exact_overlaps(params: ParamTable, *, has_module: bool) -> str:
 def is_written(plan: StepPlan | None, written: Mapping[int, tuple[int, int]]) -> bool:
     """Return whether others wrote or replaced a weight of ``plan`` since ``written``."""
     updates = [] if plan is None else plan.updates
-    # Not a read of the weights, where those would be noticed.
+    # A read of a weight may undo the step, and this is none.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         return any(_written(u.param) != written[u.param.number] for u in updates)
 

@@ -179,7 +179,7 @@ class DelayedOverlap(OngoingSchedule):
             return
         self._use_copies(plan)
         path = self._params.update_router.step_path
-        with self._lock:
+        with self.lock:
             path.begin(plan, OverlapWith.BOTH)
             path.close()
             record_step(plan, states)
@@ -220,7 +220,7 @@ class DelayedOverlap(OngoingSchedule):
 
     def begin_passes(self) -> None:
         """Begin a forward and backward, which read the old weights until the next step."""
-        with self._lock:
+        with self.lock:
             if not self._under_way or self._trainer is not None:
                 return
             self._early_steps, self._trainer = 0, threading.get_ident()
@@ -240,7 +240,7 @@ class DelayedOverlap(OngoingSchedule):
         if not self._copying:
             return
         path = self._params.update_router.step_path
-        with SignalsDeferred(), self._lock:
+        with SignalsDeferred(), self.lock:
             path.move_on()
             for under_way in self._copying:
                 if not path.needs(under_way.update.param):

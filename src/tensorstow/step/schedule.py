@@ -149,7 +149,8 @@ class OngoingSchedule(Schedule):
         super().__init__(params)
         self._under_way: dict[int, UpdateUnderWay] = {}
         """Updates whose weights are not published, by the ids of their parameters."""
-        self._lock = threading.RLock()  # any thread may read a weight
+        self.lock = threading.RLock()
+        """Held while weights are published or put back: any thread may read one."""
 
     def abort(self) -> None:
         """Drop the step under way: its store is closed, or has failed."""
@@ -167,7 +168,7 @@ class OngoingSchedule(Schedule):
         """Publish weights inside the block; after an error each read of the rest raises one too."""
         # Our own operations on weights must not wait. Signals are deferred first: a handler that
         # commits waits for all weights, and may have to wait for another thread's call.
-        with SignalsDeferred(), self._lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        with SignalsDeferred(), self.lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             try:
                 yield
             except StowError as error:  # not an interrupt, after which gradients are still read

@@ -143,14 +143,23 @@ class SpeculativeOverlap(BackwardOverlap):
             def hide() -> None:
                 alive = schedule()
                 # With another plan the step was aborted.
-                if alive is not None and alive._plan is plan and alive._has_ended:  # noqa: SLF001
-                    _hide_weights(plan, weakly(alive._undo_for_weight))  # noqa: SLF001
+                if alive is None:
+                    return
+                with SignalsDeferred(), alive.lock:
+                    if alive._plan is plan and alive._has_ended:  # noqa: SLF001
+                        _hide_weights(plan, weakly(alive._undo_for_weight))  # noqa: SLF001
 
             engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
             engine.queue_callback(hide)  # after the one that ends backward
 
     def _undo_for_weight(self, _: Iterable[int]) -> None:
-        """Undo the open step for a read of one of its weights, also after a second backward."""
+        """Undo the open step for a read of one of its weights.
+
+        A second backward may have raised since.
+        """
+        # Callbacks of the step's own backward may be run after the one that hides weights.
+        if torch._C._current_graph_task_id() == self._task != -1:  # noqa: SLF001
+            return
         self._undo_for_reader(f"{_NEEDS_UNDONE[PublicCall.FORWARD]} between backward and step()")
         if not self._is_settled:
             super().require(PublicCall.FORWARD)
@@ -165,7 +174,6 @@ class SpeculativeOverlap(BackwardOverlap):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Return a context in which a step is taken; if none is, old weights go up."""
-        _show_weights(self._plan)
         try:
             yield
         finally:
@@ -207,7 +215,8 @@ class SpeculativeOverlap(BackwardOverlap):
             scale: What divides them too, before that: the scale of a GradScaler.
             is_skipped: Whether no update is made.
         """
-        with self._lock:  # a thread that reads a gradient or weight may be undoing the step
+        # A thread that reads a gradient or weight may be undoing the step.
+        with SignalsDeferred(), self.lock:
             # Divided by both at once, gradients would be rounded once instead of twice.
             is_exact = factor == 1.0 and 1.0 in {scale, divisor} and not is_skipped
             scale = divisor if scale == 1.0 else scale
@@ -224,6 +233,7 @@ class SpeculativeOverlap(BackwardOverlap):
             self._undone_in_a_row = 0 if is_exact else self._undone_in_a_row + 1
             self.begins_now = not self._is_given_up and self._undone_in_a_row < _MOST_IN_A_ROW
             self._is_settled = self._plan is not None
+            _show_weights(self._plan)
 
     def undo(self, *, uploads: bool) -> None:
         """End the open step as if it had never begun; its gradients are in ``.grad`` again.
@@ -233,7 +243,7 @@ class SpeculativeOverlap(BackwardOverlap):
         # Our own operations on weights are no reads.
         no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
         # Any thread may read a gradient that is given back.
-        with SignalsDeferred(), self._lock, no_reads, poisoning(self._params.store.pipeline):
+        with SignalsDeferred(), self.lock, no_reads, poisoning(self._params.store.pipeline):
             opened = self._plan
             if opened is None:
                 return
@@ -267,7 +277,7 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def _undo_for_reader(self, why: str) -> None:
         """Undo the open step for what reads or changes a gradient or a weight; say so once."""
-        with self._lock:
+        with SignalsDeferred(), self.lock:
             if self._is_settled or not self._can_undo_now():
                 return
             self.undo(uploads=True)
@@ -311,10 +321,12 @@ class SpeculativeOverlap(BackwardOverlap):
 
     def check_clipping(self) -> None:
         """Allow clipping; pass gradients on as they arrive, whose norms the caller waits for."""
-        if self.is_open:
+        no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
+        with SignalsDeferred(), self.lock, no_reads:
+            if not self.is_open:
+                return
             super().require(PublicCall.STEP)
-            no_reads = torch._C.DisableTorchFunctionSubclass()  # noqa: SLF001
-            with SignalsDeferred(), self._lock, no_reads, poisoning(self._params.store.pipeline):
+            with poisoning(self._params.store.pipeline):
                 self._params.update_router.step_path.pass_on()
 
 

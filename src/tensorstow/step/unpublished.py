@@ -5,7 +5,8 @@ whose ``__torch_function__`` waits, restores the parameter's class, and runs the
 torch operation on the parameter itself sees the new weight, wherever it is called: averages of
 weights, norms, copies, ``p.data``. Operations that need no bytes (``shape``, ``grad``) do not wait.
 A graph of ``torch.compile`` guards the classes of parameters, so it is not entered with an
-unpublished one; hooks wait before.
+unpublished one; hooks wait before. Between a backward whose updates may be undone and ``step()``
+the waiter undoes them, so operations see the old weight.
 
 Reads without a torch operation on the parameter are not detected: through a view or NumPy array
 taken before ``step()``, and by extensions that use a tensor's address without torch's dispatch.
@@ -173,8 +174,10 @@ def _wait_for(tensor: Any) -> Any:  # noqa: ANN401
     waiter = _waiters.get(id(tensor))
     if waiter is not None:
         waiter([id(tensor)])
-    # The waiter of a schedule that is gone does nothing: the class is restored all the same.
-    mark_published(tensor)
+    # The waiter of a schedule that is gone does nothing: the class is restored all the same. Not if
+    # another thread has marked the tensor anew meanwhile.
+    if _waiters.get(id(tensor)) is waiter:
+        mark_published(tensor)
     return tensor
 
 

@@ -24,7 +24,7 @@ from parity.beside import (
 )
 from tensorstow import AdamW
 from tensorstow.base.errors import PoisonedError, TransferError
-from tensorstow.step.unpublished import Unpublished
+from tensorstow.step.unpublished import Unpublished, mark_published, mark_unpublished
 
 
 def _lerped(p: Tensor) -> Tensor:
@@ -197,3 +197,20 @@ def test_all_is_new_in_the_context(tmp_path: Path) -> None:
         assert published(model)
         assert same(weights(model), in_ram(blocks(), range(2)))
     optimizer.close()
+
+
+def test_a_mark_that_another_thread_has_made_meanwhile_stays() -> None:
+    parameter, called = nn.Parameter(torch.ones(3)), []
+
+    def second(_: object) -> None:
+        called.append("second")
+        mark_published(parameter)
+
+    def first(_: object) -> None:
+        called.append("first")
+        mark_unpublished(parameter, second)
+
+    mark_unpublished(parameter, first)
+    assert parameter.sum() == 3
+    assert called == ["first", "second"]
+    assert type(parameter) is nn.Parameter
