@@ -288,19 +288,15 @@ class OptimizerRuntime:
         if in_commit_thread() or any(lock.locked() for lock in _LOCKS):
             end = threading.Event()
             _ENDS.add(end)
-            _thread.start_new_thread(self._finish_and_log, (end,))
+            _thread.start_new_thread(_finish_elsewhere, ([self], end))
         else:
             self._finish_and_log()
 
-    def _finish_and_log(self, end: threading.Event | None = None) -> None:
+    def _finish_and_log(self) -> None:
         try:
             self.finish(asked=False)
         except Exception:
             logger.exception("An optimizer was dropped, and the work after its last step failed")
-        finally:
-            if end is not None:
-                _ENDS.discard(end)
-                end.set()
 
     def __del__(self) -> None:
         """End background work: the model may outlive the optimizer, and needs its new weights.
@@ -310,6 +306,18 @@ class OptimizerRuntime:
         """
         if not self._finished and _LIVING is not None:
             self.finish_and_log()
+
+
+def _finish_elsewhere(held: list[OptimizerRuntime], end: threading.Event) -> None:
+    """Finish the one runtime in ``held`` and let go of it; then set ``end``.
+
+    The interpreter may end after that, while this thread must not be in native destructors.
+    """
+    try:
+        held.pop()._finish_and_log()  # noqa: SLF001
+    finally:
+        _ENDS.discard(end)
+        end.set()
 
 
 _NUMBERS = itertools.count()
