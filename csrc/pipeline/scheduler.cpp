@@ -171,8 +171,8 @@ bool Scheduler::start_next_read() {
   const CurrentStep& step = data_.step;
   if (data_.monitor.has_failed() || !(step.is_under_way() || step.is_prefetching())) return false;
   const ReadOrder& order = data_.order;
-  const std::size_t awaiting = data_.ring.awaiting_gradients(order.late_turn());
-  const bool reads_ahead = data_.ring.has_free() && awaiting < order.slots_ahead();
+  const bool reads_ahead = order.slots_ahead() > 0 && data_.ring.has_free() &&
+                           data_.ring.awaiting_gradients(order.late_turn()) < order.slots_ahead();
   PipelineChunk* chunk = data_.order.next(step, reads_ahead);
   if (chunk == nullptr) return false;
   const bool urgent = step.is_under_way() && chunk->gradients_due == 0;

@@ -142,10 +142,10 @@ class SpeculativeOverlap(BackwardOverlap):
 
             def hide() -> None:
                 alive = schedule()
-                # With another plan the step was aborted.
                 if alive is None:
                     return
                 with SignalsDeferred(), alive.lock:
+                    # With another plan the step was aborted.
                     if alive._plan is plan and alive._has_ended:  # noqa: SLF001
                         _hide_weights(plan, weakly(alive._undo_for_weight))  # noqa: SLF001
 
