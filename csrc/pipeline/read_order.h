@@ -2,11 +2,11 @@
 //
 // [Note: Ahead of gradients] Where a step goes on in the next forward, what that needs first gets
 // its gradients last, and forward would wait while its states are read. So once the first gradients
-// have come, chunks are read before theirs come: the last one of a window as wide as the ring first,
-// as about so many come while all slots are in use. If the disk cannot keep up, those in between are
-// passed by, and read when nothing newer is left. So what is left is spread over the model: a
-// forward that waits for chunks in a row leaves the disk idle later. A quarter of the slots is for
-// chunks that have their gradients.
+// have come, chunks are read before theirs come: the last one of a window as wide as the ring
+// first, as about so many come while all slots are in use. If the disk cannot keep up, those in
+// between are passed by, and read when nothing newer is left. So what is left is spread over the
+// model: a forward that waits for chunks in a row leaves the disk idle later. A quarter of the
+// slots is for chunks that have their gradients.
 #pragma once
 
 #include <algorithm>
@@ -54,9 +54,9 @@ class ReadOrder {
   bool has_ready() const { return !ready_to_read_.empty(); }
   // Whether more chunks than that are still to be read in turn.
   bool has_more_than(std::size_t slots) const;
-  // The chunk whose slot another one may have: one that has no part in the step or waits until it is
-  // confirmed, else the last one up to the turn `last` whose gradients are still to come; null where
-  // there is none.
+  // The chunk whose slot another one may have: one that has no part in the step or waits until it
+  // is confirmed, else the last one up to the turn `last` whose gradients are still to come; null
+  // where there is none.
   PipelineChunk* to_evict(const CurrentStep& step, int last) const;
 
  private:
