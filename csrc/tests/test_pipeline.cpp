@@ -321,6 +321,33 @@ void test_a_chunk_is_read_before_its_gradient(Make make) {
   CHECK(std::find(std::find(read.begin(), read.end(), 5), read.end(), 2) != read.end());
 }
 
+// A chunk that the gradients of later ones have passed by gives its slot up to them.
+void test_a_late_chunk_makes_room(Make make) {
+  doing("late gradients");
+  RigOptions options = with(2, Order::given, {});
+  options.shapes.assign(6, Shape{{}, 1024});
+  Rig rig(make({4, 4096}), options);
+  CHECK(rig.step(1).error == 0);
+  CHECK(rig.pipeline().quiesce().error == 0);
+  rig.pipeline().trace().start(1000);
+  rig.begin(2, rig.training().all_but(), {.open = true, .newest_first = true});
+  CHECK(soon([&] { return rig.pipeline().ledger().state(0) == ChunkState::ready; }));
+  rig.engine().faults().add({Op::read, 0, 4, 0, 0, 50000});  // meanwhile the others come
+  for (const int p : {1, 2, 3, 4, 5}) rig.add_gradient(p);
+  for (const int p : {1, 2, 3, 4, 5}) {
+    CHECK(soon([&] { return rig.pipeline().progress().is_published(p); }));
+  }
+  rig.add_gradient(0);
+  rig.pipeline().close();
+  CHECK(rig.pipeline().progress().wait_published().error == 0);
+  check_all(rig);
+  int reads = 0;
+  for (const Event& event : rig.pipeline().trace().events()) {
+    reads += event.lane == Lane::read && event.chunk == 0 ? 1 : 0;
+  }
+  CHECK(reads == 2);
+}
+
 // The same where what fills the ring has no part in the step, or must only pass through it.
 void test_whoever_idles_in_the_ring_makes_room(Make make) {
   doing("idle in the ring");
@@ -757,6 +784,7 @@ int main() {
     test_a_piece_comes_once(make);
     test_a_chunk_makes_room_for_one_that_has_its_gradient(make);
     test_a_chunk_is_read_before_its_gradient(make);
+    test_a_late_chunk_makes_room(make);
     test_whoever_idles_in_the_ring_makes_room(make);
     test_expected_gradients_may_stay_out(make);
     test_a_commit_has_states_and_weights(make);
