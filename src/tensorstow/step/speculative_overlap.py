@@ -336,7 +336,7 @@ class _OldWeights:
     def __init__(self, params: ParamTable) -> None:
         self._params = params
         self.memory: dict[int, torch.Tensor] = {}
-        """By the numbers of their parameters."""
+        """One block for each parameter, by its number."""
 
     def of(self, number: int, weight: torch.Tensor | None) -> torch.Tensor | None:
         """Return memory for the old ``weight`` of a parameter; None: it has no weight."""
@@ -350,11 +350,11 @@ class _OldWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """The bytes of all blocks."""
         return sum(old.nbytes for old in self.memory.values())
 
     def free(self) -> None:
-        """Give it back: no step begins in backward any more."""
+        """Give the blocks back: no step begins in backward any more."""
         held = self._params.store.pipeline.memory
         held[:] = [block for block in held if not any(block is o for o in self.memory.values())]
         self.memory = {}
