@@ -330,6 +330,7 @@ class StowedAdam(PlacedOptimizer):
         generation = agreement.choose(store, which, ranks)
         if generation is None:
             commits.begin_anew(store)
+            self._drop_gradients()
             self._runtime.go_on_uploading(worlds)
             return None
         ranks.run_on_all("resume()", partial(self._go_on_from, generation))

@@ -268,6 +268,18 @@ def test_a_request_outlives_a_resume_that_drops_its_step(tmp_path: Path) -> None
     optimizer.close()
 
 
+def test_a_resume_without_a_commit_drops_an_open_step_and_its_gradients(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = committing(model, tmp_path, commit_every=None)
+    before = weights(model)
+    backward(model, 0)
+    wait_for_updates(optimizer, model)
+    assert optimizer.resume() is None
+    assert all(p.grad is None for p in model.parameters())
+    assert same(weights(model), before)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("end", ["commit", "snapshot", "close", "commit_to", "another step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_an_undone_commit_has_written_is_in_no_later_one(
