@@ -13,7 +13,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 STOWED = [
     # fp32_sums is one of them: sums in host memory and in fp32 are put aside by one class.
     (Plan(parameters="device", states="disk"), 10),
-    (Plan(parameters="device", states="disk", overlap="forward"), 10),
+    (Plan(parameters="device", states="disk", overlap="forward"), 12),
     (Plan(parameters="device", states="disk", overlap="backward"), 9),
     (Plan(parameters="device", states="disk", update_on="device"), 9),
     (Plan(parameters="device", states="disk", update_on="hybrid"), 9),
@@ -30,7 +30,7 @@ On the device: its feed, and what the feeds of both sides share (``LinkFeed``).
 """
 PLAIN = [
     ({}, 8),
-    ({"overlap": "forward"}, 8),
+    ({"overlap": "forward"}, 10),
     ({"overlap": "backward"}, 8),
     ({"update_on": "device"}, 9),
     ({"update_on": "device", "overlap": "backward"}, 9),

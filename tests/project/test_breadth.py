@@ -125,8 +125,8 @@ IN_HOST_MEMORY = [
     (Plan(parameters="host", states="disk"), 5),
     (
         Plan(parameters="host", states="disk", overlap="backward"),
-        6,
-    ),  # what is left waits as in forward
+        7,
+    ),  # what is left waits as in forward, and so does what changes the gradient
     (Plan(parameters="disk", states="disk"), 7),
     (Plan(parameters="disk", states="disk", overlap="backward"), 7),
 ]

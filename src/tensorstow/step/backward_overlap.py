@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import AccumulationSteps, reaches_device
 from tensorstow.io.device_link import DeviceEvent
 from tensorstow.states.memory import StateMemory
@@ -506,7 +507,9 @@ class BackwardOverlap(UpdatesInForward):
         if self._going_on is not None:
             updates = opened.updates
             left = [u._replace(gradient=still_read.get(u.param.number)) for u in updates]
-            self._go_on(left, self._going_on)
+            # The feeds of an accelerator share the memory of weights that they copy up.
+            on_host = [u for u in left if u.param.tier is not Tier.DEVICE]
+            self._go_on(left, self._going_on, self._shared(on_host))
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once these weights, or all, are new. Raises OptionError before ``step()``.

@@ -11,16 +11,31 @@ has: by ``load_state_dict(assign=True)``, ``fully_shard``, or an assignment. The
 be trained, and a commit would keep the old one. A step looks at the places that had the
 parameters, and by name if one has another, or if the number of gradients changed. FSDP2 puts whole
 parameters, which are no DTensors, in the place of its own while a unit is unsharded.
+
+[Note: Aliases] A read of a parameter waits for its update ([Note: Unpublished]); a read through a
+view or NumPy array that was taken before ``step()`` cannot. Each of these holds the storage of the
+parameter, and torch counts its holders. So the update of a parameter whose storage has holders that
+are not ours runs inside of ``step()``. A graph of autograd that is still alive, or an object that
+waits for the garbage collector, holds it too: then ``step()`` waits without need. The same is true
+of a gradient, which something else may rewrite during the update, as DDP its buckets.
+
+Memory that processes share has other readers too. Not found are raw addresses, an array of which
+a parameter was made by ``torch.from_numpy``, what reads the shard of a DTensor, whose storage FSDP2
+holds itself, and, in a step that began in backward, aliases of weights on an accelerator.
 """
 
-from collections.abc import Iterable
+import functools
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from tensorstow.base.errors import OptionError
 from tensorstow.step.managed_param import ManagedParam, ParamUpdate
-from tensorstow.tensors.dtensor import is_in_storage, layout_of, shard_of
+from tensorstow.tensors.dtensor import PLAIN_TENSORS, is_in_storage, layout_of, shard_of
+from tensorstow.tensors.placeholder import ConsumedGradient
 
 _WAY_OUT = (
     ' Call optimizer.wait() first, or use overlap="none"; resume() goes back to the last commit of'
@@ -100,6 +115,8 @@ class UpdateUnderWay:
     """An update that runs on after ``step()``, and what must not change until it is over."""
 
     update: ParamUpdate
+    parts: Sequence[torch.Tensor] = field(default=(), init=False)
+    """The gradient in ``.grad`` and the states in memory, if their uses wait too."""
     version: int = field(init=False)
     """The version of the gradient when the update began."""
     memory: torch.Tensor = field(init=False)
@@ -113,14 +130,24 @@ class UpdateUnderWay:
         self.memory = self.update.param.parameter.detach()
         self.nbytes = self.memory.untyped_storage().nbytes()
 
+    def find_parts(self) -> None:
+        """Find what users see of the update beside its weight."""
+        param = self.update.param
+        parts: list[torch.Tensor] = [t for t in param.views.values() if type(t) in PLAIN_TENSORS]
+        # In a storage of ours the gradient has a class of its own, which stays.
+        if self.update.gradient is not None and not is_in_storage(param.owner):
+            gradient = param.owner.grad
+            if gradient is not None and not isinstance(gradient, ConsumedGradient):
+                parts.append(gradient)
+        self.parts = parts
+
     def check(self) -> None:
         """Raise OptionError if the gradient or the weight was changed during the update."""
         if self._version() != self.version:
             message = (
                 "A gradient was changed in place after step(), while its update was still reading"
-                " it, for example by a backward that added to it or by model.zero_grad("
-                "set_to_none=False). Call optimizer.zero_grad() after step(), or optimizer.wait()"
-                " before the change."
+                " it, for example by a backward that added to it. Call optimizer.zero_grad() after"
+                " step(), or optimizer.wait() before the change."
             )
             raise OptionError(message)
         param = self.update.param
@@ -157,3 +184,73 @@ def refusal(param: ManagedParam, change: str) -> OptionError:
         f" the update.{_WAY_OUT}"
     )
     return OptionError(message)
+
+
+# --- aliases ---
+
+
+def may_have_aliases(param: ManagedParam) -> bool:
+    """Return whether users can have tensors on the memory of a weight: storages of ours wait."""
+    owner = param.owner
+    return owner is param.shard and layout_of(owner) is None and not is_in_storage(owner)
+
+
+def shared_elsewhere(updates: Iterable[ParamUpdate], params: Iterable[ManagedParam]) -> list[int]:
+    """Return ids of the parameters of ``updates`` that others may read or write unnoticed.
+
+    Args:
+        updates: Updates that will run beside the caller, before any feed has begun them, of
+            parameters that ``may_have_aliases``.
+        params: All parameters of the optimizer, which may share storages with each other.
+    """
+    # A read of a weight may wait or undo its update, and this is none.
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        shared = [u for u in updates if _is_shared(u.param.owner, 1) or _is_rewritten(u)]
+        if not shared:
+            return []
+        siblings = Counter(_key(param.owner) for param in params if may_have_aliases(param))
+        return [
+            id(u.param.owner)
+            for u in shared
+            if _is_shared(u.param.owner, siblings[_key(u.param.owner)]) or _is_rewritten(u)
+        ]
+
+
+def _is_shared(weight: torch.Tensor, ours: int) -> bool:
+    storage: Any = weight.untyped_storage()
+    # All memory of CUDA counts as shared between processes.
+    return _holders(weight) > ours or bool(weight.is_cpu and storage.is_shared())
+
+
+def _is_rewritten(update: ParamUpdate) -> bool:
+    """Return whether others hold the gradient that an update reads."""
+    gradient, shown = update.gradient, update.param.owner.grad
+    if gradient is None:
+        return False
+    ours = 1
+    # The place of a gradient that was used has no memory.
+    if shown is not None and type(shown) in PLAIN_TENSORS and shown is not gradient:
+        ours += _key(shown) == _key(gradient)
+    return _holders(gradient) > ours
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """Return what is the same for all tensors of one storage."""
+    storage: Any = tensor.untyped_storage()
+    return int(storage._cdata)  # noqa: SLF001  # what torch's count below is asked with
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """Return the number of tensors, and other holders, of the storage of ``tensor``."""
+    return _count(tensor) - _of_one()
+
+
+def _count(tensor: torch.Tensor) -> int:
+    # The object of the storage is gone when its holders are counted.
+    return int(torch._C._storage_Use_Count(_key(tensor)))  # noqa: SLF001
+
+
+@functools.cache
+def _of_one() -> int:
+    """Return the count of a storage that one tensor holds, less one; it differs by version."""
+    return _count(torch.empty(1)) - 1

@@ -39,9 +39,9 @@ from tensorstow.step.managed_param import (
 )
 from tensorstow.step.norms import KeptNorms
 from tensorstow.step.param_table import ParamTable
-from tensorstow.step.replaced import UpdateUnderWay
+from tensorstow.step.replaced import UpdateUnderWay, may_have_aliases, shared_elsewhere
 from tensorstow.step.step_plan import States
-from tensorstow.step.unpublished import mark_published, mark_unpublished
+from tensorstow.step.unpublished import Waiter, mark_published, mark_unpublished
 
 _P = ParamSpec("_P")
 logger = logging.getLogger("tensorstow")
@@ -49,6 +49,10 @@ _BLIND = (
     'overlap="forward" overlaps nothing: the model is compiled as one graph, which cannot wait for'
     " a weight while it runs, so step() returns when all are new. Compile its blocks instead,"
     " before you create the optimizer: model.layers[i] = torch.compile(model.layers[i])."
+)
+_SHARED = (
+    "step() updates %d of %d parameters before it returns: other tensors, views or arrays share the"
+    " memory of their weights or gradients, and would see the update before it is complete."
 )
 
 
@@ -147,6 +151,7 @@ class OngoingSchedule(Schedule):
 
     def __init__(self, params: ParamTable) -> None:
         super().__init__(params)
+        self._has_said_shared = False
         self._under_way: dict[int, UpdateUnderWay] = {}
         """Updates whose weights are not published, by the ids of their parameters."""
         self.lock = threading.RLock()
@@ -178,7 +183,8 @@ class OngoingSchedule(Schedule):
     def _forget(self) -> None:
         """Stop waiting for the step under way."""
         for under_way in self._under_way.values():
-            mark_published(under_way.update.param.owner)
+            for tensor in (under_way.update.param.owner, *under_way.parts):
+                mark_published(tensor)
         self._under_way = {}
 
 
@@ -187,6 +193,11 @@ class UpdatesInForward(OngoingSchedule):
 
     def _step_into_forward(self, plan: StepPlan, states: States, waits: ForwardWaits) -> None:
         """Take the step of ``plan``, all of whose updates run in the next forward."""
+        # First: the feeds' own tensors share the memory of what they copy.
+        shared = self._shared(plan.updates)
+        if len(shared) > len(plan.updates) // 2 and not self._has_said_shared:
+            self._has_said_shared = True
+            logger.info(_SHARED, len(shared), len(plan.updates))
         if self._nan_until_published:
             write_to_copies(plan)
             for update in plan.updates:
@@ -195,18 +206,35 @@ class UpdatesInForward(OngoingSchedule):
         path.begin(plan, OverlapWith.FORWARD)
         path.close()
         record_step(plan, states)
-        self._go_on(plan.updates, waits)
+        self._go_on(plan.updates, waits, shared)
 
-    def _go_on(self, updates: Iterable[ParamUpdate], waits: ForwardWaits) -> None:
+    def _go_on(
+        self, updates: Iterable[ParamUpdate], waits: ForwardWaits, shared: Iterable[int]
+    ) -> None:
         """Let reads of the weights of a closed step wait for their updates.
 
-        Weights outside of the model, for which no module waits, are new when this returns.
+        New when this returns are weights for which no module waits, and those of the ids
+        ``shared`` ([Note: Aliases]).
         """
         self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in updates}
         self._hide(self.wait)
-        uncovered = [i for i in self._under_way if not waits.covers(i)]
+        self._hide_parts(self.wait)
+        uncovered = [*(i for i in self._under_way if not waits.covers(i)), *shared]
         if uncovered:
             self.wait(uncovered)
+
+    def _shared(self, updates: Iterable[ParamUpdate]) -> Sequence[int]:
+        """Return ids of parameters of which others may have aliases ([Note: Aliases])."""
+        plain = [u for u in updates if may_have_aliases(u.param)]
+        return shared_elsewhere(plain, self._params.all()) if plain else ()
+
+    def _hide_parts(self, waiter: Callable[[Iterable[int]], None]) -> None:
+        """Let uses of gradients and states in memory wait for the update that reads them."""
+        call = weakly(waiter)
+        for identity, under_way in self._under_way.items():
+            under_way.find_parts()
+            for tensor in under_way.parts:
+                mark_unpublished(tensor, _waiter_for(call, identity))
 
     def wait(self, ids: Iterable[int] | None = None) -> None:
         """Return once the parameters with these ids, or all, have their new weights."""
@@ -233,6 +261,8 @@ class UpdatesInForward(OngoingSchedule):
             param = self._under_way[identity].update.param
             publish_weight(param)
             mark_published(param.owner)  # after the copy: another thread may read it now
+            for part in self._under_way[identity].parts:
+                mark_published(part)
             del self._under_way[identity]  # last: after an interrupt, all of this is repeated
 
     def finish(self) -> None:
@@ -275,6 +305,10 @@ class ForwardOverlap(UpdatesInForward):
         if order != self._last_order:
             order_for_forward(self._params, order[1])
             self._last_order = order
+
+
+def _waiter_for(waiter: Callable[[Iterable[int]], None], identity: int) -> Waiter:
+    return lambda _: waiter((identity,))
 
 
 def record_step(plan: StepPlan, states: States) -> None:

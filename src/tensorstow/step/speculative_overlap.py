@@ -142,15 +142,23 @@ class SpeculativeOverlap(BackwardOverlap):
 
             def hide() -> None:
                 alive = schedule()
-                if alive is None:
-                    return
-                with SignalsDeferred(), alive.lock:
-                    # With another plan the step was aborted.
-                    if alive._plan is plan and alive._has_ended:  # noqa: SLF001
-                        _hide_weights(plan, weakly(alive._undo_for_weight))  # noqa: SLF001
+                if alive is not None:
+                    alive._hide_step(plan)  # noqa: SLF001
 
             engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
             engine.queue_callback(hide)  # after the one that ends backward
+
+    def _hide_step(self, plan: StepPlan) -> None:
+        """Undo the step of ``plan`` when a weight is read; now if that would be unnoticed."""
+        # The feeds of an accelerator share the memory of weights that they copy up.
+        on_host = [update for update in plan.updates if update.param.tier is not Tier.DEVICE]
+        with SignalsDeferred(), self.lock:
+            if self._plan is not plan or not self._has_ended:  # the step was aborted
+                return
+            _hide_weights(plan, weakly(self._undo_for_weight))
+            if self._shared(on_host) and not is_written(plan, self.written):
+                why = "a view or an array shares the memory of a weight"
+                self._undo_for_reader(why, in_backward=True)
 
     def _undo_for_weight(self, _: Iterable[int]) -> None:
         """Undo the open step for a read of one of its weights.
@@ -275,10 +283,13 @@ class SpeculativeOverlap(BackwardOverlap):
         """Return whether no gradient of the open step has an inf or NaN."""
         return self.norms is None or all(map(math.isfinite, self.norms.all().values()))
 
-    def _undo_for_reader(self, why: str) -> None:
-        """Undo the open step for what reads or changes a gradient or a weight; say so once."""
+    def _undo_for_reader(self, why: str, *, in_backward: bool = False) -> None:
+        """Undo the open step for what reads or changes a gradient or a weight; say so once.
+
+        ``in_backward``: the caller is the last function of its backward.
+        """
         with SignalsDeferred(), self.lock:
-            if self._is_settled or not self._can_undo_now():
+            if self._is_settled or not (in_backward or self._can_undo_now()):
                 return
             self.undo(uploads=True)
             if self._alone:  # it does so in each step, most likely

@@ -8,8 +8,12 @@ A graph of ``torch.compile`` guards the classes of parameters, so it is not ente
 unpublished one; hooks wait before. Between a backward whose updates may be undone and ``step()``
 the waiter undoes them, so operations see the old weight.
 
-Reads without a torch operation on the parameter are not detected: through a view or NumPy array
-taken before ``step()``, and by extensions that use a tensor's address without torch's dispatch.
+Gradients and states in memory that an update still uses have such a class too, for ``zero_grad``
+and for who resets moments.
+
+Reads without a torch operation on the parameter are not detected. Views and arrays that were taken
+before ``step()`` are known by another way ([Note: Aliases]); extensions that use a tensor's address
+without torch's dispatch are not.
 """
 
 import copy

@@ -40,7 +40,8 @@ class Watched:
     """The memory of tensors, without keeping it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.refs = [StorageWeakRef(t.untyped_storage()) for t in tensors]
+        with torch._C.DisableTorchFunctionSubclass():  # this waits for no update
+            self.refs = [StorageWeakRef(t.untyped_storage()) for t in tensors]
 
     @property
     def alive(self) -> list[bool]:
