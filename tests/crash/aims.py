@@ -40,9 +40,9 @@ MOMENTS: dict[str, tuple[Any, str, str]] = {
     # A step.
     "a step handed over": (state_store.UpdatePipeline, "step", "after"),
     "a step begins": (state_store.UpdatePipeline, "step", "before"),
-    "before updates are undone": (native_pipeline.Undoing, "undo", "before"),
-    "updates are undone": (native_pipeline.Undoing, "undo", "after"),
-    "updates are confirmed": (native_pipeline.Undoing, "confirm", "after"),
+    "before updates are undone": (native_pipeline.UpdatePipeline, "undo", "before"),
+    "updates are undone": (native_pipeline.UpdatePipeline, "undo", "after"),
+    "updates are confirmed": (native_pipeline.UpdatePipeline, "confirm", "after"),
     "old weights on disk are back": (buffer_pool.BufferPool, "put_back", "after"),
     "new weights on disk are kept": (disk_feed.DiskFeed, "confirm", "after"),
 }

@@ -190,7 +190,7 @@ def test_a_failure_of_a_run_of_references_is_a_warning(
     optimizer = make(net, tmp_path, commit_every=None, checkpoints="reference")
     train(net, optimizer)
     optimizer.request_commit()
-    optimizer._states().pipeline.poison(RuntimeError("no more"))
+    optimizer._states().pipeline.handle.poison(RuntimeError("no more"))
     optimizer.close()
     assert "the optimizer failed" in caplog.text
 
@@ -261,7 +261,7 @@ def test_an_optimizer_that_failed_says_what_is_lost(
     net = model()
     optimizer = make(net, tmp_path)
     train(net, optimizer)
-    optimizer._states().pipeline.poison(RuntimeError("no more"))
+    optimizer._states().pipeline.handle.poison(RuntimeError("no more"))
     optimizer.close()
     assert "3 steps" in caplog.text
     assert "the optimizer failed" in caplog.text

@@ -415,8 +415,8 @@ MUTATIONS = (
     ),
     Mutation(
         _FEED,
-        "feed.synchronize()\n            self._pipeline.undoing",
-        "pass\n            self._pipeline.undoing",
+        "feed.synchronize()\n            self._pipeline.undo",
+        "pass\n            self._pipeline.undo",
         "gpu/test_gpu_speculation.py::test_weights_on_the_device_are_those_of_before",
     ),
     Mutation(

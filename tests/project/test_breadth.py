@@ -22,7 +22,7 @@ from tensorstow.optim.stowed_adam import StowedAdam
 from tree import ROOT
 
 SOURCE = Path(tensorstow.__file__).parent
-MOST_OF_FSDP = 12
+MOST_OF_FSDP = 13
 MOST_OF_STOW = 96
 
 

@@ -204,8 +204,8 @@ class Commits:
                 self.extents.retarget(params.store, storage_of(params))
                 self.committed, self.generation = generation.step, generation.number
         except BaseException as error:
-            params.store.pipeline.check_alive()  # unless the caller has seen the error already
-            params.store.pipeline.poison(error)
+            params.store.pipeline.handle.live()  # unless the caller has seen the error already
+            params.store.pipeline.handle.poison(error)
             raise
         if unlinked is not None:
             # States and weights are as good as before: the run may go on in another directory.

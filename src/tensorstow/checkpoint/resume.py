@@ -110,7 +110,7 @@ def resume(
         for param in params.all():
             _begin(param, params.store, reseed=param.number in hyper.reseed, states=states)
     except BaseException as error:
-        params.store.pipeline.poison(error)
+        params.store.pipeline.handle.poison(error)
         raise
     return extra
 

@@ -307,8 +307,7 @@ class H2DPrefetcher:
         self._alone = optimizer._alone  # noqa: SLF001  # a hook of the engine
         optimizer.register_step_pre_hook(self._pre_step)
         optimizer.register_step_post_hook(self._post_step)
-        optimizer._register_resume_hook(self.discard)  # noqa: SLF001  # a hook of the engine
-        optimizer._register_exchange_hook(self.discard)  # noqa: SLF001  # the same
+        optimizer._register_rewrite_hook(self.discard)  # noqa: SLF001  # a hook of the engine
 
     def add_unit(
         self,

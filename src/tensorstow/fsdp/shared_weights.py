@@ -97,22 +97,16 @@ class SharedWeights:
                 itself._reduction.include_unfrozen()
                 itself._gather(itself._layouts_of(alive), alive)
 
-        def around_resume() -> None:
-            itself._lost = False
-            itself._reduction.recover()
-            alive = reference()
-            if alive is not None:
-                itself._gather(itself._layouts(), alive)
-
-        def around_exchange() -> None:
+        def around_rewrite(drops_gradients: bool) -> None:  # noqa: FBT001  # a hook
             itself._lost |= itself._reduction.recover()
+            if drops_gradients:
+                itself._lost = False
             alive = reference()
             if alive is not None:
                 itself._gather(itself._layouts(), alive)
 
         optimizer._register_update_hook(gather)  # noqa: SLF001  # a hook of the engine
-        optimizer._register_resume_hook(around_resume)  # noqa: SLF001  # a hook of the engine
-        optimizer._register_exchange_hook(around_exchange)  # noqa: SLF001  # the same
+        optimizer._register_rewrite_hook(around_rewrite)  # noqa: SLF001  # a hook of the engine
 
     # --- inside ---
 

@@ -245,7 +245,7 @@ def _register_reports(
     model = weakref.ref(request.model)
     part = partial(ParameterPart, model, request.links, predict, step)
     optimizer._recorded_parts.append(part)  # noqa: SLF001  # a hook of the engine
-    optimizer._register_released_part(partial(ModelMemory, model))  # noqa: SLF001  # the same
+    optimizer._register_released_part(ModelMemory(model))  # noqa: SLF001  # the same
     return part
 
 

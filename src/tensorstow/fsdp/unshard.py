@@ -77,8 +77,7 @@ class UnshardHooks:
         self._root.register_forward_hook(self._post_forward, always_call=True)
         self._reshards_after_forward = stage < 3
         optimizer.register_step_pre_hook(self._pre_step)
-        optimizer._register_resume_hook(self._around_resume)  # noqa: SLF001  # a hook of the engine
-        optimizer._register_exchange_hook(self._around_exchange)  # noqa: SLF001  # the same
+        optimizer._register_rewrite_hook(self._around_rewrite)  # noqa: SLF001  # a hook of the engine
 
     # A compiled graph would treat these queries as constants.
     @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
@@ -116,14 +115,11 @@ class UnshardHooks:
             self._lost = ""
         self._reshard()
 
-    def _around_resume(self) -> None:
-        self._lost = ""
-        self._recover()
-        self._reshard()
-
-    def _around_exchange(self) -> None:
+    def _around_rewrite(self, drops_gradients: bool) -> None:  # noqa: FBT001  # a hook
         if self._recover():
             self._lost = INCOMPLETE
+        if drops_gradients:
+            self._lost = ""
         self._reshard()
 
     def _is_in_forward(self) -> bool:

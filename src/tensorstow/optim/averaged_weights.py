@@ -31,7 +31,7 @@ class AveragedWeights:
         self,
         runtime: OptimizerRuntime,
         model: torch.nn.Module,
-        hooks: Sequence[Callable[[], None]],
+        hooks: Sequence[Callable[[bool], None]],
     ) -> None:
         """Change nothing yet; ``hooks`` are called before and after weights are written."""
         self._runtime = runtime
@@ -81,10 +81,10 @@ class AveragedWeights:
 
         with SignalsDeferred():
             for hook in self._hooks:
-                hook()
+                hook(False)  # noqa: FBT003  # gradients stay
             self._runtime.ranks.run_on_all(operation, act)
             for hook in self._hooks:
-                hook()
+                hook(False)  # noqa: FBT003  # gradients stay
 
 
 def _check_model(model: torch.nn.Module, params: ParamTable) -> None:

@@ -7,7 +7,7 @@ refused before anything changes, and weights can be read all the time. A step, a
 else that would take memory again raises an error until ``wake``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,29 +64,24 @@ class StateBuffers:
 class MemoryRelease:
     """Whether an optimizer and its model have given memory back, and what has."""
 
-    def __init__(
-        self,
-        steps: StepRunner,
-        params: ParamTable,
-        call_lock: CallLock,
-        parts: Sequence[ReleasedPart],
-    ) -> None:
-        """Begin awake, with the optimizer's own part and further ``parts``."""
+    def __init__(self, steps: StepRunner, params: ParamTable, call_lock: CallLock) -> None:
+        """Begin awake, with the optimizer's own part."""
         self._steps = steps
         self._params = params
         self._call_lock = call_lock
-        self._parts: list[ReleasedPart] = [StateBuffers(params), *parts]
+        self.parts: list[ReleasedPart] = [StateBuffers(params)]
+        """What gives memory back: a model comes later."""
 
     def release(self, *, host: bool) -> None:
         """Settle all work, then give memory back; repeated calls give back what is left."""
         _refuse_gradients(self._steps.contents.parameters())
-        for part in self._parts:
+        for part in self.parts:
             part.check_release(host=host)
         self._steps.wait_idle()
         self._params.store.pipeline.wait_idle()
         # From here on no call may take memory again, also if a part fails to give its own back.
         self._call_lock.is_released = True
-        for part in self._parts:
+        for part in self.parts:
             part.release(host=host)
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
@@ -96,7 +91,7 @@ class MemoryRelease:
     def wake(self) -> None:
         """Take memory again; no-op if nothing is released."""
         if self._call_lock.is_released:
-            for part in self._parts:
+            for part in self.parts:
                 part.wake()
             # Last: after an error the optimizer is still released, and ``wake()`` can be repeated.
             self._call_lock.is_released = False

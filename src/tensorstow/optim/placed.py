@@ -43,8 +43,7 @@ class PlacedOptimizer(Optimizer):
         self._recorded_parts: list[Callable[[], RecordedPart]] = []
         """Factories of further parts to record: the weights of a model that ``stow`` placed."""
         self._after_updates: list[Callable[[], None]] = []
-        self._around_resume: list[Callable[[], None]] = []
-        self._around_exchange: list[Callable[[], None]] = []
+        self._around_rewrites: list[Callable[[bool], None]] = []
         self._at_close: list[Callable[[], None]] = []
         self._has_exact_norm = False
         """Whether the norm of gradients is to have the same bits on any number of ranks."""
@@ -359,23 +358,17 @@ class PlacedOptimizer(Optimizer):
         """
         self._after_updates.append(hook)
 
-    def _register_resume_hook(self, hook: Callable[[], None]) -> None:
-        """Have ``hook`` called before ``resume()`` writes weights, and after it.
+    def _register_rewrite_hook(self, hook: Callable[[bool], None]) -> None:
+        """Have ``hook`` called before ``resume()`` or ``averaged()`` writes weights, and after it.
 
-        So that copies of weights can be dropped, also those that another thread makes meanwhile.
-        ``StowedOptimizer`` has no ``resume()`` and never calls it.
+        So that copies of weights can be dropped, also those that another thread makes meanwhile. It
+        is called with whether gradients go too: those from before a ``resume()`` do, with what is
+        known to be wrong with them. ``StowedOptimizer`` has neither and never calls it.
         """
-        self._around_resume.append(hook)
+        self._around_rewrites.append(hook)
 
-    def _register_exchange_hook(self, hook: Callable[[], None]) -> None:
-        """Have ``hook`` called before ``averaged()`` exchanges weights, and after it.
-
-        As a resume hook, but gradients stay, and so does what is known to be wrong with them.
-        """
-        self._around_exchange.append(hook)
-
-    def _register_released_part(self, make: Callable[[], ReleasedPart]) -> None:
-        """Have what ``make`` returns give memory back at ``release()``, if the class has that."""
+    def _register_released_part(self, part: ReleasedPart) -> None:
+        """Have ``part`` give memory back at ``release()``, if the class has that."""
 
     def _register_close_hook(self, hook: Callable[[], None]) -> None:
         """Have ``hook`` called when the optimizer has been closed; perhaps more than once.

@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from multiprocessing.process import parent_process
 from multiprocessing.util import Finalize
@@ -37,7 +37,6 @@ from tensorstow.checkpoint.run import Extra, RunOptions
 from tensorstow.checkpoint.serialize import check_extra
 from tensorstow.checkpoint.uploads import Uploads, log_unsent
 from tensorstow.checkpoint.worlds import Worlds
-from tensorstow.memory.released_part import ReleasedPart
 from tensorstow.optim.memory_release import MemoryRelease
 from tensorstow.optim.step_runner import ParamFilter, StepRunner
 from tensorstow.states.offload_policy import OffloadPolicy
@@ -106,9 +105,7 @@ class OptimizerRuntime:
         self.steps = StepRunner(
             self.params, self.schedule, self.commits, ranks, call_lock, param_filter
         )
-        self.parts_to_release: list[Callable[[], ReleasedPart]] = []
-        """Factories of what gives memory back with the optimizer: its model."""
-        self._release: MemoryRelease | None = None
+        self.memory = MemoryRelease(self.steps, self.params, call_lock)
         if run.stop_signals:
             self.commits.stop = StopHandlers(run.stop_signals, self.commits)
         self._finished = False
@@ -180,18 +177,6 @@ class OptimizerRuntime:
                     last_first.callback(self.commits.stop.close)
                 if self.uploads is not None:
                     last_first.callback(self.uploads.close)
-
-    def release(self, *, host: bool) -> None:
-        """Settle all work, and give memory back until ``wake``."""
-        if self._release is None:
-            parts = [make() for make in self.parts_to_release]
-            self._release = MemoryRelease(self.steps, self.params, self.call_lock, parts)
-        self._release.release(host=host)
-
-    def wake(self) -> None:
-        """Take the memory again; no-op if nothing is released."""
-        if self._release is not None:
-            self._release.wake()
 
     def upload(self, name: str, remote: Remote) -> None:
         """Begin to copy a snapshot to ``remote``."""

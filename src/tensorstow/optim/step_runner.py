@@ -262,7 +262,7 @@ class StepRunner:
 
         ``found_inf`` and ``grad_scale`` are those of a GradScaler, if there is one.
         """
-        self._params.store.pipeline.check_alive()  # also without any gradient
+        self._params.store.pipeline.handle.live()  # also without any gradient
         scale = 1.0 if grad_scale is None else float(grad_scale)
         clip_factor, divisor = self.clip.of_now(), divisor * self.scaled.factor
         factor = clip_factor / divisor
@@ -386,7 +386,7 @@ class StepRunner:
                 # An error before the step begins leaves the optimizer usable.
                 if pipeline.steps_begun != begun:
                     pipeline.memory.append(used)
-                    pipeline.poison(error)
+                    pipeline.handle.poison(error)
                 raise
             self._end_step(commits=commits)
 
@@ -417,7 +417,7 @@ class StepRunner:
     def _accept_gradient(self, schedule: BackwardOverlap, parameter: torch.Tensor) -> None:
         params = self._params
         param = params.find(parameter)
-        params.store.pipeline.check_alive()
+        params.store.pipeline.handle.live()
         if schedule.is_given_up():
             parameter.grad = None  # of weights that no longer exist, as those that resume() drops
             return
@@ -477,7 +477,7 @@ class StepRunner:
         ``factor`` and ``scale`` are those of a step that is taken anew.
         """
         params = self._params
-        params.store.pipeline.check_alive()
+        params.store.pipeline.handle.live()
         schedule.check_unchanged()
         late, new_params = collect(
             self.contents.groups, params, self._param_filter.manages, backward_overlap=True

@@ -188,7 +188,7 @@ class StowedAdam(PlacedOptimizer):
         except BaseException as error:
             # An interrupt: step counts of one run, moments of another.
             if self._runtime.is_half_loaded:
-                self._states().pipeline.poison(error)
+                self._states().pipeline.handle.poison(error)
             raise
         finally:
             self._call_lock.allows_reads = False
@@ -267,7 +267,7 @@ class StowedAdam(PlacedOptimizer):
         Raises:
             OptionError: There are no averages, or parameters that have some are not the model's.
         """
-        return AveragedWeights(self._runtime, model, self._around_exchange)
+        return AveragedWeights(self._runtime, model, self._around_rewrites)
 
     def _accumulate(self) -> AbstractContextManager[None]:
         return self._runtime.schedule.accumulate()
@@ -346,8 +346,8 @@ class StowedAdam(PlacedOptimizer):
         return self._runtime.extra
 
     def _call_resume_hooks(self) -> None:
-        for hook in self._around_resume:
-            hook()
+        for hook in self._around_rewrites:
+            hook(True)  # noqa: FBT003  # gradients go too
 
     @property
     def _alone(self) -> Callable[[], AbstractContextManager[object]]:
@@ -552,15 +552,15 @@ class StowedAdam(PlacedOptimizer):
         Raises:
             OptionError: Something is in use, or cannot be given back; nothing was.
         """
-        self._runtime.release(host=host)
+        self._runtime.memory.release(host=host)
 
     @exclusive_call("wake")
     def wake(self) -> None:
         """Take the memory again that ``release()`` gave back; no-op if nothing is released."""
-        self._runtime.wake()
+        self._runtime.memory.wake()
 
-    def _register_released_part(self, make: Callable[[], ReleasedPart]) -> None:
-        self._runtime.parts_to_release.append(make)
+    def _register_released_part(self, part: ReleasedPart) -> None:
+        self._runtime.memory.parts.append(part)
 
     def start_trace(self) -> None:
         """Begin the event log that ``trace()`` returns."""
@@ -582,7 +582,7 @@ class StowedAdam(PlacedOptimizer):
 
     @exclusive_call("close")
     def _close(self) -> None:
-        self._runtime.wake()  # the model may go on without its optimizer
+        self._runtime.memory.wake()  # the model may go on without its optimizer
         try:
             self._runtime.finish(asked=sys.exception() is None)
         finally:

@@ -240,11 +240,6 @@ def pack(
     encode(states, weight, streams, family.format, amsgrad=family.amsgrad, ema=family.ema)
 
 
-def owners(chunks: Iterable[Chunk]) -> set[int]:
-    """Return the numbers of all parameters in ``chunks``."""
-    return {number for chunk in chunks for number in chunk.owners}
-
-
 def share_in_ram(new: Sequence[Chunk], disk_fraction: float) -> Iterator[Chunk]:
     """Yield the first chunks of ``new`` whose states stay in RAM, whole chunks only."""
     left = sum(run.count for c in new for run in c.plan.runs)

@@ -158,8 +158,24 @@ def predict_memory(
         ]
     at_home = sum(count for *_, count in chunks) if durable and not disk_fraction else 0
     host = plan_host(chunks, budget=budget, slots=slots, with_weights=durable, at_home=at_home)
-    with_home = HostPlan(host.ring, at_home + host.resident)
-    return _sum_up(in_ram, chunks, with_home, with_weights=durable)
+    resident = at_home + host.resident
+    bought = moving = stored = 0
+    for family, plan, count in chunks:
+        staying = min(resident, count)
+        resident -= staying
+        nbytes = chunk_state_bytes(family, plan)
+        bought += staying * nbytes
+        moving += (count - staying) * nbytes
+        # A commit also writes the chunks that stay in RAM.
+        on_disk = count if durable else count - staying
+        stored += on_disk * chunk_bytes(family, plan.elements, with_weights=durable)
+    return StateMemory(
+        logical_bytes=in_ram + bought + moving,
+        ram_bytes=in_ram + bought,
+        disk_bytes=moving,
+        file_bytes=stored,
+        ring_bytes=host.ring.nbytes,
+    )
 
 
 def chunks_of(
@@ -188,34 +204,6 @@ def device_slots(chunks: Sequence[tuple[Family, int]]) -> tuple[int, int]:
     """
     widest = max((parts_of(family, n)[-1].file_at for family, n in chunks), default=0)
     return min(MOST_DEVICE_SLOTS, len(chunks)), round_up(widest, _DEVICE_ALIGN)
-
-
-def _sum_up(
-    in_ram: int,
-    chunks: Sequence[AlikeChunks],
-    host: HostPlan,
-    *,
-    with_weights: bool = False,
-) -> StateMemory:
-    """Return the bytes by place; ``in_ram``: bytes of states outside ``chunks``."""
-    bought = moving = stored = 0
-    resident = host.resident
-    for family, plan, count in chunks:
-        staying = min(resident, count)
-        resident -= staying
-        nbytes = chunk_state_bytes(family, plan)
-        bought += staying * nbytes
-        moving += (count - staying) * nbytes
-        # A commit also writes the chunks that stay in RAM.
-        on_disk = count if with_weights else count - staying
-        stored += on_disk * chunk_bytes(family, plan.elements, with_weights=with_weights)
-    return StateMemory(
-        logical_bytes=in_ram + bought + moving,
-        ram_bytes=in_ram + bought,
-        disk_bytes=moving,
-        file_bytes=stored,
-        ring_bytes=host.ring.nbytes,
-    )
 
 
 def chunk_state_bytes(family: Family, plan: ChunkPlan) -> int:

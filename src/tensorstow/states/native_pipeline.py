@@ -73,22 +73,6 @@ class CallerChunks:
             self._handle.check(native.quiesce())
 
 
-class Undoing:
-    """The end of an undoable step (``StepKind``), which is open."""
-
-    def __init__(self, handle: NativeHandle) -> None:
-        """Use the pipeline of ``handle``."""
-        self._handle = handle
-
-    def confirm(self) -> None:
-        """Make the updates final; the step is still open."""
-        self._handle.live().confirm()
-
-    def undo(self) -> None:
-        """End the step as if it had never begun: weights and states are those of before."""
-        self._handle.check(self._handle.live().undo())
-
-
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The kernels' numbers for dtypes: csrc/kernels/kernels.h."""
 
@@ -174,7 +158,6 @@ class UpdatePipeline:
         self.steps_begun = 0
         """Number of steps that the native side has begun, or may have."""
         self.caller_chunks = CallerChunks(handle, naive=policy.schedule == "naive")
-        self.undoing = Undoing(handle)
         self.memory = handle.resources.memory
         """Memory outside the ring that steps read and write: it outlives the native pipeline."""
         self.before_reading: Callable[[], None] = lambda: None
@@ -354,19 +337,13 @@ class UpdatePipeline:
         """Return the chunks in the order of the step in progress, or of the next one."""
         return self.handle.live().order()
 
-    def check_alive(self) -> None:
-        """Raise PoisonedError or ForkError if the pipeline must not be used.
+    def confirm(self) -> None:
+        """Make the updates of an undoable step (``StepKind``) final; the step is still open."""
+        self.handle.live().confirm()
 
-        A failure in a background thread is raised as itself the first time.
-        """
-        self.handle.live()
-
-    def poison(self, error: BaseException) -> None:
-        """Refuse all further use: ``error`` left the states half written.
-
-        The first error is kept, because it is the cause of all later ones.
-        """
-        self.handle.poison(error)
+    def undo(self) -> None:
+        """End an undoable step as if it had never begun, with the weights and states of before."""
+        self.handle.check(self.handle.live().undo())
 
     def close(self) -> None:
         """Drain and stop the threads. Idempotent; does nothing in a forked child."""
@@ -381,7 +358,7 @@ def poisoning(pipeline: UpdatePipeline) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        pipeline.poison(error)
+        pipeline.handle.poison(error)
         raise
 
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -297,6 +297,8 @@ class BackwardOverlap(UpdatesInForward):
     """``overlap="backward"``: a step begins with its first final gradient."""
 
     waits_before_step = False  # it has begun in backward, or waits when it begins
+    can_undo: ClassVar[bool] = False
+    """Whether updates that have begun can be undone."""
 
     def __init__(
         self,
@@ -359,7 +361,7 @@ class BackwardOverlap(UpdatesInForward):
         """Raise OptionError where ``call`` is not legal now ([Note: Legal calls])."""
         phase = self.phase
         if call not in LEGAL[phase]:
-            self._params.store.pipeline.check_alive()
+            self._params.store.pipeline.handle.live()
             refuse(call, phase, self.why_broken or phase.value)
 
     def is_given_up(self) -> bool:
@@ -394,7 +396,7 @@ class BackwardOverlap(UpdatesInForward):
         """Whether updates of a step have begun that ``step()`` has not ended."""
         return self._plan is not None
 
-    def begin(self, plan: StepPlan, *, undoable: bool = False) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Begin a step without gradients."""
         params = self._params
         pipeline = params.store.pipeline
@@ -412,7 +414,7 @@ class BackwardOverlap(UpdatesInForward):
         waits = rest_waits(self._waits, plan) if self.may_go_on else None
         beside = OverlapWith.BACKWARD if waits is None else OverlapWith.BACKWARD_AND_FORWARD
         with poisoning(pipeline):  # an interrupt may leave the step open in the pipeline alone
-            goes_on = params.update_router.step_path.begin(plan, beside, undoable=undoable)
+            goes_on = params.update_router.step_path.begin(plan, beside, undoable=self.can_undo)
             self._going_on = waits if goes_on else None
             self.written = {u.param.number: _written(u.param) for u in plan.updates}
             self._watch_backward(plan)
@@ -445,7 +447,7 @@ class BackwardOverlap(UpdatesInForward):
             window = window_of(self.unit_bytes)
             self.gradients.limit_bytes(lambda: window + path.arriving_bytes, path.wait_for_one)
         except BaseException as error:  # an interrupt: a gradient may be removed and not used
-            self._params.store.pipeline.poison(error)
+            self._params.store.pipeline.handle.poison(error)
             self.gradients.remove_placeholders()
             raise
 

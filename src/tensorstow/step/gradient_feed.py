@@ -373,7 +373,7 @@ class StepFeeds:
             for feed in self._feeds:
                 # No copy may be under way while weights and states are restored.
                 feed.synchronize()
-            self._pipeline.undoing.undo()
+            self._pipeline.undo()
             for feed in self._feeds:
                 feed.undo()
 
@@ -389,7 +389,7 @@ class StepFeeds:
             with poisoning(self._pipeline):
                 if self._is_undoable:
                     # Chunks whose states stay in memory are updated only after this.
-                    self._pipeline.undoing.confirm()
+                    self._pipeline.confirm()
                     for feed in self._feeds:
                         feed.confirm()
                 while self.wait_for_copy():

@@ -177,7 +177,7 @@ class OngoingSchedule(Schedule):
             try:
                 yield
             except StowError as error:  # not an interrupt, after which gradients are still read
-                self._params.store.pipeline.poison(error)
+                self._params.store.pipeline.handle.poison(error)
                 raise
 
     def _forget(self) -> None:

@@ -62,6 +62,8 @@ _NEEDS_UNDONE = {
 class SpeculativeOverlap(BackwardOverlap):
     """Updates of backward that ``step()`` confirms, or undoes ([Note: Speculation])."""
 
+    can_undo = True
+
     def __init__(
         self,
         params: ParamTable,
@@ -120,7 +122,7 @@ class SpeculativeOverlap(BackwardOverlap):
         """Return whether a step is open whose backward has ended, and that can be undone."""
         return self._has_ended and self._can_undo_now()
 
-    def begin(self, plan: StepPlan, *, undoable: bool = True) -> None:
+    def begin(self, plan: StepPlan) -> None:
         """Begin a step without gradients, whose updates keep the old weights."""
         self.returned = {}
         self.open_number += 1
@@ -136,7 +138,7 @@ class SpeculativeOverlap(BackwardOverlap):
             if param.tier is Tier.DISK:  # a commit reads those without an update too
                 row = plan.rows[param.number]
                 plan.rows[param.number] = row._replace(keeps_weight=True)
-        super().begin(plan, undoable=undoable)
+        super().begin(plan)
         if not self._has_ended:
             schedule = weakref.ref(self)
 

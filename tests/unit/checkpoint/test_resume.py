@@ -373,7 +373,7 @@ def test_who_has_copies_of_weights_hears_before_they_change_and_behind_that(tmp_
     weight = nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], states="disk", dir=tmp_path)
     heard: list[float] = []
-    optimizer._register_resume_hook(lambda: heard.append(weight.detach()[0].item()))
+    optimizer._register_rewrite_hook(lambda _: heard.append(weight.detach()[0].item()))
     assert optimizer.resume() is None
     optimizer.commit()
     with torch.no_grad():

@@ -117,11 +117,11 @@ def test_an_interrupt_while_it_begins_leaves_the_weights(tmp_path: Path) -> None
         before = everything(model, optimizer)
         hooks = iter(range(4))
 
-        def interrupt() -> None:
+        def interrupt(_: bool) -> None:  # noqa: FBT001  # a hook
             if next(hooks) == 1:  # the averages are in place
                 signal.raise_signal(signal.SIGINT)
 
-        optimizer._register_exchange_hook(interrupt)
+        optimizer._register_rewrite_hook(interrupt)
         handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
         try:
             with pytest.raises(KeyboardInterrupt), optimizer.averaged(model):

@@ -349,13 +349,13 @@ def test_what_a_thread_behind_the_caller_met_is_told_to_the_caller_as_itself(
     with ThreadPoolExecutor(1) as executor:
         behind = executor.submit(problem.pipeline.wait_written).exception()
     assert isinstance(behind, TransferError)
-    problem.pipeline.poison(RuntimeError("what came of it"))
+    problem.pipeline.handle.poison(RuntimeError("what came of it"))
     with pytest.raises(TransferError) as caught:
-        problem.pipeline.check_alive()
+        problem.pipeline.handle.live()
     assert caught.value is behind
     for _ in range(2):
         with pytest.raises(PoisonedError, match=r"before and its states .*: read of") as again:
-            problem.pipeline.check_alive()
+            problem.pipeline.handle.live()
         assert again.value.__cause__ is behind
 
 
