@@ -29,8 +29,7 @@ from tensorstow.base.fields import (
     json_object,
 )
 from tensorstow.base.new_file import new_stream
-from tensorstow.base.regular_file import memory_bytes
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import memory_bytes, read_text
 
 logger = logging.getLogger("tensorstow")
 

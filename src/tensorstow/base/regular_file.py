@@ -28,6 +28,10 @@ _KINDS = {
 }
 
 
+MOST_TEXT_BYTES = 64 << 20
+"""No configuration, index or profile is larger."""
+
+
 def remove_file(path: Path) -> None:
     """Remove a file, if there is one.
 
@@ -150,3 +154,14 @@ def _check(path: str | os.PathLike[str], facts: os.stat_result, most: int | None
             " or another kind of file. Restore the original, or name another one."
         )
         raise DirectoryError(message)
+
+
+def read_text(path: Path, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """Return the text of a regular file; a pipe or a device would be waited for, or has no end.
+
+    Raises:
+        DirectoryError: It is no regular file, or it is larger than ``MOST_TEXT_BYTES``.
+        OSError: There is no such file, or it cannot be read.
+        ValueError: It is no text, or ``path`` can be no path.
+    """
+    return read_regular(path, MOST_TEXT_BYTES).decode(encoding, errors)

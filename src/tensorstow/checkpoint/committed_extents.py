@@ -59,7 +59,7 @@ class CommittedExtents:
         """
         records = []
         left_out = []
-        for name, tensor in unmanaged_tensors(module, params):
+        for name, tensor in unmanaged_tensors(module, (m.owner for m in params.all())):
             if not has_bytes(tensor):
                 left_out.append(name)
                 continue
@@ -82,7 +82,7 @@ class CommittedExtents:
     ) -> dict[str, int]:
         """Return the checksums of frozen weights that are in the user's files, by name."""
         checksums: dict[str, int] = {}
-        for name, tensor in unmanaged_tensors(module, params):
+        for name, tensor in unmanaged_tensors(module, (m.owner for m in params.all())):
             if is_in_files(tensor):
                 checksums[name] = self._checksums.get(name) or checksum_of(tensor)
         self._checksums = checksums

@@ -1,6 +1,6 @@
 """What a commit contains, as records: names, layout, hyper-parameters and chunks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -67,12 +67,12 @@ def module_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
 
 
 def unmanaged_tensors(
-    module: torch.nn.Module | None, params: ParamTable
+    module: torch.nn.Module | None, managed_tensors: Iterable[torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers, and the parameters that no optimizer updates, by name."""
+    """Yield the buffers, and the parameters that are none of ``managed_tensors``, by name."""
     if module is None:
         return
-    managed = {id(m.owner) for m in params.all()}
+    managed = {id(tensor) for tensor in managed_tensors}
     for name, tensor in module_tensors(module):
         if id(tensor) not in managed and not is_lazy(tensor):  # which has no values yet
             yield name, tensor
@@ -80,7 +80,8 @@ def unmanaged_tensors(
 
 def rows_of_others(module: torch.nn.Module | None, params: ParamTable) -> dict[str, Any]:
     """Return the rows that this rank has of sharded tensors that no optimizer updates, by name."""
-    entries = {name: rows_entry(tensor) for name, tensor in unmanaged_tensors(module, params)}
+    tensors = unmanaged_tensors(module, (m.owner for m in params.all()))
+    entries = {name: rows_entry(tensor) for name, tensor in tensors}
     return {name: entry["rows"] for name, entry in entries.items() if entry}
 
 

@@ -26,8 +26,7 @@ from torch import nn
 from tensorstow.base.core_share import LocalRanks
 from tensorstow.base.directories import expand_path, path_inside
 from tensorstow.base.errors import DamageError, DirectoryError, StoreFormatError, named
-from tensorstow.base.regular_file import check_regular, is_there
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import check_regular, is_there, read_text
 from tensorstow.checkpoint.adapters import Adapters
 from tensorstow.checkpoint.coded_weights import (
     SCALE,

@@ -21,8 +21,7 @@ from torch import nn
 from tensorstow.base.directories import make_folder
 from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.new_file import RANDOM, new_stream, sync_directory
-from tensorstow.base.regular_file import is_there, regular_stream
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import is_there, read_text, regular_stream
 from tensorstow.checkpoint.coded_weights import STATE
 from tensorstow.checkpoint.pretrained import PretrainedFiles
 from tensorstow.checkpoint.quantized_weights import linear_weights

@@ -15,10 +15,10 @@ from tensorstow.base.update_on import UpdateOn, keyword_of
 from tensorstow.checkpoint.commits import storage_of
 from tensorstow.checkpoint.content import (
     has_bytes,
-    module_tensors,
     names_of,
     own_names,
     refuse_other_groups,
+    unmanaged_tensors,
 )
 from tensorstow.checkpoint.frozen_weights import (
     is_in_files,
@@ -442,9 +442,7 @@ def _module_records(
     Raises OptionError if one has another dtype or shape, or has bytes that the run lacks.
     """
     records = {r.name: r for r in generation.tensors if r.kind == "module"}
-    managed = {id(parameter) for parameter in order}
-    tensors = () if module is None else module_tensors(module)
-    wanted = [(n, t) for n, t in tensors if id(t) not in managed and not is_lazy(t)]
+    wanted = list(unmanaged_tensors(module, order))
     with naming(generation):
         checksums = read_checksums(generation.hyper)
     validate_checksums(wanted, checksums)

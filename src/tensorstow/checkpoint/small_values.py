@@ -117,7 +117,7 @@ def _copies(
     never_updated = (p.owner for p in params.all() if p.written is None)
     uncopied = [(tensor, _stamp(tensor)) for tensor in never_updated]
     room = _MOST_BYTES
-    for name, tensor in unmanaged_tensors(module, params):
+    for name, tensor in unmanaged_tensors(module, (m.owner for m in params.all())):
         if not has_bytes(tensor):
             continue
         shard = shard_of(tensor).detach()

@@ -26,9 +26,8 @@ from tensorstow.base.directories import make_folder, path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, named
 from tensorstow.base.fields import PositiveFloat, read_value
 from tensorstow.base.new_file import NewFiles
-from tensorstow.base.regular_file import check_regular, is_there, remove_file
+from tensorstow.base.regular_file import check_regular, is_there, read_text, remove_file
 from tensorstow.base.sizes import parts_within
-from tensorstow.base.text_file import read_text
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.checkpoint.weight_files import INDEX_SUFFIX, index_of
 from tensorstow.colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -134,10 +133,9 @@ class CheckpointCalls:
             saved |= _read(file, torch.Tensor)
         tied, absent = _tied(module), module_state.keys() - saved.keys()
         # A tied weight may be saved by another one of its names.
-        missing = {name for name in absent if not tied.get(name, set()) - absent}
-        unexpected = saved.keys() - module_state.keys()
+        spared = {name for name in absent if tied.get(name, set()) - absent}
         if strict:
-            refuse_other_names(checkpoint, missing, unexpected, "strict")
+            refuse_other_names(checkpoint, saved, module_state.keys() - spared, "strict")
         both = {name: values for name, values in saved.items() if name in module_state}
         for name, values in both.items():
             refuse_other_shape(checkpoint, name, values.shape, module_state[name].shape)

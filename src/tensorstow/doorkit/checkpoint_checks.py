@@ -1,6 +1,6 @@
 """Checks of what is loaded: that a file can be read, and that it is of this model."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,9 +23,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def refuse_other_names(
-    source: object, missing: Collection[str], unexpected: Collection[str], keyword: str
+    source: object, saved: Iterable[str], own: Iterable[str], keyword: str
 ) -> None:
     """Raise OptionError for names that a checkpoint lacks or has more; ``keyword`` allows them."""
+    missing, unexpected = set(own) - set(saved), set(saved) - set(own)
     if missing or unexpected:
         message = (
             f"{source} is of another model: it lacks {sorted(missing)} and also has"

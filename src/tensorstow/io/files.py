@@ -184,9 +184,15 @@ def create_file(engine: _native.Engine, path: Path) -> File:
 
     A file that was there loses its contents. Raises DirectoryError if it cannot be opened.
     """
+    fd = open_to_write(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    return File(engine, fd, path, direct=False, cached=True)
+
+
+def open_to_write(path: Path, flags: int) -> int:
+    """Return the descriptor of a regular file that a user names; raises DirectoryError."""
     try:
         # As open() does: the umask decides who may read it.
-        fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        return open_regular(path, flags)
     # An OSError too, with a message that says already what is wrong with the file.
     except DirectoryError:
         raise
@@ -194,7 +200,6 @@ def create_file(engine: _native.Engine, path: Path) -> File:
         advice = "Name a file in a directory that exists and this user may write to."
         message = f"File {path} was requested: {error.strerror}. {advice}"
         raise DirectoryError(message) from error
-    return File(engine, fd, path, direct=False, cached=True)
 
 
 def open_file(engine: _native.Engine, path: Path, *, access: int = os.O_RDWR) -> File:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tensorstow.base.errors import OptionError
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import read_text
 from tensorstow.measure.adapters import with_adapters
 from tensorstow.measure.known_models import KNOWN
 from tensorstow.measure.user_code import UserCodeError

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tensorstow.base.directories import path_inside
 from tensorstow.base.errors import OptionError, StoreFormatError, StowError
 from tensorstow.base.new_file import NewFile
-from tensorstow.base.regular_file import check_regular, is_there
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import check_regular, is_there, read_text
 from tensorstow.checkpoint.serialize import inflate
 from tensorstow.checkpoint.torch_file import load_torch_file
 from tensorstow.deepspeed.checkpoint.restricted_reader import RestrictedReader, load_tensors
@@ -239,8 +238,7 @@ class ShardedCheckpoint:
         folder = self._folder
         saved, expected = saved_weights(folder), _kept(module)
         if strict:
-            missing, unexpected = expected.keys() - saved.keys(), saved.keys() - expected.keys()
-            refuse_other_names(folder, missing, unexpected, STRICT)
+            refuse_other_names(folder, saved, expected, STRICT)
         for name in expected.keys() & saved.keys():
             refuse_other_shape(folder, name, saved[name].shape, expected[name].shape)
         if optimizer is not None:

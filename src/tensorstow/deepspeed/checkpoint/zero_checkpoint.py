@@ -124,10 +124,7 @@ class ZeroCheckpoint:
             saved_state = dict(self._common["module"])
             shapes = {n: self._shapes.get(n, values.shape) for n, values in saved_state.items()}
         if strict:
-            expected = module.state_dict().keys()
-            refuse_other_names(
-                self._folder, expected - saved_state.keys(), saved_state.keys() - expected, STRICT
-            )
+            refuse_other_names(self._folder, saved_state, module.state_dict(), STRICT)
         for name, target in self._targets(module).items():
             refuse_other_shape(self._folder, name, shapes[name], target.shape)
             if saved_state[name].shape != target.shape:

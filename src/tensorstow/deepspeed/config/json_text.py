@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Never
 
 from tensorstow.base.errors import OptionError, abbreviated
-from tensorstow.base.text_file import read_text
+from tensorstow.base.regular_file import read_text
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import torch
 
 from tensorstow.base.errors import DirectoryError, OptionError
-from tensorstow.base.regular_file import open_regular
 from tensorstow.base.sizes import round_up
 from tensorstow.io.engine import open_engine
-from tensorstow.io.files import ALIGN, File, IoFuture, open_file
+from tensorstow.io.files import ALIGN, File, IoFuture, open_file, open_to_write
 
 _LOCKED: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 """Memory that ``new_cpu_locked_tensor`` has made, of all handles."""
@@ -219,16 +218,7 @@ class AioHandle:
 
     def _open_to_write(self, path: Path, *, direct: bool) -> File:
         """Open a file, and make it if need be; raises DirectoryError."""
-        try:
-            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
-        except DirectoryError:
-            raise
-        except OSError as error:
-            message = (
-                f"File {path} was requested: {error.strerror}. Name a file in a directory that"
-                " exists and this user may write to."
-            )
-            raise DirectoryError(message) from error
+        fd = open_to_write(path, os.O_RDWR | os.O_CREAT)
         if not direct:
             return File(self._engine, fd, path, direct=False, cached=True)
         # The file exists now, and is opened again past the page cache, where that works.
