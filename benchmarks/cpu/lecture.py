@@ -27,7 +27,7 @@ from tensorstow.report.rss import peak_bytes, resident_bytes, return_freed_memor
 COMMAND = "python benchmarks/run.py lecture"
 WAYS: Mapping[str, tuple[Plan, PipelinePolicy]] = {
     "no offload": (Plan(), PipelinePolicy()),
-    "naive offloading": (Plan(states="disk"), PipelinePolicy(schedule="naive")),
+    "naive offloading": (Plan(states="disk", overlap="none"), PipelinePolicy(schedule="naive")),
     "ZeRO-Offload": (Plan(states="disk", overlap="backward"), PipelinePolicy()),
     "ZeRO-Infinity": (
         Plan(parameters="disk", states="disk", overlap="backward"),

@@ -67,6 +67,7 @@ class Way:
 _RAM = Way("RAM")
 _RAM_CLIPPED = Way("RAM, clipped", clipped=True)
 _NONE = Way("none", "none")
+_DEFAULT = Way("auto, the default", "auto")
 _BACKWARD = Way("backward", "backward")
 _BACKWARD_SHARE = Way(f"backward, {_SHARE}", "backward", _SHARE)
 _FORWARD = Way("forward, clipped", "forward", clipped=True)
@@ -75,6 +76,7 @@ _WAYS = (
     _RAM,
     _RAM_CLIPPED,
     _NONE,
+    _DEFAULT,
     _BACKWARD,
     _BACKWARD_SHARE,
     _FORWARD,
@@ -86,6 +88,7 @@ _ASKED: tuple[tuple[Way, Way, Limit | None], ...] = (
     (_FORWARD, _RAM_CLIPPED, at_most(1.30)),
     (_FORWARD_SHARE, _RAM_CLIPPED, at_most(1.15)),
     (_NONE, _RAM, None),
+    (_DEFAULT, _NONE, at_most(1.00)),
 )
 
 

@@ -29,7 +29,7 @@ from tensorstow import AdamW, Plan, stow
 COMMAND = "python benchmarks/run.py placements"
 _TORCH = "torch fused, in RAM"
 _IN_RAM, _ON_DISK = Plan(), Plan(parameters="disk", states="disk")
-_STATES = Plan(states="disk")
+_STATES = Plan(states="disk", overlap="none")
 _BUDGET = "448MiB"
 PLACEMENTS: Mapping[str, tuple[Plan | None, bool, float | None]] = {
     _TORCH: (None, False, None),

@@ -86,7 +86,7 @@ QUICK_MODELS: dict[str, dict[str, Any]] = {
 }
 _PLANS = {
     "RAM": Plan(),
-    "states on DISK": Plan(states=Tier.DISK),
+    "states on DISK": Plan(states=Tier.DISK, overlap="none"),
     "states on DISK, forward": Plan(states=Tier.DISK, overlap="forward"),
     "states on DISK, backward": Plan(states=Tier.DISK, overlap="backward"),
     "all on DISK": Plan(Tier.DISK, Tier.DISK),

@@ -129,6 +129,7 @@ def _optimizer_of(model: nn.Module, way: str, directory: str) -> AdamW:
         commit_every=None,
         durability="commit" if way == "deferred" else "none",
         module=model,
+        overlap="none",
         defer_untouched=way != "dense",
     )
 

@@ -853,7 +853,7 @@ MUTATIONS = (
     ),
     Mutation(
         "step/backward_overlap.py",
-        "            self._go_on(left, self._going_on, shared)",
+        "            self._go_on(left, self._going_on, self._shared(on_host))",
         "            pass",
         f"{_REST}::test_the_next_forward_waits_for_what_is_left_block_by_block",
     ),

@@ -12,7 +12,7 @@ OPTIONS = ("overlap", "update_on")
 WORDS = {"backward", "hybrid"}
 """Values that no other option has: comparisons to them under any name count."""
 ALLOWED = {
-    "base/update_on.py": (3, "meant, reaches_device, reaches_host: these decide what others ask"),
+    "base/update_on.py": (4, "is_auto, meant, reaches_device, reaches_host, which others ask"),
     "planner/seconds.py": (1, "auto: a plan predicts the choice that a run makes by measuring"),
     "step/share_tuner.py": (1, "where the way to choose the share is made"),
 }

@@ -25,7 +25,7 @@ from tensorstow.base.sizes import Size
 from tensorstow.base.tiers import Tier
 from tensorstow.base.update_on import (
     Overlap,
-    PlanOverlap,
+    OverlapOption,
     UpdateOn,
     UpdateTiming,
     keyword_of,
@@ -92,7 +92,7 @@ class Plan:
         replicas: The number of groups of ranks that each hold a full copy (HSDP).
         overlap: When updates run: "none", "forward", "backward", "speculative", as in ``AdamW``;
             what the last two leave, if weights are not on disk, goes on in the next forward.
-            Default: "auto", "forward" if weights are on disk, else "none".
+            Default: "auto", "forward" if weights are on disk, else the optimizer's default.
         update_on: Where updates run: "host", "device", "hybrid" or the device's share, "auto", as
             in ``AdamW``.
         accumulation_steps: Backward passes per step.
@@ -142,7 +142,7 @@ class Plan:
     stage: Annotated[int, whole_number(0, 3)] = 3
     unsharded: Sequence[str] = ()
     replicas: PositiveInt = 1
-    overlap: PlanOverlap = "auto"
+    overlap: OverlapOption = "auto"
     update_on: Annotated[UpdateOn, read_update_on] | None = None
     accumulation_steps: PositiveInt = 1
     ordered_reduce: Literal["mean", "sum"] | None = None

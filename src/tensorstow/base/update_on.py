@@ -10,11 +10,19 @@ from tensorstow.base.keywords import names_keywords
 
 Overlap = Literal["none", "forward", "backward", "speculative"]
 """What updates run during: nothing, the next forward, or the backward that makes gradients."""
-PlanOverlap = Literal["auto", "none", "forward", "backward", "speculative"]
-"""``Overlap``, or "auto": what fits the places of a plan's weights."""
+OverlapOption = Literal["auto", "none", "forward", "backward", "speculative"]
+"""``Overlap``, or "auto": "forward" where that is exact and not slower, else "none"."""
 
 
-def meant(overlap: PlanOverlap, by_auto: Overlap) -> Overlap:
+def is_auto(overlap: object, keyword: str = "overlap") -> bool:
+    """Return whether ``overlap=`` leaves the choice to the optimizer, or to a plan.
+
+    False for another ``keyword``.
+    """
+    return (keyword, overlap) == ("overlap", "auto")
+
+
+def meant(overlap: OverlapOption, by_auto: Overlap) -> Overlap:
     """Return the overlap that a plan's means, where "auto" means ``by_auto``."""
     return by_auto if overlap == "auto" else overlap
 
@@ -139,7 +147,8 @@ class UpdateTiming:
 
 
 IN_STEP = UpdateTiming('overlap="none"')
-_TIMINGS: Mapping[Overlap, UpdateTiming] = {
+_TIMINGS: Mapping[OverlapOption, UpdateTiming] = {
+    "auto": UpdateTiming('overlap="auto"'),  # until the optimizer has chosen
     "none": IN_STEP,
     "forward": UpdateTiming('overlap="forward"', in_forward=True),
     "backward": UpdateTiming('overlap="backward"', in_backward=True),
@@ -164,7 +173,7 @@ def refuse_undo(obstacles: Mapping[str, bool]) -> None:
 
 def timing_of(overlap: object) -> UpdateTiming:
     """Return the timing that a user's ``overlap=`` means; raises OptionError if it means none."""
-    value: Any = read_value(Overlap | DelayedUpdate, overlap, "overlap")
+    value: Any = read_value(OverlapOption | DelayedUpdate, overlap, "overlap")
     if isinstance(value, DelayedUpdate):
         return UpdateTiming(f"overlap={value}", in_forward=True, in_backward=True)
     return _TIMINGS[value]

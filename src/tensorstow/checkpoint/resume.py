@@ -159,13 +159,13 @@ def _updated_on(
     if params.offload_policy.update_on is not None or saved == "host":
         return None
     why = f"The run that is stored here was written with {keyword_of(saved)}"
-    refuse_beside(params.offload_policy.timing, why)
     if not all(device_link.is_remote(shard_of(p)) for p in order):
         message = (
             f"{why}, and here are parameters in host memory. Move the model to the accelerator"
             ' first, or set update_on="host", which goes on with the same bits.'
         )
         raise OptionError(message)
+    refuse_beside(params.offload_policy.timing, why)
     return saved
 
 

@@ -104,7 +104,8 @@ def disk_fraction_of(optimizer: Optimizer | None) -> float:
 def _keywords_of(optimizer: StowedAdam) -> dict[str, Any]:
     policy = optimizer.offload_policy
     placement = policy.placement
-    if placement.durable or policy.timing.is_overlapped or policy.update_on is not None:
+    is_overlapped = policy.timing.is_overlapped and not policy.is_overlap_chosen
+    if placement.durable or is_overlapped or policy.update_on is not None:
         message = (
             "An optimizer with dir=, overlap= or update_on= was given to boost(), which decides"
             " these itself: use tensorstow.stow(), which takes them in its plan, or leave them"

@@ -22,7 +22,7 @@ from tensorstow.base.profile import Profile, drive_shares, read_profile
 from tensorstow.base.regular_file import memory_bytes
 from tensorstow.base.sizes import Bytes, format_bytes, format_count
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import is_update_on
+from tensorstow.base.update_on import is_auto, is_update_on
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.initialization import InitialValues
 from tensorstow.fsdp.placed_activations import blocks_with_activations
@@ -98,6 +98,9 @@ def plan_request(
     state_format = StateFormat(name) if name in set(StateFormat) else None  # else AdamW refuses it
     is_cpu, update_on = device.type == "cpu", keywords.get("update_on")
     is_durable = keywords.get("durability") != "none"
+    # None lets the search choose, for an optimizer that has the keyword.
+    overlap = keywords.get("overlap", None if accepts(optimizer, "overlap") else "none")
+    overlap = None if is_auto(overlap) else overlap
     commits = is_durable and (bool(directories) or keywords.get("dir") is not None)
     return PlanRequest(
         Sizes.of(units, ranks, values.coded_bytes(units, ranks)),
@@ -110,8 +113,7 @@ def plan_request(
             states=states,
         ),
         Plan(accumulation_steps=keywords.get("accumulation_steps", 1)),
-        # None lets the search choose, for an optimizer that has the keyword.
-        keywords.get("overlap", None if accepts(optimizer, "overlap") else "none"),
+        overlap,
         spend="ram_budget" not in keywords and accepts(optimizer, "ram_budget"),
         on_device=accepts(optimizer, "update_on"),
         update_on=None if is_cpu or not is_update_on(update_on) else update_on,

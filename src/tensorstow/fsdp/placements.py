@@ -31,7 +31,7 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes, format_count, round_up
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, meant, reaches_device
+from tensorstow.base.update_on import Overlap, is_auto, meant, reaches_device
 from tensorstow.fsdp.experts import forget_experts_before_forward, take_experts
 from tensorstow.fsdp.fp32_sums import accumulate_in_fp32, keep_averages, widen_gradient
 from tensorstow.fsdp.frozen_files import FrozenFiles, codes_in_memory, watch_mapped_files
@@ -153,12 +153,14 @@ class StowRequest:
         plan = self.plan
         decided = {
             "states": "disk" if plan.states == Tier.DISK else "host",
-            "overlap": plan.optimizer_overlap,
+            "overlap": plan.overlap,
             "update_on": plan.update_on,
             "accumulation_steps": plan.accumulation_steps if plan.timing.begins_early else 1,
             "ram_budget": plan.ram_budget,
             "dir": None if self._is_for_scratch_alone() else self.directory,
         }
+        if not plan.timing.is_overlapped and not accepts(self.optimizer, "overlap", by_name=True):
+            del decided["overlap"]  # only our optimizers of Adam's rule have it
         placed = {name: value for name, value in decided.items() if value != DEFAULTS[name]}
         return placed if is_of_class(self.optimizer) else {"module": self.model, **placed}
 
@@ -191,6 +193,15 @@ class StowRequest:
         # After the files are watched: buffers() validates them for the last time.
         values.buffers(self.model)
 
+    def _differs(self, optimizer: object) -> bool:
+        """Return whether an optimizer has chosen an overlap, and the plan has none."""
+        return (
+            isinstance(optimizer, PlacedOptimizer)
+            and optimizer.offload_policy.is_overlap_chosen
+            and optimizer.offload_policy.timing.is_overlapped
+            and not is_auto(self.plan.overlap)
+        )
+
     def make_optimizer(self) -> PlacedOptimizer:
         """Return the optimizer of the parameters as they are now; collective."""
         placed = self.keywords
@@ -198,9 +209,12 @@ class StowRequest:
 
         def make() -> PlacedOptimizer:
             optimizer = self.optimizer(named, **placed)
+            if self._differs(optimizer) and accepts(self.optimizer, "overlap"):
+                optimizer.close()
+                optimizer = self.optimizer(named, **placed, overlap="none")
             if isinstance(optimizer, StowedOptimizer):
                 validate_class(self.plan, self.device, optimizer)
-            note_placed(validate_optimizer(optimizer, placed))
+            note_placed(validate_optimizer(optimizer, {**placed, "overlap": self.plan.overlap}))
             if isinstance(optimizer, StowedAdam) and self.plan.timing.begins_early:
                 optimizer._let_steps_go_on()  # noqa: SLF001  # a hook of the engine
             optimizer._has_exact_norm = self.plan.ordered_reduce is not None  # noqa: SLF001

@@ -32,7 +32,13 @@ from tensorstow.base.keywords import (
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import parse_size
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, keyword_of, reaches_device, refuse_delayed
+from tensorstow.base.update_on import (
+    OverlapOption,
+    is_auto,
+    keyword_of,
+    reaches_device,
+    refuse_delayed,
+)
 from tensorstow.fsdp.sharding import from_every_rank
 from tensorstow.fsdp.units import Unit, is_read_only
 from tensorstow.io import device_link
@@ -67,7 +73,7 @@ _COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 DEFAULTS: dict[str, Any] = {
     "states": "host",
-    "overlap": "none",
+    "overlap": "auto",
     "update_on": None,
     "accumulation_steps": 1,
     "ram_budget": None,
@@ -76,7 +82,7 @@ DEFAULTS: dict[str, Any] = {
 """The keywords that a plan decides, with their values if it leaves them unset."""
 _FREE = frozenset({"ram_budget", "dir", "update_on"})
 """Keywords that the user may pass to the optimizer if the plan leaves them unset."""
-_TYPES: Mapping[str, Any] = {"overlap": Overlap}
+_TYPES: Mapping[str, Any] = {"overlap": OverlapOption}
 """Types of keywords that are checked before they are compared with the plan's."""
 _LEAVE_OUT = "Leave it out: the plan has an overlap= of its own, which is exact."
 
@@ -370,13 +376,14 @@ def stays_on_device(optimizer: OptimizerFactory) -> Callable[[str], bool]:
     return factory.stays_on_device if isinstance(factory, KeepsOnDevice) else lambda _: False
 
 
-def accepts(optimizer: OptimizerFactory, name: str) -> bool:
-    """Return whether the optimizer's function takes a keyword."""
+def accepts(optimizer: OptimizerFactory, name: str, *, by_name: bool = False) -> bool:
+    """Return whether the optimizer's function takes a keyword, ``by_name`` or by ``**``."""
     try:
         taken = inspect.signature(optimizer).parameters
     except ValueError:  # ``validate_factory`` raises the error
         return False
-    return name in taken or any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    takes_any = any(p.kind == inspect.Parameter.VAR_KEYWORD for p in taken.values())
+    return name in taken or (takes_any and not by_name)
 
 
 def is_of_class(optimizer: OptimizerFactory) -> bool:
@@ -398,6 +405,8 @@ def validate_factory(
         refuse_delayed(value, "to the optimizer of stow()", _LEAVE_OUT)
         if name in _TYPES:
             read_value(_TYPES[name], value, name)
+        if is_auto(value, name):
+            continue  # what the plan means by it
         # Users may call a tier by another of its names, such as "cpu" or "nvme".
         said = (Tier.named(value) or value) if name == "states" else value
         if name in DEFAULTS and placed.get(name, DEFAULTS[name]) != said:
@@ -513,6 +522,8 @@ def validate_optimizer(optimizer: object, placed: Mapping[str, Any]) -> PlacedOp
         if name in _FREE and name not in placed:
             continue
         wanted = placed.get(name, DEFAULTS[name])
+        if is_auto(wanted, name):
+            wanted = value if optimizer.offload_policy.is_overlap_chosen else "none"
         if (name, wanted, value) == ("states", "disk", "shared"):
             continue  # a class that takes its share apart from the plan
         if name == "ram_budget" and wanted is not None:

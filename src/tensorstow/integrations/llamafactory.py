@@ -43,7 +43,7 @@ def adamw(model: torch.nn.Module, config: Mapping[str, Any]) -> AdamW:
     world = dist.get_world_size() if dist.is_initialized() else 1
     if "lr" not in options:  # LLaMA-Factory does not pass its learning_rate
         message = "optim_config without lr was given: add it, for learning_rate is not passed on."
-    elif timing_of(options.get("overlap", "none")).begins_early:
+    elif timing_of(options.get("overlap", "auto")).begins_early:
         message = (
             'overlap="backward" or "speculative" was given: LLaMA-Factory asks for the norm of all'
             ' gradients after backward, when they are already used. Use overlap="none" or'

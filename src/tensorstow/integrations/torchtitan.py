@@ -70,7 +70,7 @@ class StowedOptimizers(OptimizersContainer):
         Raises:
             OptionError: A combination that would fail later, or go wrong in silence.
         """
-        self._timing = timing_of(config.keywords.get("overlap", "none"))
+        self._timing = timing_of(config.keywords.get("overlap", "auto"))
         if self._timing.begins_early:
             raise OptionError(_BACKWARD)
         if config.implementation == "fused_opt_states_bf16":

@@ -40,7 +40,7 @@ def refuse_for_optimizer(args: transformers.TrainingArguments, keywords: Mapping
     """Refuse arguments that do not work with ``adamw``, an optimizer alone."""
     durable, directory = is_durable(keywords), keywords.get("dir")
     other = _other_optimizer(args)
-    timing = timing_of(keywords.get("overlap", "none"))
+    timing = timing_of(keywords.get("overlap", "auto"))
     _refuse_if(
         timing.begins_early,
         f"{timing.keyword} was given: a Trainer asks for the norm of all gradients after backward,"

@@ -8,7 +8,7 @@ from torch.optim.optimizer import ParamsT
 
 from tensorstow.base.keywords import names_keywords
 from tensorstow.base.signals import StopSignals
-from tensorstow.base.update_on import AccumulationSteps, DelayedUpdate, Overlap, UpdateOn
+from tensorstow.base.update_on import AccumulationSteps, DelayedUpdate, OverlapOption, UpdateOn
 from tensorstow.checkpoint.run import DEFAULT_EVERY, Checkpoints, Extra
 from tensorstow.optim import options
 from tensorstow.optim.options import DirectoryOption, Durability, StatePlacement
@@ -81,7 +81,7 @@ class Adam(StowedAdam):
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
-        overlap: Overlap | DelayedUpdate = "none",
+        overlap: OverlapOption | DelayedUpdate = "auto",
         module: torch.nn.Module | None = None,
         accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,
@@ -177,12 +177,14 @@ class AdamW(Adam):
             steps. All but "host" need every parameter on the device, ``overlap`` "none" or
             "backward", and device memory for three chunks. Default: None, as a resumed run did,
             else "host".
-        overlap: "none"; "forward", updates run during the next forward of ``module``; "backward",
-            updates run during the backward that computes the gradients, without clipping or
-            GradScaler; "speculative", the same with both: updates are undone where the gradients
-            change, from a second copy of the states on disk and of the weights, in memory or on
-            disk. ``DelayedUpdate()``, which is inexact: updates run during the next
-            forward and backward, which use the earlier weights.
+        overlap: When updates run. "none": in ``step()``. "forward": during the next forward of
+            ``module``. "backward": during the backward that computes the gradients, without
+            clipping or GradScaler. "speculative": the same with both, as updates are undone where
+            the gradients change, from a second copy of the states on disk and of the weights, in
+            memory or on disk. ``DelayedUpdate()``, which is inexact: during the next forward and
+            backward, which use the earlier weights. Default: "auto", "forward" with ``module`` if
+            one process has the weights in host memory, and states on disk that are much larger than
+            the ring buffer; else "none". The log says which, and why.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one
@@ -232,7 +234,7 @@ class AdamW(Adam):
         ram_budget: str | int | None = None,
         state_format: str | None = None,
         update_on: UpdateOn | None = None,
-        overlap: Overlap | DelayedUpdate = "none",
+        overlap: OverlapOption | DelayedUpdate = "auto",
         module: torch.nn.Module | None = None,
         accumulation_steps: AccumulationSteps = 1,
         durability: Durability = None,

@@ -1,11 +1,14 @@
 """Reads and checks an optimizer's keywords, and the keys of its parameter groups."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeGuard
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tensorstow.base.directories import Paths, read_paths
 from tensorstow.base.errors import OptionError, abbreviated
@@ -15,20 +18,27 @@ from tensorstow.base.sizes import parse_size
 from tensorstow.base.update_on import (
     AccumulationSteps,
     DelayedUpdate,
-    Overlap,
+    OverlapOption,
     UpdateOn,
+    is_auto,
     keyword_of,
     reaches_device,
     refuse_undo,
 )
 from tensorstow.checkpoint.run import Checkpoints, Extra, Interval, RunOptions
 from tensorstow.formats.state_format import StateFormat
+from tensorstow.io import device_link
+from tensorstow.states.layout import DEFAULT_RING_BYTES
 from tensorstow.states.offload_policy import OffloadPolicy
 from tensorstow.states.policy import PipelinePolicy
 from tensorstow.states.state_store import Placement
 from tensorstow.step.deferred_rows import refuse_without_rows
 from tensorstow.step.validation import refuse_beside
+from tensorstow.tensors.dtensor import is_in_storage, layout_of
 
+logger = logging.getLogger("tensorstow")
+_STATE_BYTES = 8
+"""Bytes of both moments of an element, about."""
 StatePlacement = Literal["host", "ram", "cpu", "disk", "nvme"] | float
 _NUMBERS = (int, float, np.integer, np.floating)
 _FRACTIONS = {"host": 0.0, "ram": 0.0, "cpu": 0.0, "disk": 1.0, "nvme": 1.0}
@@ -70,7 +80,7 @@ def offload_policy(
     state_placement: Placement,
     *,
     policy: PipelinePolicy | None,
-    overlap: Overlap | DelayedUpdate,
+    overlap: OverlapOption | DelayedUpdate,
     state_format: str | None,
     amsgrad: bool,
     update_on: UpdateOn | None,
@@ -148,6 +158,41 @@ def run_options(
         checkpoints=checkpoints,
         defers_rows=read_value(bool, defer_untouched, "defer_untouched"),
     )
+
+
+def settled(
+    offload_policy: OffloadPolicy, run: RunOptions, parameters: Sequence[torch.Tensor]
+) -> OffloadPolicy:
+    """Return the policy with what ``overlap="auto"`` means for trained ``parameters``; log it."""
+    if not is_auto(offload_policy.overlap):
+        return offload_policy
+    why = next((why for why, is_so in _in_step(offload_policy, run, parameters) if is_so), "")
+    if offload_policy.placement.disk_fraction > 0:
+        logger.info('overlap="auto" means "%s"%s', "none" if why else "forward", why)
+    return replace(offload_policy, overlap="none" if why else "forward", is_overlap_chosen=True)
+
+
+def _in_step(
+    offload_policy: OffloadPolicy, run: RunOptions, parameters: Sequence[torch.Tensor]
+) -> Iterator[tuple[str, bool]]:
+    """Yield why updates would run in ``step()``, and whether it is so."""
+    placement, update_on = offload_policy.placement, offload_policy.update_on
+    yield ": all states are in memory", placement.disk_fraction == 0
+    yield ": without module= nothing waits for new weights", run.module is None
+    moved = placement.disk_fraction * _STATE_BYTES * sum(p.numel() for p in parameters)
+    moved -= max(0, (placement.ram_budget or 0) - DEFAULT_RING_BYTES)
+    # A ring there and back reads less than one that follows forward: by up to its own size.
+    yield ": the ring holds half of the states", moved <= 2 * DEFAULT_RING_BYTES
+    yield f": {keyword_of(update_on)} was given", reaches_device(update_on)
+    yield ": defer_untouched=True was given", run.defers_rows
+    has_group = dist.is_available() and dist.is_initialized()
+    yield ": there are several processes", has_group and dist.get_world_size() > 1
+    yield ": weights are on an accelerator", any(map(device_link.is_remote, parameters))
+    placed = any(layout_of(p) is not None or is_in_storage(p) for p in parameters)
+    yield ": weights are sharded, or a plan places them", placed
+    compiled = getattr(run.module, "_compiled_call_impl", None) is not None
+    compiled = compiled or hasattr(run.module, "_orig_mod")
+    yield ": the module is compiled as one graph", compiled
 
 
 def check_deferred(offload_policy: OffloadPolicy, run: RunOptions) -> None:

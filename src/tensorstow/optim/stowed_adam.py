@@ -90,6 +90,8 @@ class StowedAdam(PlacedOptimizer):
         self._step_supports_amp_scaling = offload_policy.timing.allows_clipping
         super().__init__(params, defaults)
         validation.refuse_foreign(run.module, list(self._parameters()))
+        trained = list(filter(validation.is_to_be_trained, self._parameters()))
+        offload_policy = options.settled(offload_policy, run, trained)
         if grad_dtype is not None:
             validation.accept_grad_dtype(self._parameters(), grad_dtype)
         self.register_state_dict_pre_hook(_wait_for_all)

@@ -29,7 +29,7 @@ from tensorstow.base.errors import BudgetError, OptionError
 from tensorstow.base.plan import Plan
 from tensorstow.base.sizes import format_bytes
 from tensorstow.base.tiers import Tier
-from tensorstow.base.update_on import Overlap, PlanOverlap, UpdateOn, reaches_device
+from tensorstow.base.update_on import Overlap, OverlapOption, UpdateOn, reaches_device
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.planner.placement import Conditions, HeldActivations, bytes_of, fit, states_of
 from tensorstow.planner.seconds import MachineRates, MicroBatch, StepTime, time_of, work_of
@@ -250,7 +250,7 @@ def candidates(request: PlanRequest) -> list[Plan]:
     for parameters, states in pairs:
         if request.conditions.states not in {None, states}:
             continue
-        free: tuple[PlanOverlap, ...] = (
+        free: tuple[OverlapOption, ...] = (
             ("auto", "backward") if parameters == Tier.DISK else ("auto",)
         )
         for overlap in free if request.overlap is None else (request.overlap,):
@@ -448,7 +448,7 @@ def _try_times(fitting: Alternative, request: PlanRequest) -> Iterator[Alternati
             yield _try(free.but(overlap="speculative"), request)
     if not (request.on_device and _may_update_on_device(plan, request)):
         return
-    device_overlaps: tuple[PlanOverlap, ...] = (
+    device_overlaps: tuple[OverlapOption, ...] = (
         ("auto", "backward") if request.overlap is None else (request.overlap,)
     )
     for update_on in ("device", "hybrid"):

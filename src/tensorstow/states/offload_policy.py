@@ -8,7 +8,7 @@ import torch
 from tensorstow.base.fields import check_fields
 from tensorstow.base.update_on import (
     DelayedUpdate,
-    Overlap,
+    OverlapOption,
     UpdateOn,
     UpdateTiming,
     read_update_on,
@@ -26,11 +26,13 @@ class OffloadPolicy:
 
     placement: Placement
     policy: PipelinePolicy = field(default_factory=PipelinePolicy)
-    overlap: Overlap | DelayedUpdate = "none"
+    overlap: OverlapOption | DelayedUpdate = "none"
     format: StateFormat | None = None
     """None: the smallest exact format if states move, plain fp32 if all stay."""
     update_on: Annotated[UpdateOn, read_update_on] | None = None
     """None: on the host, or on the side that updated the resumed run."""
+    is_overlap_chosen: bool = False
+    """Whether ``overlap`` is what "auto" meant."""
 
     def __post_init__(self) -> None:
         """Check every value; raises OptionError."""

@@ -19,14 +19,14 @@ are not ours runs inside of ``step()``. A graph of autograd that is still alive,
 waits for the garbage collector, holds it too: then ``step()`` waits without need. The same is true
 of a gradient, which something else may rewrite during the update, as DDP its buckets.
 
-Memory that processes share has other readers too. Not found are raw addresses, an array of which
-a parameter was made by ``torch.from_numpy``, what reads the shard of a DTensor, whose storage FSDP2
-holds itself, and, in a step that began in backward, aliases of weights on an accelerator.
+Memory that processes share has other readers too. Not found are raw addresses, storages that are
+held without a tensor, an array of which a parameter was made by ``torch.from_numpy``, views of
+moments, what reads the shard of a DTensor, whose storage FSDP2 holds itself, and, in a step that
+began in backward, aliases of weights on an accelerator.
 """
 
-import functools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,9 @@ class UpdateUnderWay:
         if self.update.gradient is not None and not is_in_storage(param.owner):
             gradient = param.owner.grad
             if gradient is not None and not isinstance(gradient, ConsumedGradient):
-                parts.append(gradient)
+                read = _key(self.update.gradient)
+                if type(gradient) not in PLAIN_TENSORS or _key(gradient) == read:  # else a copy
+                    parts.append(gradient)
         self.parts = parts
 
     def check(self) -> None:
@@ -195,7 +197,7 @@ def may_have_aliases(param: ManagedParam) -> bool:
     return owner is param.shard and layout_of(owner) is None and not is_in_storage(owner)
 
 
-def shared_elsewhere(updates: Iterable[ParamUpdate], params: Iterable[ManagedParam]) -> list[int]:
+def shared_elsewhere(updates: Sequence[ParamUpdate], params: Iterable[ManagedParam]) -> list[int]:
     """Return ids of the parameters of ``updates`` that others may read or write unnoticed.
 
     Args:
@@ -205,33 +207,55 @@ def shared_elsewhere(updates: Iterable[ParamUpdate], params: Iterable[ManagedPar
     """
     # A read of a weight may wait or undo its update, and this is none.
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
-        shared = [u for u in updates if _is_shared(u.param.owner, 1) or _is_rewritten(u)]
+        shared = [u for u in updates if _is_shared(u.param, 1) or _is_rewritten(u, 1)]
         if not shared:
             return []
-        siblings = Counter(_key(param.owner) for param in params if may_have_aliases(param))
+        siblings = _siblings(p.owner for p in params if may_have_aliases(p))
+        gradients = _siblings(u.gradient for u in updates if u.gradient is not None)
         return [
             id(u.param.owner)
             for u in shared
-            if _is_shared(u.param.owner, siblings[_key(u.param.owner)]) or _is_rewritten(u)
+            if _is_shared(u.param, siblings[_key(u.param.owner)])
+            or (u.gradient is not None and _is_rewritten(u, gradients[_key(u.gradient)]))
         ]
 
 
-def _is_shared(weight: torch.Tensor, ours: int) -> bool:
+def _is_shared(param: ManagedParam, ours: int) -> bool:
+    """Return whether more than ``ours`` parameters hold the weight of one."""
+    weight = param.owner
     storage: Any = weight.untyped_storage()
+    holders = _holders(weight)
+    if param.order is not None:  # the row of the step has a view ([Note: Memory formats])
+        as_in_row = param.parameter
+        ours += (_holders(weight) - holders) * ours
+        del as_in_row
     # All memory of CUDA counts as shared between processes.
-    return _holders(weight) > ours or bool(weight.is_cpu and storage.is_shared())
+    return holders > ours or bool(weight.is_cpu and storage.is_shared())
 
 
-def _is_rewritten(update: ParamUpdate) -> bool:
-    """Return whether others hold the gradient that an update reads."""
+def _is_rewritten(update: ParamUpdate, ours: int) -> bool:
+    """Return whether more than ``ours`` updates hold the gradient that one reads."""
     gradient, shown = update.gradient, update.param.owner.grad
     if gradient is None:
         return False
-    ours = 1
     # The place of a gradient that was used has no memory.
-    if shown is not None and type(shown) in PLAIN_TENSORS and shown is not gradient:
-        ours += _key(shown) == _key(gradient)
-    return _holders(gradient) > ours
+    is_view = shown is not None and shown is not gradient and type(shown) in PLAIN_TENSORS
+    twice = is_view and shown is not None and _key(shown) == _key(gradient)
+    return _holders(gradient) > ours * (1 + twice)
+
+
+def _siblings(tensors: Iterable[torch.Tensor]) -> Mapping[int, int]:
+    """Return how many of ``tensors`` share each storage; 0 if two have the same elements."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        spans.setdefault(_key(tensor), []).append((start, start + tensor.nbytes))
+    counts: dict[int, int] = {}
+    for key, places in spans.items():
+        places.sort()
+        is_apart = all(a[1] <= b[0] for a, b in itertools.pairwise(places))
+        counts[key] = len(places) if is_apart else 0
+    return counts
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -241,16 +265,9 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Return the number of tensors, and other holders, of the storage of ``tensor``."""
-    return _count(tensor) - _of_one()
+    """Return the number of tensors, and other holders, of the storage of ``tensor``.
 
-
-def _count(tensor: torch.Tensor) -> int:
-    # The object of the storage is gone when its holders are counted.
-    return int(torch._C._storage_Use_Count(_key(tensor)))  # noqa: SLF001
-
-
-@functools.cache
-def _of_one() -> int:
-    """Return the count of a storage that one tensor holds, less one; it differs by version."""
-    return _count(torch.empty(1)) - 1
+    The storage's own Python object, which we hold too, does not count.
+    """
+    storage: Any = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # noqa: SLF001

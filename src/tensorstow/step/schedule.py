@@ -216,10 +216,12 @@ class UpdatesInForward(OngoingSchedule):
         New when this returns are weights for which no module waits, and those of the ids
         ``shared`` ([Note: Aliases]).
         """
-        self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in updates}
-        self._hide(self.wait)
-        self._hide_parts(self.wait)
-        uncovered = [*(i for i in self._under_way if not waits.covers(i)), *shared]
+        # Another thread, or a handler of a signal, may read a weight as soon as it is hidden.
+        with SignalsDeferred(), self.lock, torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+            self._under_way = {id(u.param.owner): UpdateUnderWay(u) for u in updates}
+            self._hide_parts(self.wait)
+            self._hide(self.wait)
+            uncovered = [*(i for i in self._under_way if not waits.covers(i)), *shared]
         if uncovered:
             self.wait(uncovered)
 
@@ -251,7 +253,8 @@ class UpdatesInForward(OngoingSchedule):
                 self._params.update_router.step_path.wait(())
 
     def _wait(self, ids: Iterable[int] | None) -> None:
-        wanted = list(self._under_way) if ids is None else [i for i in ids if i in self._under_way]
+        asked = list(self._under_way) if ids is None else dict.fromkeys(ids)
+        wanted = [i for i in asked if i in self._under_way]
         if not wanted:
             return
         numbers = [self._under_way[i].update.param.number for i in wanted]
@@ -297,7 +300,8 @@ class ForwardOverlap(UpdatesInForward):
         self._step_into_forward(plan, states, self._waits)
         if self._waits.blind and not self._has_said:
             self._has_said = True
-            logger.warning(_BLIND)
+            was_chosen = self._params.offload_policy.is_overlap_chosen
+            logger.log(logging.INFO if was_chosen else logging.WARNING, _BLIND)
 
     def _arrange(self) -> None:
         # A new store does not know the order of the last one.

@@ -67,7 +67,9 @@ def refuse_sharded_since(new: Sequence[torch.Tensor], offload_policy: OffloadPol
     durable, timing = offload_policy.placement.durable, offload_policy.timing
     if not any(layout_of(p) is not None for p in new) or not (durable or timing.is_overlapped):
         return
-    keyword = "dir=" if durable else timing.keyword
+    # An overlap that nobody asked for needs a module.
+    overlap = "module=" if offload_policy.is_overlap_chosen else timing.keyword
+    keyword = "dir=" if durable else overlap
     message = (
         f"{keyword} was given, and all parameters were replaced by sharded ones after that, as"
         " accelerate does with fsdp_version=2: it was for the old parameters. Shard with"

@@ -271,7 +271,7 @@ def test_what_contradicts_a_plan_is_refused(given: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(parameters="disk")])
-@pytest.mark.parametrize("overlap", ["auto", "junk", 3])
+@pytest.mark.parametrize("overlap", ["junk", 3])
 def test_an_overlap_that_the_optimizer_does_not_have_is_refused_by_its_values(
     plan: Plan, overlap: object
 ) -> None:

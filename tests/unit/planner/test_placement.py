@@ -12,7 +12,7 @@ from models import ResidualStack
 from remote import make_remote
 from tensorstow import AdamW, Budget, Plan, Tier, stow
 from tensorstow.base.errors import BudgetError
-from tensorstow.base.update_on import PlanOverlap
+from tensorstow.base.update_on import OverlapOption
 from tensorstow.formats.state_format import StateFormat
 from tensorstow.fsdp.report import parameter_bytes
 from tensorstow.fsdp.units import units_of
@@ -275,7 +275,7 @@ def test_what_may_be_undone_is_predicted_twice(tier: Tier) -> None:
 def test_what_may_be_undone_has_a_third_place_in_a_run_that_commits() -> None:
     sizes, conditions = Sizes.of(units_of(deep()), 1), replace(HERE, commits=True)
 
-    def held(overlap: PlanOverlap) -> dict[str, int]:
+    def held(overlap: OverlapOption) -> dict[str, int]:
         plan = Plan(Tier.HOST, Tier.DISK, overlap=overlap)
         items = items_of(plan, sizes, conditions)
         return {item.purpose: item.nbytes for item in items if item.tier == Tier.DISK}

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from parity.beside import blocks, in_ram, mean_square, optimizer_for, same, slow, train, weights
+from parity.beside import (
+    PLAIN,
+    blocks,
+    in_ram,
+    mean_square,
+    optimizer_for,
+    same,
+    slow,
+    train,
+    weights,
+)
 from tensorstow import AdamW
 from tensorstow.step.unpublished import Unpublished
 
@@ -181,3 +192,99 @@ def test_changes_of_gradients_and_states_wait_for_their_update(change: Change) -
     model = blocks(256, 6)
     optimizer = AdamW(model.parameters(), lr=1e-2, overlap="forward", module=model)
     assert same(trained(model, optimizer), want)
+
+
+def test_a_parameter_outside_of_the_module_may_have_a_view(tmp_path: Path) -> None:
+    """Both are reasons for one wait."""
+    temperature = nn.Parameter(torch.ones(1))
+    view = temperature.detach()
+    model = blocks()
+    params = [temperature, *model.parameters()]
+    optimizer = optimizer_for(model, tmp_path, "forward", params=params)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return mean_square(model, step) * temperature.exp()
+
+    train(optimizer, model, range(3), loss)
+    assert not view.isnan().any()
+    assert view != 1
+    optimizer.close()
+
+
+def test_weights_in_another_order_of_dimensions_are_no_aliases(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3)).to(
+        memory_format=torch.channels_last  # type: ignore[call-overload]  # torch has no type for it
+    )
+    optimizer = optimizer_for(model, tmp_path, "forward")
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        x = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(step))
+        squares: Tensor = model(x).square()
+        return squares.mean()
+
+    train(optimizer, model, range(2), loss)
+    assert all(isinstance(p, Unpublished) for p in model.parameters())
+    view = model[0].weight.detach()
+    train(optimizer, model, range(2, 3), loss)
+    waits = {name for name, p in model.named_parameters() if isinstance(p, Unpublished)}
+    assert "0.weight" not in waits
+    assert not view.isnan().any()
+    optimizer.close()
+
+
+def test_gradients_of_one_storage_are_no_aliases(tmp_path: Path) -> None:
+    """Autograd cuts the gradient of ``torch.cat`` into them."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.parts = nn.ParameterList(torch.randn(16, 32) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.cat([*self.parts]).T
+
+    model = Joined()
+    optimizer = optimizer_for(model, tmp_path, "forward")
+    train(optimizer, model, range(2))
+    assert all(isinstance(p, Unpublished) for p in model.parameters())
+    optimizer.close()
+    assert same(weights(model), in_ram(Joined(), range(2)))
+
+
+def test_parameters_of_the_same_elements_are_aliases(tmp_path: Path) -> None:
+    model = blocks()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    optimizer = optimizer_for(model, tmp_path, "forward")
+    train(optimizer, model, range(2))
+    waits = {name for name, p in model.named_parameters() if isinstance(p, Unpublished)}
+    assert waits == {"0.bias", "1.bias", "2.weight", "2.bias"}
+    optimizer.close()
+
+
+def test_threads_may_read_while_a_step_ends(tmp_path: Path) -> None:
+    model = blocks()
+    optimizer = optimizer_for(model, tmp_path, "forward", policy=PLAIN)
+    train(optimizer, model, range(1))
+    is_over = threading.Event()
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        while not is_over.is_set():
+            try:
+                for p in model.parameters():
+                    p.sum()
+            except BaseException as error:  # noqa: BLE001  # whatever it is, the test shows it
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    train(optimizer, model, range(1, 60))
+    is_over.set()
+    thread.join()
+    optimizer.close()
+    assert errors == []
+    assert same(weights(model), in_ram(blocks(), range(60)))
+    assert not any(isinstance(p, Unpublished) for p in model.parameters())
