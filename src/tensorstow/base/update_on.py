@@ -148,7 +148,7 @@ class UpdateTiming:
 
 IN_STEP = UpdateTiming('overlap="none"')
 _TIMINGS: Mapping[OverlapOption, UpdateTiming] = {
-    "auto": UpdateTiming('overlap="auto"'),  # until the optimizer has chosen
+    "auto": UpdateTiming('the default overlap="auto"'),  # until the optimizer has chosen
     "none": IN_STEP,
     "forward": UpdateTiming('overlap="forward"', in_forward=True),
     "backward": UpdateTiming('overlap="backward"', in_backward=True),

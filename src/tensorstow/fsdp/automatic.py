@@ -330,7 +330,7 @@ def _name(plan: Plan) -> str:
     for tier in dict.fromkeys(plan.parameter_units.values()):
         count = list(plan.parameter_units.values()).count(tier)
         fields += f" ({format_count(count, 'unit')} on {tier})"
-    fields += f", states={plan.states}, overlap={plan.optimizer_overlap}"
+    fields += f", states={plan.states}, overlap={plan.overlap}"
     for name in ("update_on", "ram_budget"):
         if (value := getattr(plan, name)) is not None:
             fields += f", {name}={value}"

@@ -9,6 +9,7 @@ A model that is only read has a placement of its own: see read_only.
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast, get_args
@@ -80,6 +81,7 @@ from tensorstow.io.files import ALIGN
 from tensorstow.memory.buffer_pool import BufferPool
 from tensorstow.optim.generic.stowed_optimizer import StowedOptimizer
 from tensorstow.optim.one_optimizer import note_placed
+from tensorstow.optim.options import without_auto_overlap
 from tensorstow.optim.placed import PlacedOptimizer
 from tensorstow.optim.stowed_adam import StowedAdam
 from tensorstow.planner.bounds import MIN_UNITS_IN_MEMORY
@@ -193,25 +195,16 @@ class StowRequest:
         # After the files are watched: buffers() validates them for the last time.
         values.buffers(self.model)
 
-    def _differs(self, optimizer: object) -> bool:
-        """Return whether an optimizer has chosen an overlap, and the plan has none."""
-        return (
-            isinstance(optimizer, PlacedOptimizer)
-            and optimizer.offload_policy.is_overlap_chosen
-            and optimizer.offload_policy.timing.is_overlapped
-            and not is_auto(self.plan.overlap)
-        )
-
     def make_optimizer(self) -> PlacedOptimizer:
         """Return the optimizer of the parameters as they are now; collective."""
         placed = self.keywords
         named = list(self.model.named_parameters())
 
         def make() -> PlacedOptimizer:
-            optimizer = self.optimizer(named, **placed)
-            if self._differs(optimizer) and accepts(self.optimizer, "overlap"):
-                optimizer.close()
-                optimizer = self.optimizer(named, **placed, overlap="none")
+            # Not every function takes the keyword.
+            said = nullcontext() if is_auto(self.plan.overlap) else without_auto_overlap()
+            with said:
+                optimizer = self.optimizer(named, **placed)
             if isinstance(optimizer, StowedOptimizer):
                 validate_class(self.plan, self.device, optimizer)
             note_placed(validate_optimizer(optimizer, {**placed, "overlap": self.plan.overlap}))

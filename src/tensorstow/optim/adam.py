@@ -184,7 +184,7 @@ class AdamW(Adam):
             memory or on disk. ``DelayedUpdate()``, which is inexact: during the next forward and
             backward, which use the earlier weights. Default: "auto", "forward" with ``module`` if
             one process has the weights in host memory, and states on disk that are much larger than
-            the ring buffer; else "none". The log says which, and why.
+            the ring buffer; else "none". The log says which, and why, for states on disk.
         module: The model that owns the parameters: for names, buffers, and hooks that wait for
             updates.
         accumulation_steps: Backward passes per step, or a function that returns whether the one

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeGuard
@@ -37,6 +39,8 @@ from tensorstow.step.validation import refuse_beside
 from tensorstow.tensors.dtensor import is_in_storage, layout_of
 
 logger = logging.getLogger("tensorstow")
+_has_plan: ContextVar[bool] = ContextVar("has_plan", default=False)
+"""Whether a plan that places the optimizer's parameters has chosen their overlap."""
 _STATE_BYTES = 8
 """Bytes of both moments of an element, about."""
 StatePlacement = Literal["host", "ram", "cpu", "disk", "nvme"] | float
@@ -172,12 +176,23 @@ def settled(
     return replace(offload_policy, overlap="none" if why else "forward", is_overlap_chosen=True)
 
 
+@contextmanager
+def without_auto_overlap() -> Iterator[None]:
+    """Let ``overlap="auto"`` mean "none" in the block: a plan has said what is to be."""
+    token = _has_plan.set(True)
+    try:
+        yield
+    finally:
+        _has_plan.reset(token)
+
+
 def _in_step(
     offload_policy: OffloadPolicy, run: RunOptions, parameters: Sequence[torch.Tensor]
 ) -> Iterator[tuple[str, bool]]:
     """Yield why updates would run in ``step()``, and whether it is so."""
     placement, update_on = offload_policy.placement, offload_policy.update_on
     yield ": all states are in memory", placement.disk_fraction == 0
+    yield ": the plan has none", _has_plan.get()
     yield ": without module= nothing waits for new weights", run.module is None
     moved = placement.disk_fraction * _STATE_BYTES * sum(p.numel() for p in parameters)
     moved -= max(0, (placement.ram_budget or 0) - DEFAULT_RING_BYTES)

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from tensorstow.base.errors import OptionError
+from tensorstow.base.tiers import Tier
 from tensorstow.step.managed_param import ManagedParam, ParamUpdate
 from tensorstow.tensors.dtensor import PLAIN_TENSORS, is_in_storage, layout_of, shard_of
 from tensorstow.tensors.placeholder import ConsumedGradient
@@ -201,8 +202,8 @@ def shared_elsewhere(updates: Sequence[ParamUpdate], params: Iterable[ManagedPar
     """Return ids of the parameters of ``updates`` that others may read or write unnoticed.
 
     Args:
-        updates: Updates that will run beside the caller, before any feed has begun them, of
-            parameters that ``may_have_aliases``.
+        updates: Updates of parameters that ``may_have_aliases``. No feed of an accelerator has
+            begun them: it shares the memory of what it copies.
         params: All parameters of the optimizer, which may share storages with each other.
     """
     # A read of a weight may wait or undo its update, and this is none.
@@ -225,7 +226,8 @@ def _is_shared(param: ManagedParam, ours: int) -> bool:
     weight = param.owner
     storage: Any = weight.untyped_storage()
     holders = _holders(weight)
-    if param.order is not None:  # the row of the step has a view ([Note: Memory formats])
+    in_row = param.host is None and param.tier is not Tier.DEVICE
+    if in_row and param.order is not None:  # as a view of it ([Note: Memory formats])
         as_in_row = param.parameter
         ours += (_holders(weight) - holders) * ours
         del as_in_row
@@ -238,9 +240,11 @@ def _is_rewritten(update: ParamUpdate, ours: int) -> bool:
     gradient, shown = update.gradient, update.param.owner.grad
     if gradient is None:
         return False
+    # A view in another order of dimensions holds its base, which may be in ``.grad``.
+    twice = gradient._base is not None  # noqa: SLF001  # nothing public says it
     # The place of a gradient that was used has no memory.
-    is_view = shown is not None and shown is not gradient and type(shown) in PLAIN_TENSORS
-    twice = is_view and shown is not None and _key(shown) == _key(gradient)
+    if shown is not None and shown is not gradient and type(shown) in PLAIN_TENSORS:
+        twice = twice or _key(shown) == _key(gradient)
     return _holders(gradient) > ours * (1 + twice)
 
 

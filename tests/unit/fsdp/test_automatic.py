@@ -112,8 +112,8 @@ def test_one_table_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, logger="tensorstow")
     placed(budget=Budget(host=4 * BYTES - 1))
     (table,) = [r.getMessage() for r in caplog.records if "chose" in r.getMessage()]
-    assert "chose parameters=host, states=disk, overlap=none, within the memory given:" in table
-    assert "not parameters=host, states=host, overlap=none: 1 B of HOST short" in table
+    assert "chose parameters=host, states=disk, overlap=auto, within the memory given:" in table
+    assert "not parameters=host, states=host, overlap=auto: 1 B of HOST short" in table
     assert "activations on host are not counted without batch=: let budget= leave room" in table
     assert "tensorstow calibrate" in caplog.text
 

@@ -162,12 +162,18 @@ def test_a_function_without_the_keyword_makes_what_a_plan_without_overlap_wants(
     optimizer.close()
 
 
-def test_a_function_that_takes_anything_is_called_again_for_a_plan_without_overlap(
+@pytest.mark.parametrize("takes_anything", [False, True])
+def test_a_plan_without_overlap_needs_no_keyword_of_the_function(
+    takes_anything: bool,  # noqa: FBT001
     tmp_path: Path,
 ) -> None:
-    def make(params: Any, **given: Any) -> AdamW:  # noqa: ANN401
+    def named(params: Any, *, states: str, dir: Path, module: nn.Module) -> AdamW:  # noqa: A002, ANN401
+        return AdamW(params, states=states, dir=dir, module=module)  # type: ignore[arg-type]
+
+    def anything(params: Any, **given: Any) -> AdamW:  # noqa: ANN401
         return AdamW(params, lr=1e-2, **given)
 
+    make: Any = anything if takes_anything else named
     plan = Plan(states="disk", overlap="none")
     _, optimizer = stow(blocks(), make, plan=plan, dir=tmp_path)
     assert overlap_of(optimizer) == "none"
@@ -181,15 +187,9 @@ def test_a_function_that_contradicts_the_plan_is_refused(tmp_path: Path) -> None
     def chosen(params: Any, **given: Any) -> AdamW:  # noqa: ANN401
         return AdamW(params, lr=1e-2, **given | {"overlap": "backward"})
 
-    def alone(params: Any, *, states: str, dir: Path, module: nn.Module) -> AdamW:  # noqa: A002, ANN401
-        return AdamW(params, states=states, dir=dir, module=module)  # type: ignore[arg-type]
-
-    for plan, make in (
-        (Plan(states="disk"), chosen),
-        (Plan(states="disk", overlap="none"), alone),
-    ):
-        with pytest.raises(OptionError, match=r"did not pass on .* overlap='(auto|none)'"):
-            stow(blocks(), make, plan=plan, dir=tmp_path)
+    for plan in (Plan(states="disk"), Plan(states="disk", overlap="none")):
+        with pytest.raises(OptionError, match=r"did not pass on .* overlap='none'"):
+            stow(blocks(), chosen, plan=plan, dir=tmp_path)
 
 
 def test_frozen_weights_do_not_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
