@@ -207,7 +207,7 @@ class StowRequest:
                 optimizer = self.optimizer(named, **placed)
             if isinstance(optimizer, StowedOptimizer):
                 validate_class(self.plan, self.device, optimizer)
-            note_placed(validate_optimizer(optimizer, {**placed, "overlap": self.plan.overlap}))
+            note_placed(validate_optimizer(optimizer, placed))
             if isinstance(optimizer, StowedAdam) and self.plan.timing.begins_early:
                 optimizer._let_steps_go_on()  # noqa: SLF001  # a hook of the engine
             optimizer._has_exact_norm = self.plan.ordered_reduce is not None  # noqa: SLF001

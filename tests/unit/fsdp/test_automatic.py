@@ -179,6 +179,10 @@ def test_rates_choose_the_overlap() -> None:
     optimizer.close()
     assert tensorstow.plan_of(stowed).overlap == "none"
     assert tensorstow.plan_of(stowed).states == Tier.DISK
+    # The default in words leaves the choice to the search, as the default does.
+    stowed, optimizer = stow(model(), partial(AdamW, lr=1e-3, overlap="auto"), budget=budget)
+    optimizer.close()
+    assert tensorstow.plan_of(stowed).overlap == "forward"
 
 
 def test_a_profile_without_the_rates_that_are_needed_is_said(
